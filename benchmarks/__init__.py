@@ -1,0 +1,1 @@
+"""Every figure in the README comes out of a command here."""

@@ -1,0 +1,272 @@
+"""Activation offload on one GPU: step time and activation memory of GPT, kept, recomputed, and offloaded.
+
+    python -m benchmarks.activation_offload --out results.json [--shapes 8192x4 12288x3] [--modes keep host] [--rounds 3]
+    python -m benchmarks.activation_offload --report results.json [--plot figure.png]
+
+Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds` times:
+  keep       Lightning's own strategy, everything stays on the GPU
+  recompute  the same with activation checkpointing of every block
+  host       `cpu_offload`: to pinned memory, amount chosen by the package
+  ssd        `ssd_offload` with no host tier: to the SSD alone, amount chosen by the package
+  both       `ssd_offload` as it comes: host memory first, then SSD
+  slow-ssd   `ssd` with the drive throttled to a tenth of its measured speed
+  host-all, ssd-all   everything that may leave does: what memory costs in time when nothing adapts
+
+As in SSDTrain's figure 6: batch 16, 1024 tokens, 16-bit weights, SGD (states and gradients are a constant that is subtracted).
+Activation peak: the most that was allocated in the measured steps, less weights and gradients. Step time: from one
+`on_train_batch_start` to the next, on the GPU's clock; medians over steps, then over rounds; the spread is over rounds.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.models.gpt import GPT
+from lightning_ssd.storage import PosixBackend
+
+BATCH, TOKENS, VOCABULARY = 16, 1024, 50304
+SHAPES = ("4096x16", "8192x4", "12288x3", "16384x2")
+MODES = ("keep", "recompute", "host", "ssd", "both", "slow-ssd")
+
+
+class BenchmarkGPT(GPT):
+    """GPT with SGD, whose gradients are the only state."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def recompute(self, on: bool) -> None:
+        """Switches activation checkpointing of the blocks."""
+        assert self.model is not None
+        model: Any = self.model
+        if on:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()
+
+
+class RandomTokens(Dataset[torch.Tensor]):
+    """Blocks of random token ids."""
+
+    def __init__(self, blocks: int) -> None:
+        self.ids = torch.randint(0, VOCABULARY, (blocks, TOKENS), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.ids[index]
+
+
+class Probe(pl.Callback):
+    """Measures the steps after the first `warm_up`."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up = warm_up
+        self.events: list[torch.cuda.Event] = []
+        self.before: dict[str, float] = {}
+        self.result: dict[str, float] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.warm_up:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = self._totals(trainer)
+        if batch_idx >= self.warm_up:
+            self.events.append(torch.cuda.Event(enable_timing=True))
+            self.events[-1].record()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.cuda.synchronize()
+        steps = [a.elapsed_time(b) / 1e3 for a, b in zip(self.events, self.events[1:], strict=False)]
+        count = len(self.events)
+        states = 2 * sum(p.numel() * p.element_size() for p in pl_module.parameters())
+        after = self._totals(trainer)
+        self.result = {name: (after[name] - self.before[name]) / count for name in after}
+        self.result["step"] = statistics.median(steps)
+        self.result["peak"] = torch.cuda.max_memory_allocated() - states
+        self.result["loss"] = float(trainer.callback_metrics["train/loss"])
+        if (cache := find_tensor_cache(trainer)) is not None:
+            self.result["window"] = cache.window_bytes
+
+    @staticmethod
+    def _totals(trainer: Any) -> dict[str, float]:
+        cache = find_tensor_cache(trainer)
+        if cache is None:
+            return {}
+        stats = cache.stats()
+        totals = {"saved": stats.saved, "stored": stats.stored, "store_stall": stats.store_stall}
+        totals["load_stall"] = stats.load_stall
+        totals |= {f"{name}_out": tier.bytes_out for name, tier in cache.tiers.items()}
+        return totals
+
+
+def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
+    """Returns the strategy of a mode; `ssd_speed` in bytes/s is what the drive was measured to write."""
+    offload: Any = 1.0 if mode.endswith("-all") else "auto"
+    match mode.removesuffix("-all"):
+        case "keep" | "recompute":
+            return "auto"
+        case "host":
+            return SSDOffloadStrategy(tier="host", offload=offload)
+        case "ssd":
+            return SSDOffloadStrategy(path, host_memory=0, offload=offload)
+        case "both":
+            return SSDOffloadStrategy(path)
+        case "slow-ssd":
+            from tests.storage.faults import ThrottledBackend
+
+            backend = ThrottledBackend(PosixBackend(), ssd_speed / 10)
+            return SSDOffloadStrategy(path, host_memory=0, backend=backend)
+    raise SystemExit(f"unknown mode {mode!r}; modes are {', '.join(MODES)}, host-all, ssd-all")
+
+
+def fit(model: BenchmarkGPT, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int) -> dict[str, float]:
+    """Trains `model` for `warm_up + steps` steps and returns what was measured."""
+    if model.model is not None:
+        model.recompute(mode == "recompute")
+    probe = Probe(warm_up)
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-true",
+        strategy=strategy_for(mode, path, ssd_speed),
+        max_steps=warm_up + steps,
+        callbacks=[probe],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path,
+    )
+    trainer.fit(model, DataLoader(RandomTokens(BATCH * (warm_up + steps)), batch_size=BATCH))
+    for parameter in model.parameters():
+        parameter.grad = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    return probe.result
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs every mode on every shape."""
+    from lightning_ssd.storage import BlobStore
+
+    path = Path(tempfile.mkdtemp(dir=arguments.path))
+    store = BlobStore([path], device=torch.device("cpu"))
+    ssd_speed = store.write_bandwidth
+    store.close()
+    results: dict[str, Any] = {
+        "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
+        "ssd_write": ssd_speed,
+        "link_out": link_speed(),
+        "shapes": {},
+    }
+    for shape in arguments.shapes:
+        hidden, layers = map(int, shape.split("x"))
+        model = BenchmarkGPT(VOCABULARY, TOKENS, hidden, layers, hidden // 128)
+        fit(model, "keep", path, ssd_speed, 2, 2)
+        runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in arguments.modes}
+        for _ in range(arguments.rounds):
+            for mode in arguments.modes:
+                runs[mode].append(fit(model, mode, path, ssd_speed, arguments.steps, arguments.warm_up))
+                print(shape, mode, {k: float(f"{v:.5g}") for k, v in runs[mode][-1].items()}, flush=True)
+        results["shapes"][shape] = runs
+        Path(arguments.out).write_text(json.dumps(results, indent=1))
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    path.rmdir()
+    return results
+
+
+def link_speed() -> float:
+    """Returns bytes/s of a large copy from the GPU to pinned memory."""
+    device = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    host.copy_(device, non_blocking=True)
+    start.record()
+    for _ in range(8):
+        host.copy_(device, non_blocking=True)
+    end.record()
+    end.synchronize()
+    return 8 * 2**28 / (start.elapsed_time(end) / 1e3)
+
+
+def report(results: dict[str, Any]) -> str:
+    """Returns the results as a Markdown table."""
+    lines = [
+        f"{results['machine']}; SSD {results['ssd_write'] / 1e9:.1f} GB/s, link {results['link_out'] / 1e9:.1f} GB/s out",
+        "",
+        "| shape | mode | step, s | of keep | activation peak, GiB | of keep | GB out a step | stall, ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for shape, runs in results["shapes"].items():
+        keep = runs.get("keep") or next(iter(runs.values()))
+        for mode, rounds in runs.items():
+            step = [run["step"] for run in rounds]
+            ratio = [run["step"] / base["step"] for run, base in zip(rounds, keep, strict=True)]
+            peak = statistics.median(run["peak"] for run in rounds)
+            base_peak = statistics.median(run["peak"] for run in keep)
+            out = statistics.median(run.get("stored", 0.0) for run in rounds) / 1e9
+            stall = statistics.median(run.get("store_stall", 0) + run.get("load_stall", 0) for run in rounds)
+            lines.append(
+                f"| {shape} | {mode} | {statistics.median(step):.3f} | {100 * (statistics.median(ratio) - 1):+.1f} % "
+                f"({100 * (min(ratio) - 1):+.1f} to {100 * (max(ratio) - 1):+.1f}) | {peak / 2**30:.1f} | "
+                f"{100 * (peak / base_peak - 1):+.0f} % | {out:.1f} | {1e3 * stall:.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, Any], figure: str) -> None:
+    """Draws step time and activation peak of every mode beside each other."""
+    import matplotlib.pyplot as plt
+
+    shapes = results["shapes"]
+    modes = list(next(iter(shapes.values())))
+    _, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True)
+    for index, mode in enumerate(modes):
+        at = [position + (index - len(modes) / 2 + 0.5) * 0.8 / len(modes) for position in range(len(shapes))]
+        for axes, key, unit in ((above, "step", 1.0), (below, "peak", 2.0**30)):
+            heights = [statistics.median(run[key] for run in runs[mode]) / unit for runs in shapes.values()]
+            axes.bar(at, heights, 0.8 / len(modes), label=mode)
+    above.set_ylabel("step, s")
+    below.set_ylabel("activation peak, GiB")
+    below.set_xticks(range(len(shapes)), [f"h{shape.replace('x', ' l')}" for shape in shapes])
+    above.legend(ncols=3)
+    above.set_title(f"GPT, batch {BATCH} x {TOKENS} tokens, {results['machine']}", fontsize=9)
+    plt.tight_layout()
+    plt.savefig(figure, dpi=120)
+
+
+def main() -> None:
+    """Measures, or reports what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="HIDDENxLAYERS")
+    parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=12)
+    parser.add_argument("--path", help="where scratch files go (default: the system's temporary directory)")
+    parser.add_argument("--out", default="activation_offload.json")
+    parser.add_argument("--report", help="print the table of earlier results instead of measuring")
+    parser.add_argument("--plot", help="with --report: draw the figure")
+    arguments = parser.parse_args()
+    results = json.loads(Path(arguments.report).read_text()) if arguments.report else measure(arguments)
+    print(report(results))
+    if arguments.plot:
+        plot(results, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

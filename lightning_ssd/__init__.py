@@ -1,0 +1,33 @@
+"""Training with activations, weights and optimizer states on SSD and in host memory, for PyTorch Lightning.
+
+torch imports this package when it starts (see `_autoload`), so nothing heavy is imported here: the public
+classes are imported when they are first used. Importing the package registers its strategies, for programs
+that run with `TORCH_DEVICE_BACKEND_AUTOLOAD=0`, which turns the automatic registration off.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_ssd._autoload import register
+
+if TYPE_CHECKING:
+    from lightning_ssd.callbacks import ActivationOffload, MicroBatchSwitch, OffloadMonitor, PrefetchScheduler
+    from lightning_ssd.strategy import SSDOffloadStrategy
+
+__all__ = [
+    "ActivationOffload",
+    "MicroBatchSwitch",
+    "OffloadMonitor",
+    "PrefetchScheduler",
+    "SSDOffloadStrategy",
+]
+__version__ = "0.1.0"
+
+register()
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "lightning_ssd.strategy" if name == "SSDOffloadStrategy" else "lightning_ssd.callbacks"
+    return getattr(import_module(home), name)

@@ -1,0 +1,316 @@
+"""The tensor cache: saved tensors leave the device during forward and are back when backward wants them.
+
+It works below autograd, with `torch.autograd.graph.saved_tensors_hooks` (SSDTrain III-B): autograd keeps a `SavedView`
+instead of a tensor. Bytes are never changed, so the numbers of training stay what they are, bit for bit.
+
+Threads: `_pack` runs on the training thread, `_unpack` on autograd's thread for the device, while the training thread waits
+inside `backward`; they never run at the same time. I/O and completion threads belong to the tiers and touch no record.
+"""
+
+import contextlib
+import dataclasses
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ssd.activations.clock import make_clock
+from lightning_ssd.activations.copies import Copies
+from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
+from lightning_ssd.activations.placement import Placement
+from lightning_ssd.activations.record import (
+    Leftover,
+    Record,
+    SavedView,
+    State,
+    attach_record,
+    check_version,
+    find_record,
+)
+from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
+from lightning_ssd.activations.weights import is_weight
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.storage import IOStats, StorageError
+
+
+class BudgetError(RuntimeError):
+    """The tiers have no room for what `offload` sends out."""
+
+
+@dataclasses.dataclass
+class CacheStats:
+    """Totals since the start, in bytes and seconds.
+
+    Attributes:
+        micro_batches: micro-batches begun.
+        seconds: that forward and backward took, on the device's clock.
+        saved: bytes of the storages that were large enough to offload.
+        stored: of those, bytes that a tier began to store.
+        forwarded: stored bytes that backward wanted while they were still on the device.
+        loaded: bytes brought back.
+        store_stall: seconds that the compute stream waited in forward, for staging memory or the window.
+        load_stall: seconds that it waited in backward, for bytes to come back.
+    """
+
+    micro_batches: int = 0
+    seconds: float = 0.0
+    saved: int = 0
+    stored: int = 0
+    forwarded: int = 0
+    loaded: int = 0
+    store_stall: float = 0.0
+    load_stall: float = 0.0
+
+
+class TensorCache:
+    """Offloads the saved tensors of one device.
+
+    Args:
+        copies: copies of the device.
+        tiers: the tiers that `placement` speaks of; the cache owns and closes them, and `copies`.
+        placement: decides where each saved storage goes.
+        min_bytes: smaller storages stay on the device.
+    """
+
+    #: Finished micro-batches that are remembered: enough for a ragged last batch and for alternating optimizers.
+    PATTERNS = 4
+
+    def __init__(
+        self, copies: Copies, tiers: Mapping[TierName, Tier], placement: Placement, *, min_bytes: int
+    ) -> None:
+        self.device = copies.device
+        self.tiers = dict(tiers)
+        self.placement = placement
+        self.window_bytes = 256 * 2**20
+        """Bytes that may be on their way out at once, and on their way back ahead of their use."""
+        self.window_depth: int | None = None
+        """Storages that may be on their way back ahead of their use; `None`: the bytes alone decide."""
+        self.copies = copies
+        self._min_bytes = min_bytes
+        self._clock = make_clock(self.device)
+        self._empty = torch.empty(0, device=self.device)
+        self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
+        self._batch: MicroBatch | None = None
+        self._profiled: deque[MicroBatch] = deque()
+        self._window: deque[_Leaving] = deque()
+        self._window_used = 0
+        self._leftovers: deque[Leftover] = deque()
+        self._stats = CacheStats()
+        self._closed = False
+
+    def begin_micro_batch(self) -> None:
+        """A forward and backward begin: from here on, saved tensors belong to a new record of their order."""
+        self.end_backward()
+        if self._batch is not None and self._batch.in_backward:
+            self._patterns.append(self._batch.pattern())
+            self._profiled.append(self._batch)
+        self._read_profiles()
+        last = self._patterns[-1] if self._patterns else None
+        self.placement.begin(sum(last.sizes) if last else 0)
+        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self.placement.plan)
+        self._stats.micro_batches += 1
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Returns a context that offloads what autograd saves inside it. A micro-batch has begun before."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def end_backward(self) -> None:
+        """The micro-batch's backward is over, or its step is: what is still on its way out need not hold memory."""
+        if self._batch is not None:
+            while self._window:
+                self._pop_window()
+            self._batch.end()
+            self._collect()
+
+    def stats(self) -> CacheStats:
+        """Returns the totals; stalls of the last steps follow when the device has passed them."""
+        self._read_profiles()
+        return dataclasses.replace(self._stats)
+
+    def io_stats(self) -> IOStats | None:
+        """Returns what the I/O engine of the SSD tier has done; `None` without one."""
+        ssd = self.tiers.get("ssd")
+        return None if ssd is None else ssd.io_stats()
+
+    def peak_pinned_bytes(self) -> int:
+        """Returns the most pinned memory that was ever in use, in bytes."""
+        return sum(tier.peak_pinned_bytes() for tier in self.tiers.values())
+
+    @property
+    def last_pattern(self) -> Pattern | None:
+        """What the last finished micro-batch saved, and the order in which its backward wanted it."""
+        return self._patterns[-1] if self._patterns else None
+
+    def close(self) -> None:
+        """Gives everything back: memory, files, threads. Graphs that are still alive can't run backward any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._window.clear()
+        with contextlib.ExitStack() as stack:  # each is closed whatever happens to the others
+            stack.callback(self.copies.close)
+            for tier in self.tiers.values():
+                stack.callback(tier.close)
+        self._leftovers.clear()
+
+    # ---- forward ----
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if (
+            tensor.device != self.device
+            or type(tensor) not in (Tensor, nn.Parameter)
+            or tensor.layout is not torch.strided
+            or torch._C._current_graph_task_id() != -1  # recomputed, or made by a double backward: wanted at once
+        ):
+            return _keep(tensor)
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes < self._min_bytes or is_weight(tensor, storage):
+            return _keep(tensor)
+        record = find_record(storage)
+        if record is None or record.version != tensor._version or record.batch is not self._batch:
+            if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+                return _keep(tensor)  # more than bytes, shape and strides
+            record = self._new_record(tensor, storage)
+        return SavedView(tensor, record, self._empty)
+
+    def _new_record(self, tensor: Tensor, storage: torch.UntypedStorage) -> Record:
+        assert self._batch is not None, "begin_micro_batch comes first"
+        self._collect()
+        with torch.no_grad():
+            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        record = Record(data, tensor._version, self._batch, len(self._batch.sizes), self._leftovers)
+        attach_record(storage, record)
+        self._batch.add(record)
+        self._stats.saved += record.nbytes
+        # What backward wants first would come back at once: it never leaves.
+        before = self._batch.bytes_before(record.index)
+        if before is None or before >= self.window_bytes:
+            self._offload(record, data)
+        return record
+
+    def _offload(self, record: Record, data: Tensor) -> None:
+        may_wait = self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
+        if not may_wait and self._window and self._window_used + record.nbytes > self.window_bytes:
+            return
+        tiers = self.placement.place(record.nbytes)
+        for name in tiers:
+            copy = self._store(name, data, may_wait)
+            if copy is not None:
+                break
+        else:
+            if tiers and self.placement.must_fit:
+                raise BudgetError(
+                    f"no room for a saved tensor of {format_bytes(record.nbytes)}: "
+                    + ", ".join(f"{name} tier: {self.tiers[name].describe()}" for name in tiers)
+                    + ". Raise `host_memory`, lower `offload`, or set `offload='auto'`, which keeps on the device "
+                    "what finds no room."
+                )
+            return
+        record.leave(copy, name)
+        self._stats.stored += record.nbytes
+        self._window.append(_Leaving(weakref.ref(record), data, copy, name))
+        self._window_used += record.nbytes
+        # On a GPU the newest stays in flight whatever its size; on a CPU its copy is already done.
+        newest, limit = (0, 0) if self.device.type == "cpu" else (1, self.window_bytes)
+        while len(self._window) > newest and self._window_used > limit:
+            self._pop_window()
+
+    def _store(self, tier: TierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
+        copy = self.tiers[tier].store(data, may_wait=False)
+        if copy is None and may_wait:
+            with self._stall(tier, _OUT):
+                copy = self.tiers[tier].store(data, may_wait=True)
+        return copy
+
+    def _pop_window(self) -> None:
+        """Lets go of the oldest storage on its way out: on the device's clock, whatever the host's is."""
+        leaving = self._window.popleft()
+        self._window_used -= leaving.data.numel()
+        with self._stall(leaving.tier, _OUT):
+            leaving.copy.wait_copied()
+        record = leaving.record()
+        if record is not None:
+            record.gone()
+
+    # ---- backward ----
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is tuple:
+            tensor, version = saved
+            check_version(tensor, version, tensor.dtype, tensor.size())
+            return tensor
+        if self._closed:
+            raise RuntimeError(
+                "backward was called on a graph whose training has ended, and its saved tensors with it. "
+                "Call backward inside the training step, or don't keep the loss after `Trainer.fit`."
+            )
+        saved.check_version()
+        record = saved.record
+        record.batch.want(record)
+        self._collect()
+        if record.state is State.LEAVING:
+            record.stay()
+            self._stats.forwarded += record.nbytes
+        elif record.state is State.AWAY:
+            record.come(urgent=True)
+        self._prefetch(record.batch)
+        if record.state is State.COMING:
+            with self._stall(record.tier, _IN):
+                record.arrive()
+            self._stats.loaded += record.nbytes
+        return saved.show()
+
+    def _prefetch(self, batch: MicroBatch) -> None:
+        while (record := batch.next_to_fetch(self.window_bytes, self.window_depth)) is not None:
+            record.come(urgent=False)
+
+    # ---- both ----
+
+    def _collect(self) -> None:
+        """Gives back what dead records left. A load that nobody waited for ends first, as it writes device memory."""
+        for _ in range(len(self._leftovers)):
+            leftover = self._leftovers.popleft()
+            if leftover.load is not None:
+                if not leftover.load.settled:
+                    self._leftovers.append(leftover)
+                    continue
+                with contextlib.suppress(StorageError):  # nobody wants these bytes any more
+                    leftover.load.wait()
+            leftover.copy.free()
+
+    def _stall(self, tier: TierName, direction: int) -> contextlib.AbstractContextManager[None]:
+        """Measures how long the compute stream waits for `tier` inside the context."""
+        assert self._batch is not None
+        return self._batch.stalls[tier][direction].span()
+
+    def _read_profiles(self) -> None:
+        """Hears of the micro-batches that the device is through with."""
+        while self._profiled and (profile := self._profiled[0].profile()) is not None:
+            self._profiled.popleft()
+            self._stats.seconds += profile.forward_seconds + profile.backward_seconds
+            self._stats.store_stall += sum(stalls[_OUT] for stalls in profile.stall_seconds.values())
+            self._stats.load_stall += sum(stalls[_IN] for stalls in profile.stall_seconds.values())
+            self.placement.observe(profile)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaving:
+    """A storage on its way out. Owns the device's bytes until the compute stream is ordered after their copy."""
+
+    record: "weakref.ref[Record]"
+    data: Tensor
+    copy: StoredCopy
+    tier: TierName
+
+
+_OUT, _IN = 0, 1
+
+
+def _keep(tensor: Tensor) -> tuple[Tensor, int]:
+    # Detached: the node that saves its own output would else own itself, and never be freed.
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version

@@ -1,0 +1,78 @@
+"""Time as the training device sees it: spans of the compute stream, read without a host sync."""
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Clock(ABC):
+    """Measures spans on the device's compute stream, host waits that leave it idle included."""
+
+    @abstractmethod
+    def now(self) -> Any:
+        """Returns a point in time; `elapsed` of two of them is known once the device has passed both."""
+
+    @abstractmethod
+    def elapsed(self, start: Any, end: Any) -> float | None:
+        """Returns the seconds between two points, or `None` while the device has not passed them."""
+
+
+class HostClock(Clock):
+    """The clock of a CPU device: what runs is what the host runs."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CUDAClock(Clock):
+    """The clock of a CUDA device: timing events on the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
+        return start.elapsed_time(end) / 1e3 if end.query() else None
+
+
+class Stopwatch:
+    """Adds up spans of one clock. Spans are read when the device has passed them, so `seconds` lags behind a little."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: deque[tuple[Any, Any]] = deque()
+        self._seconds = 0.0
+
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        """Measures the body, from and to the compute stream's present end."""
+        start = self._clock.now()
+        try:
+            yield
+        finally:
+            self._open.append((start, self._clock.now()))
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in all the spans that the device has passed."""
+        while self._open and (span := self._clock.elapsed(*self._open[0])) is not None:
+            self._seconds += span
+            self._open.popleft()
+        return self._seconds
+
+
+def make_clock(device: torch.device) -> Clock:
+    """Returns the clock for `device`."""
+    return CUDAClock(device) if device.type == "cuda" else HostClock()

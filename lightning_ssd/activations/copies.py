@@ -1,0 +1,257 @@
+"""Copies between the training device and host memory, ordered on the device's own clock.
+
+`Copies` is what the tiers use: it allocates on the device, copies out and in, and hands out *marks*. A mark stands for
+"everything issued so far on one stream"; the compute stream may wait for it (no host wait), or a function may be run
+once it was reached (on a thread of its own). On a GPU a mark is a CUDA event; on the CPU copies are done when the call
+returns and a mark is `None`.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Mark = torch.cuda.Event | None
+
+
+class Busy(NamedTuple):
+    """What one direction has carried: bytes, and the seconds in which it carried them."""
+
+    nbytes: int
+    seconds: float
+
+    def plus(self, nbytes: int, seconds: float) -> "Busy":
+        return Busy(self.nbytes + nbytes, self.seconds + seconds)
+
+
+class Copies(ABC):
+    """Moves bytes between one device and host memory.
+
+    All tensors are one-dimensional `uint8`. "Compute stream" means the stream that is current when the call is made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Allocates `nbytes` bytes on the device, on the compute stream."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Returns a mark for everything issued on the compute stream so far."""
+
+    @abstractmethod
+    def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        """Copies device bytes `src` to host bytes `dst` once `after` is reached; returns the mark of the copy.
+
+        The caller keeps both buffers until the returned mark is reached.
+        """
+
+    @abstractmethod
+    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        """Copies host bytes `src` to device bytes `dst` once `after` is reached; returns the mark of the copy.
+
+        The caller keeps both buffers until the returned mark is reached.
+        """
+
+    @abstractmethod
+    def wait(self, mark: Mark) -> None:
+        """Makes the compute stream wait for `mark`; the host goes on."""
+
+    @abstractmethod
+    def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
+        """Runs `then` on the host once the copy-out `mark` is reached; calls keep their order."""
+
+    @abstractmethod
+    def when_in(self, mark: Mark, then: Callable[[], None]) -> None:
+        """Runs `then` on the host once the copy-in (or compute) `mark` is reached; calls keep their order."""
+
+    @abstractmethod
+    def busy(self) -> tuple[Busy, Busy]:
+        """Returns what the copies out and the copies in have carried so far."""
+
+    def memory_is_short(self, nbytes: int) -> bool:
+        """Whether the device may not have room for `nbytes` more of what a step allocates."""
+        return False
+
+    def drain(self) -> None:
+        """Returns when every copy is done and every pending `then` has run."""
+
+    def close(self) -> None:
+        """Drains, and ends the threads."""
+
+
+class CPUCopies(Copies):
+    """Copies for a CPU "device": plain `memcpy`, done when the call returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        # Copies in run on I/O threads, several at a time: each thread's sum is added under the lock.
+        self._lock = threading.Lock()
+        self._out_busy = self._in_busy = Busy(0, 0.0)
+
+    def mark(self) -> Mark:
+        return None
+
+    def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        start = time.perf_counter()
+        dst.copy_(src)
+        with self._lock:
+            self._out_busy = self._out_busy.plus(src.numel(), time.perf_counter() - start)
+        return None
+
+    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        start = time.perf_counter()
+        dst.copy_(src)
+        with self._lock:
+            self._in_busy = self._in_busy.plus(src.numel(), time.perf_counter() - start)
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        return None
+
+    def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
+        then()
+
+    def when_in(self, mark: Mark, then: Callable[[], None]) -> None:
+        then()
+
+    def busy(self) -> tuple[Busy, Busy]:
+        return self._out_busy, self._in_busy
+
+
+class CUDACopies(Copies):
+    """Copies for a CUDA device, on one stream each way beside the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._out = _Lane("copied-out", device)
+        self._in = _Lane("copied-in", device)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(blocking=True)  # a host thread that waits for it sleeps instead of spinning
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        return self._out.copy(src, dst, after)
+
+    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        return self._in.copy(src, dst, after)
+
+    def wait(self, mark: Mark) -> None:
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
+        self._out.done.put(mark, then)
+
+    def when_in(self, mark: Mark, then: Callable[[], None]) -> None:
+        self._in.done.put(mark, then)
+
+    def busy(self) -> tuple[Busy, Busy]:
+        return self._out.busy(), self._in.busy()
+
+    def memory_is_short(self, nbytes: int) -> bool:
+        # A fifth is left for what backward allocates: gradients, workspaces, fragments.
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        usable = 0.8 * total * torch.cuda.get_per_process_memory_fraction(self.device)
+        return torch.cuda.memory_allocated(self.device) + nbytes > usable
+
+    def drain(self) -> None:
+        for lane in (self._out, self._in):
+            ran: Future[None] = Future()
+            lane.done.put(None, partial(ran.set_result, None))
+            ran.result()
+        torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        self._out.done.close()
+        self._in.done.close()
+
+
+class _Lane:
+    """One direction: a stream, and a thread that runs what waits for its copies."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.done = _EventThread(f"lightning_ssd-{name}", device)
+        self._stream = torch.cuda.Stream(device)
+        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._busy = Busy(0, 0.0)
+
+    def copy(self, src: Tensor, dst: Tensor, after: Mark) -> torch.cuda.Event:
+        # The stream keeps its order, so the marks of earlier copies on it are reached before this one's.
+        stream = self._stream
+        if after is not None:
+            stream.wait_event(after)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True, blocking=True)
+        start.record(stream)
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+        end.record(stream)
+        self._spans.append((start, end, src.numel()))
+        return end
+
+    def busy(self) -> Busy:
+        while self._spans and self._spans[0][1].query():
+            start, end, nbytes = self._spans.popleft()
+            self._busy = self._busy.plus(nbytes, start.elapsed_time(end) / 1e3)
+        return self._busy
+
+
+class _EventThread:
+    """Runs functions once their CUDA events are reached, in the order given.
+
+    A queued function owns the buffers it closes over until it has run.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._queue: queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._device = device
+        # Daemon: it must not keep an interpreter alive whose training thread died without closing.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, mark: Mark, then: Callable[[], None]) -> None:
+        self._queue.put((mark, then))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (item := self._queue.get()) is not None:
+            mark, then = item
+            with contextlib.suppress(RuntimeError):  # the device is lost: training hears it, here buffers are let go
+                if mark is not None:
+                    mark.synchronize()
+            then()
+            del item, mark, then  # an idle thread holds no buffer
+
+
+def make_copies(device: torch.device) -> Copies:
+    """Returns the copies for `device`.
+
+    Raises:
+        ValueError: `device` is neither a CPU nor a CUDA device.
+    """
+    if device.type == "cpu":
+        return CPUCopies(device)
+    if device.type == "cuda":
+        return CUDACopies(device)
+    raise ValueError(
+        f"activations can be offloaded from CPU and CUDA devices, not from {device}. "
+        "Set `accelerator='gpu'` (CUDA) or `accelerator='cpu'`, or use another strategy."
+    )

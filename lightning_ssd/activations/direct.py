@@ -1,0 +1,96 @@
+"""The SSD tier on the direct path: device memory to SSD and back, no host buffer (GPUDirect Storage).
+
+The backend reads and writes device memory on the host's clock, so nothing here is ordered by streams: a request is made
+when the GPU has produced the bytes (or is done with the memory they go to), and the device memory is the request's until
+its future is done.
+"""
+
+from concurrent.futures import Future, wait
+from functools import partial
+
+from torch import Tensor
+
+from lightning_ssd.activations.copies import Copies
+from lightning_ssd.activations.tier import Load, StoredCopy, Tier
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.storage import Blob, BlobStore, IOStats
+
+
+class DirectTier(Tier):
+    """Scratch files as a tier, over a store whose backend takes device buffers; owns `store`."""
+
+    name = "ssd"
+
+    def __init__(self, store: BlobStore, copies: Copies) -> None:
+        self.blobs = store
+        self._copies = copies
+
+    def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
+        copy = _DirectCopy(self, self.blobs.allocate(data.numel()))
+        self._copies.when_out(self._copies.mark(), partial(copy.write, data))
+        self.bytes_out += data.numel()
+        return copy
+
+    def io_stats(self) -> IOStats:
+        return self.blobs.stats()
+
+    def describe(self) -> str:
+        return f"{format_bytes(self.blobs.stats().allocated_bytes)} in use"
+
+    def close(self) -> None:
+        self._copies.drain()
+        self.blobs.close()
+
+
+class _DirectCopy(StoredCopy):
+    def __init__(self, tier: DirectTier, blob: Blob) -> None:
+        self.tier = tier
+        self.blob = blob
+        self._requests: Future[list[Future[None]]] = Future()
+        """The writes, once the GPU has produced the bytes."""
+
+    def write(self, data: Tensor) -> None:
+        parts = ((piece, data[piece.start : piece.start + piece.nbytes]) for piece in self.blob.pieces)
+        try:
+            self._requests.set_result([self.tier.blobs.write(piece, part) for piece, part in parts])
+        except Exception as error:  # the store was closed; the training thread gets it when it asks
+            self._requests.set_exception(error)
+
+    def wait_copied(self) -> None:
+        for request in self._requests.result():
+            request.result()
+
+    def load(self, *, urgent: bool) -> Load:
+        self.tier.bytes_in += self.blob.nbytes
+        return _DirectLoad(self, urgent)
+
+    def free(self) -> None:
+        requests = self._requests.result()
+        for request in requests:
+            request.cancel()
+        wait(requests)
+        self.tier.blobs.free(self.blob)
+
+
+class _DirectLoad(Load):
+    def __init__(self, copy: _DirectCopy, urgent: bool) -> None:
+        copies = copy.tier._copies
+        self.data = copies.empty(copy.blob.nbytes)
+        self._requests: Future[list[Future[None]]] = Future()
+        # The memory is the compute stream's until it is done with the last owner: read into it from then on.
+        copies.when_in(copies.mark(), partial(self._read, copy, urgent))
+
+    @property
+    def settled(self) -> bool:
+        return self._requests.done() and all(request.done() for request in self._requests.result())
+
+    def wait(self) -> None:
+        for request in self._requests.result():
+            request.result()
+
+    def _read(self, copy: _DirectCopy, urgent: bool) -> None:
+        parts = ((piece, self.data[piece.start : piece.start + piece.nbytes]) for piece in copy.blob.pieces)
+        try:
+            self._requests.set_result([copy.tier.blobs.read(piece, part, urgent=urgent) for piece, part in parts])
+        except Exception as error:  # as for writes
+            self._requests.set_exception(error)

@@ -1,0 +1,77 @@
+"""The host tier: saved tensors in pinned memory.
+
+Everything is ordered by streams, the host waits for nothing. Why a buffer may be reused at once when a copy is freed:
+the copy-out into it runs on the copy-out stream, which also runs the next owner's copy-out; and every load out of it
+was waited for by the compute stream (the contract of `StoredCopy.free`), after which the next owner's copy-out starts.
+"""
+
+from torch import Tensor
+
+from lightning_ssd.activations.copies import Copies, Mark
+from lightning_ssd.activations.tier import Load, StoredCopy, Tier
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.storage import PinnedBuffer, PinnedPool
+
+
+class HostTier(Tier):
+    """Pinned host memory as a tier, within the budget of `pool`, which it owns."""
+
+    name = "host"
+
+    def __init__(self, pool: PinnedPool, copies: Copies) -> None:
+        self.pool = pool
+        self._copies = copies
+
+    def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
+        # Never waits for room: what holds it is freed by backward, which comes later on the same thread.
+        buffer = self.pool.try_acquire(data.numel())
+        if buffer is None:
+            return None
+        copied = self._copies.out(data, buffer.tensor[: data.numel()], after=self._copies.mark())
+        self.bytes_out += data.numel()
+        return _HostCopy(self, buffer, copied, data.numel())
+
+    def peak_pinned_bytes(self) -> int:
+        return self.pool.peak_bytes
+
+    def describe(self) -> str:
+        return f"{format_bytes(self.pool.used_bytes)} of {format_bytes(self.pool.budget)} in use"
+
+    def close(self) -> None:
+        self._copies.drain()
+        self.pool.close()
+
+    def _load(self, buffer: PinnedBuffer, nbytes: int) -> Load:
+        self.bytes_in += nbytes
+        data = self._copies.empty(nbytes)
+        arrived = self._copies.into(buffer.tensor[:nbytes], data, after=self._copies.mark())
+        return _HostLoad(data, arrived, self._copies)
+
+
+class _HostCopy(StoredCopy):
+    def __init__(self, tier: HostTier, buffer: PinnedBuffer, copied: Mark, nbytes: int) -> None:
+        self._tier = tier
+        self._buffer = buffer
+        self._copied = copied
+        self._nbytes = nbytes
+
+    def wait_copied(self) -> None:
+        self._tier._copies.wait(self._copied)
+
+    def load(self, *, urgent: bool) -> Load:
+        return self._tier._load(self._buffer, self._nbytes)
+
+    def free(self) -> None:
+        self._buffer.release()
+
+
+class _HostLoad(Load):
+    settled = True  # the copy was issued when the load was made
+
+    def __init__(self, data: Tensor, arrived: Mark, copies: Copies) -> None:
+        self.data = data
+        self._arrived = arrived
+        self._copies = copies
+
+    def wait(self) -> None:
+        self._copies.wait(self._arrived)

@@ -1,0 +1,155 @@
+"""Where each saved storage goes: the rule that the tensor cache asks, storage by storage.
+
+A rule spreads what it sends out evenly over the forward: copying then keeps pace with computing, and few bytes are ever in
+flight. (Sending the first bytes of the forward, all of them, would pile up copies that nothing hides.)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from lightning_ssd.activations.micro_batch import MicroBatchProfile
+from lightning_ssd.activations.tier import TierName
+from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
+
+
+class Placement(ABC):
+    """Decides where saved storages go. One object serves a whole training."""
+
+    plan: int = 0
+    """Number of the plan in force; a profile says under which it was taken."""
+
+    must_fit: bool = False
+    """Whether it is an error when no tier has room for what was placed (else it stays on the device)."""
+
+    may_wait: bool = True
+    """Whether a store may hold the training up until staging memory is free."""
+
+    @abstractmethod
+    def begin(self, expected_bytes: int) -> None:
+        """A micro-batch begins; the last one saved `expected_bytes` that could go out (0: unknown)."""
+
+    @abstractmethod
+    def place(self, nbytes: int) -> Sequence[TierName]:
+        """Returns the tiers to try, in this order, for the next storage; none: it stays on the device."""
+
+    def observe(self, profile: MicroBatchProfile) -> None:
+        """Hears what a micro-batch took, some micro-batches later."""
+
+
+class KeepAll(Placement):
+    """Nothing goes out."""
+
+    def begin(self, expected_bytes: int) -> None:
+        return None
+
+    def place(self, nbytes: int) -> Sequence[TierName]:
+        return ()
+
+
+class FixedAmount(Placement):
+    """A given share, or number, of the bytes of each micro-batch goes out.
+
+    Args:
+        amount: `float`: share of the bytes, 0 to 1. `int`: bytes a micro-batch.
+        tiers: the tiers, in the order in which they are filled.
+    """
+
+    must_fit = True
+
+    def __init__(self, amount: float | int, tiers: Sequence[TierName]) -> None:
+        self._amount = amount
+        self._tiers = tiers
+        self._share = _Share(amount if isinstance(amount, float) else 1.0)
+        self._left: float = float("inf")
+
+    def begin(self, expected_bytes: int) -> None:
+        if isinstance(self._amount, int):
+            self._left = self._amount
+            self._share = _Share(min(1.0, self._amount / expected_bytes) if expected_bytes else 1.0)
+        else:
+            self._share = _Share(self._amount)
+
+    def place(self, nbytes: int) -> Sequence[TierName]:
+        if nbytes > self._left or not self._share.take(nbytes):
+            return ()
+        self._left -= nbytes
+        return self._tiers
+
+
+class Auto(Placement):
+    """SSDTrain's rule: as many bytes as the bandwidth carries while the forward computes (its figure 3).
+
+    Until a micro-batch was measured, everything that can leave without holding the training up goes out. Then each tier
+    gets its share, and a share shrinks where the compute stream still has to wait for its tier.
+
+    Args:
+        speeds: of each tier, what it can carry; in the order in which the tiers are filled.
+    """
+
+    #: A tier's stalls may take this share of a micro-batch before its share shrinks.
+    TOLERATED_STALL = 0.005
+    #: The first micro-batch pays for lazy initialisation; it is not measured.
+    WARM_UP = 1
+
+    def __init__(self, speeds: Mapping[TierName, TierSpeed]) -> None:
+        self._speeds = speeds
+        self._tiers = tuple(speeds)
+        self._scale: dict[TierName, float] = dict.fromkeys(speeds, 1.0)
+        self._amounts: dict[TierName, int] | None = None
+        self._shares: dict[TierName, _Share] = {}
+        self._seen = 0
+        self.may_wait = False
+
+    def begin(self, expected_bytes: int) -> None:
+        if self._amounts is not None and expected_bytes:
+            self._shares = {
+                tier: _Share(min(1.0, self._scale[tier] * amount / expected_bytes))
+                for tier, amount in self._amounts.items()
+            }
+
+    def place(self, nbytes: int) -> Sequence[TierName]:
+        if self._amounts is None:
+            return self._tiers
+        # Every share grows with every storage; the first that is due takes it.
+        due: tuple[TierName, ...] = ()
+        for tier, share in self._shares.items():
+            if share.take(nbytes, unless=bool(due)):
+                due = (tier,)
+        return due
+
+    def observe(self, profile: MicroBatchProfile) -> None:
+        self._seen += 1
+        if self._seen <= self.WARM_UP or profile.plan != self.plan:
+            return
+        if self._amounts is None:
+            stalls = list(profile.stall_seconds.values())
+            self._amounts = offload_amounts(
+                profile.saved_bytes,
+                profile.forward_seconds - sum(out for out, _ in stalls),
+                profile.backward_seconds - sum(into for _, into in stalls),
+                self._speeds,
+            )
+            self.may_wait = True
+            self.plan += 1
+            return
+        seconds = profile.forward_seconds + profile.backward_seconds
+        for tier, stalls_of_tier in profile.stall_seconds.items():
+            stalled = sum(stalls_of_tier) / seconds
+            if tier in self._scale and stalled > self.TOLERATED_STALL:
+                self._scale[tier] *= max(0.5, 1.0 - stalled)
+                self.plan += 1
+
+
+class _Share:
+    """Picks storages so that, at any time, the bytes picked are the given share of the bytes seen, to half a storage."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._owed = 0.0
+
+    def take(self, nbytes: int, *, unless: bool = False) -> bool:
+        self._owed += self._share * nbytes
+        if unless or 2 * self._owed < nbytes:
+            return False
+        self._owed -= nbytes
+        return True

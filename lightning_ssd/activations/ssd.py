@@ -1,0 +1,284 @@
+"""The SSD tier: saved tensors in scratch files, by way of pinned staging buffers.
+
+A storage goes out in pieces (the blob's stripes). The training thread takes a staging buffer for each and issues the
+copy-out; when the copy is done the piece is written; when it is written the buffer goes back to the pool. On the way in a
+reader thread takes a buffer, has it filled from the SSD, issues the copy-in, and the buffer goes back when that is done.
+
+Who owns a staging buffer until when:
+  out: the copy-out (until its mark), then the write request (until its future is done, cancelled or failed).
+  in:  the read request (until its future is done), then the copy-in (until its mark).
+  forwarded: a load that finds a piece not yet written takes a second hold on its buffer and copies in from there.
+Nobody who holds a buffer waits for another buffer, and each hold ends by the GPU's or the SSD's progress alone: the wait
+for staging memory can't deadlock, down to a pool of one piece.
+"""
+
+import itertools
+import queue
+import threading
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from lightning_ssd.activations.copies import Copies, Mark
+from lightning_ssd.activations.tier import Load, StoredCopy, Tier
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.storage import Blob, BlobStore, IOStats, Piece, PinnedBuffer, PinnedPool
+
+
+class SSDTier(Tier):
+    """Scratch files as a tier; owns `store` and `staging`.
+
+    Args:
+        store: the scratch space.
+        staging: pinned memory that pieces pass through; its budget is at least `store.piece_bytes`.
+        copies: copies of the device.
+    """
+
+    name = "ssd"
+
+    def __init__(self, store: BlobStore, staging: PinnedPool, copies: Copies) -> None:
+        self.blobs = store
+        self.staging = staging
+        self._copies = copies
+        self._error: BaseException | None = None
+        self._reads: queue.PriorityQueue[_PieceRead] = queue.PriorityQueue()
+        self._sequence = itertools.count()
+        self._reader = threading.Thread(target=self._issue_reads, name="lightning_ssd-reader", daemon=True)
+        self._reader.start()
+
+    def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
+        if self._error is not None:
+            raise self._error
+        blob = self.blobs.allocate(data.numel())
+        taken = [] if may_wait else self._take_all(blob)
+        if taken is None:
+            self.blobs.free(blob)
+            return None
+        copy = _SSDCopy(self, blob)
+        produced = self._copies.mark()
+        for index, piece in enumerate(blob.pieces):
+            buffer = taken[index] if taken else self.staging.acquire(piece.nbytes)
+            source = data[piece.start : piece.start + piece.nbytes]
+            copy.begin(piece, buffer, self._copies.out(source, buffer.tensor[: piece.nbytes], after=produced))
+        self.bytes_out += data.numel()
+        return copy
+
+    def io_stats(self) -> IOStats:
+        return self.blobs.stats()
+
+    def peak_pinned_bytes(self) -> int:
+        return self.staging.peak_bytes
+
+    def describe(self) -> str:
+        return f"{format_bytes(self.blobs.stats().allocated_bytes)} in use"
+
+    def close(self) -> None:
+        self._reads.put(_PieceRead.end())
+        self._reader.join()
+        self.blobs.close()
+        self._copies.drain()
+        self.staging.close()
+
+    def _take_all(self, blob: Blob) -> list[PinnedBuffer] | None:
+        """Takes the staging buffers of all pieces without waiting, or none."""
+        taken: list[PinnedBuffer] = []
+        for piece in blob.pieces:
+            buffer = self.staging.try_acquire(piece.nbytes)
+            if buffer is None:
+                for buffer in taken:
+                    buffer.release()
+                return None
+            taken.append(buffer)
+        return taken
+
+    def _issue_reads(self) -> None:
+        """The reader thread: gives each piece its staging buffer, in the order of the loads."""
+        while (wanted := self._reads.get().wanted) is not None:
+            load, piece = wanted
+            try:
+                buffer = self.staging.acquire(piece.nbytes)
+                request = self.blobs.read(piece, buffer.tensor, urgent=load.urgent)
+            except Exception as error:  # the training thread gets it from `wait`
+                load.fail(error)
+            else:
+                request.add_done_callback(partial(load.piece_read, piece, buffer))
+            del load, wanted  # an idle thread holds no device memory
+
+
+class _SSDCopy(StoredCopy):
+    """One storage's pieces on the SSD, or on their way there."""
+
+    def __init__(self, tier: SSDTier, blob: Blob) -> None:
+        self.tier = tier
+        self.blob = blob
+        self.last_copied: Mark = None
+        self.writes: list[_PieceWrite] = []
+        # Guards the two below: writes end on I/O threads, `free` is called on the training thread.
+        self._lock = threading.Lock()
+        self._unfinished = len(blob.pieces)
+        self.freed = False
+
+    def begin(self, piece: Piece, buffer: PinnedBuffer, copied: Mark) -> None:
+        write = _PieceWrite(self, piece, buffer)
+        self.writes.append(write)
+        self.last_copied = copied
+        self.tier._copies.when_out(copied, write.start)
+
+    def wait_copied(self) -> None:
+        self.tier._copies.wait(self.last_copied)
+
+    def load(self, *, urgent: bool) -> Load:
+        self.tier.bytes_in += self.blob.nbytes
+        return _SSDLoad(self, urgent)
+
+    def free(self) -> None:
+        with self._lock:
+            self.freed = True
+            finished = self._unfinished == 0
+        if finished:
+            self.tier.blobs.free(self.blob)
+        else:
+            for write in self.writes:
+                write.cancel()
+
+    def write_ended(self) -> None:
+        with self._lock:
+            self._unfinished -= 1
+            finished = self.freed and self._unfinished == 0
+        if finished:
+            self.tier.blobs.free(self.blob)
+
+
+class _PieceWrite:
+    """One piece from its staging buffer to the SSD. Owns a hold on the buffer until the write has ended."""
+
+    def __init__(self, copy: _SSDCopy, piece: Piece, buffer: PinnedBuffer) -> None:
+        self._copy = copy
+        self.piece = piece
+        self.buffer = buffer
+        self.done: Future[None] = Future()
+        """Done when the piece is on the SSD, failed, or cancelled."""
+        self._request: Future[None] | None = None
+
+    def start(self) -> None:
+        """Called when the copy-out is done: the staging buffer now holds the bytes."""
+        if self._copy.freed:
+            self.done.cancel()
+            self._end()
+            return
+        self._request = self._copy.tier.blobs.write(self.piece, self.buffer.tensor)
+        self._request.add_done_callback(self._written)
+
+    def cancel(self) -> None:
+        """Takes a queued write back; one that runs goes on."""
+        if self._request is not None:
+            self._request.cancel()
+
+    def _written(self, request: Future[None]) -> None:
+        if request.cancelled():
+            self.done.cancel()
+        elif (error := request.exception()) is not None:
+            # Reported by the next store, and by whoever wants these bytes back.
+            self._copy.tier._error = self._copy.tier._error or error
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
+        self._end()
+
+    def _end(self) -> None:
+        self.buffer.release()
+        self._copy.write_ended()
+
+
+@dataclass(order=True)
+class _PieceRead:
+    """A piece that a load wants from the SSD; urgent ones come first, then the order of the calls."""
+
+    order: tuple[int, int]
+    wanted: "tuple[_SSDLoad, Piece] | None" = field(compare=False)
+
+    @staticmethod
+    def end() -> "_PieceRead":
+        """Ends the reader thread when all that was asked for has been issued."""
+        return _PieceRead((2, 0), None)
+
+
+class _SSDLoad(Load):
+    def __init__(self, copy: _SSDCopy, urgent: bool) -> None:
+        self.urgent = urgent
+        self._copies = copy.tier._copies
+        self._tier = copy.tier
+        self.data = self._copies.empty(copy.blob.nbytes)
+        # The memory is the compute stream's: nothing is copied in before that stream is done with its last owner.
+        self._allocated = self._copies.mark()
+        self._arrived: Mark = None
+        self._issued: Future[None] = Future()
+        """Done when every piece's copy-in was issued, or one failed and none is under way any more."""
+        # Guards the two below and the order of `_arrived`: pieces end on I/O threads.
+        self._lock = threading.Lock()
+        self._missing = len(copy.writes)
+        self._error: BaseException | None = None
+        for write in copy.writes:
+            self._begin(write)
+
+    @property
+    def settled(self) -> bool:
+        return self._issued.done()
+
+    def wait(self) -> None:
+        self._issued.result()
+        self._copies.wait(self._arrived)
+
+    def piece_read(self, piece: Piece, buffer: PinnedBuffer, request: Future[None]) -> None:
+        """Called when a read request has ended; takes over its hold on `buffer`."""
+        try:
+            request.result()
+        except (Exception, CancelledError) as error:
+            buffer.release()
+            self.fail(error)
+        else:
+            self._copy_in(piece, buffer)
+
+    def fail(self, error: BaseException) -> None:
+        """One piece will not arrive."""
+        with self._lock:
+            self._error = self._error or error
+        self._piece_ended()
+
+    def _begin(self, write: _PieceWrite) -> None:
+        if not write.done.done() and write.buffer.try_retain():
+            # Still being stored: forward it from the staging buffer. The compute stream was ordered after the copy-out
+            # when the source was dropped, and `_allocated` comes later on that stream: the bytes are there by then.
+            self._copy_in(write.piece, write.buffer)
+        elif write.done.done():
+            self._read(write)
+        else:
+            write.done.add_done_callback(lambda _: self._read(write))
+
+    def _read(self, write: _PieceWrite) -> None:
+        if write.done.cancelled():
+            self.fail(RuntimeError("a saved tensor was wanted after its store was cancelled"))
+        elif (error := write.done.exception()) is not None:
+            self.fail(error)
+        else:
+            order = (0 if self.urgent else 1, next(self._tier._sequence))
+            self._tier._reads.put(_PieceRead(order, (self, write.piece)))
+
+    def _copy_in(self, piece: Piece, buffer: PinnedBuffer) -> None:
+        target = self.data[piece.start : piece.start + piece.nbytes]
+        with self._lock:
+            # Issued and recorded under one lock, so that `_arrived` is the last copy of all on the copy-in stream.
+            self._arrived = arrived = self._copies.into(buffer.tensor[: piece.nbytes], target, after=self._allocated)
+        self._copies.when_in(arrived, buffer.release)
+        self._piece_ended()
+
+    def _piece_ended(self) -> None:
+        with self._lock:
+            self._missing -= 1
+            last = self._missing == 0
+        if last and self._error is not None:
+            self._issued.set_exception(self._error)
+        elif last:
+            self._issued.set_result(None)

@@ -1,0 +1,91 @@
+"""`ActivationOffload`: activation offload alone, for any strategy."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
+from lightning_ssd.callbacks.defaults import add_default_callbacks
+
+
+class ActivationOffload(pl.Callback):
+    """Offloads activations under the Trainer's own strategy: single device, DDP, FSDP, tensor parallelism.
+
+    Activations are a process's own business, so every process has its own scratch files and its own budgets, and several
+    may share a path. The arguments are those of `SSDOffloadStrategy`.
+
+    Args:
+        path: directories for scratch files, one for each SSD. Default: the Trainer's `default_root_dir`.
+        tier: `"ssd"`, or `"host"` for host memory alone.
+        offload: how much goes out of each micro-batch: `"auto"`, `"none"`, a share, or bytes.
+        host_memory: bytes of pinned memory for activations, or `"auto"`.
+        ssd_capacity: bytes of scratch space, taken at the start; `None`: as needed.
+        spill: which tier is filled first.
+        min_bytes: smaller saved tensors stay on the device.
+        staging_memory: bytes of pinned memory on the way to and from the SSD.
+        backend: how scratch files are read and written.
+        checksum: check every byte that comes back.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Sequence[str | Path] | None = None,
+        tier: Literal["ssd", "host"] = "ssd",
+        offload: float | int | str = "auto",
+        host_memory: int | str = "auto",
+        ssd_capacity: int | str | None = None,
+        spill: Literal["host_first", "ssd_first"] = "host_first",
+        min_bytes: int | str = 2**20,
+        staging_memory: int | str = "512MiB",
+        backend: Literal["auto", "posix", "kvikio"] | Any = "auto",
+        checksum: bool = False,
+    ) -> None:
+        self.config = OffloadConfig(
+            path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
+        )
+        self.tensor_cache: TensorCache | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if hasattr(trainer.strategy, "tensor_cache"):
+            raise ValueError(
+                f"`{type(trainer.strategy).__name__}` offloads activations already. "
+                "Drop the ActivationOffload callback, or choose another strategy."
+            )
+        add_default_callbacks(trainer)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert strategy.model is not None
+        mark_weights(strategy.model)
+        cache = make_tensor_cache(
+            self.config,
+            strategy.root_device,
+            default_path=Path(trainer.default_root_dir),
+            rank=trainer.global_rank,
+        )
+        self.tensor_cache = cache
+        training_step = strategy.training_step
+
+        def offloaded_training_step(*args: Any, **kwargs: Any) -> Any:
+            with cache.hooks():
+                return training_step(*args, **kwargs)
+
+        strategy.training_step = offloaded_training_step  # type: ignore[method-assign]
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close(trainer)
+
+    def _close(self, trainer: pl.Trainer) -> None:
+        vars(trainer.strategy).pop("training_step", None)
+        if self.tensor_cache is not None:
+            self.tensor_cache.close()
+            self.tensor_cache = None

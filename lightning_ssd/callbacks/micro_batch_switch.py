@@ -1,0 +1,56 @@
+"""`MicroBatchSwitch`: tells the tensor cache which micro-batch it is in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+
+
+@dataclass(frozen=True)
+class MicroBatchInfo:
+    """Where a micro-batch stands in its accumulation window.
+
+    Attributes:
+        index: its number in the window, from 0.
+        is_last: whether the optimizer steps after its backward. Ragged windows at the end of an epoch and a changing
+            `accumulate_grad_batches` are seen; under manual optimization only the user knows, and this is `True`.
+    """
+
+    index: int
+    is_last: bool
+
+    @property
+    def next(self) -> str:
+        """What comes after this micro-batch: `"step"`, or the `"forward"` of the next one."""
+        return "step" if self.is_last else "forward"
+
+
+class MicroBatchSwitch(pl.Callback):
+    """Opens a record for every micro-batch, and closes it when its backward is over (SSDTrain figure 2).
+
+    `current` tells other callbacks where the present micro-batch stands. Inert without an offloading strategy.
+    """
+
+    def __init__(self) -> None:
+        self.current: MicroBatchInfo | None = None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        same_window = self.current is not None and not self.current.is_last and batch_idx > 0
+        index = self.current.index + 1 if self.current is not None and same_window else 0
+        self.current = MicroBatchInfo(index, is_last=not trainer.fit_loop._should_accumulate())
+        if (cache := find_tensor_cache(trainer)) is not None:
+            cache.begin_micro_batch()
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Under manual optimization more backwards may follow.
+        if pl_module.automatic_optimization and (cache := find_tensor_cache(trainer)) is not None:
+            cache.end_backward()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not pl_module.automatic_optimization and (cache := find_tensor_cache(trainer)) is not None:
+            cache.end_backward()

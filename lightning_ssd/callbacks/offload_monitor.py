@@ -1,0 +1,97 @@
+"""`OffloadMonitor`: what offloading does, in the user's loggers and progress bar."""
+
+from typing import Any
+
+import torch
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.activations import TensorCache
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+
+
+class OffloadMonitor(pl.Callback):
+    """Logs what moved since the last time it logged, every `log_every_n_steps`, as `OffloadMonitor/...`:
+
+    - `saved_bytes`, `kept_bytes`, `forwarded_bytes`: what autograd saved, what stayed on the device, and what was wanted
+      back before it had left;
+    - `host_bytes_out`, `host_bytes_in`, `ssd_bytes_out`, `ssd_bytes_in`: what went to and came from each tier;
+    - `copy_out_bytes_per_s`, `copy_in_bytes_per_s`, `ssd_write_bytes_per_s`, `ssd_read_bytes_per_s`: bandwidth reached,
+      while there was something to move;
+    - `store_stall_s`, `load_stall_s`: how long the compute stream waited;
+    - `peak_device_bytes` (CUDA), `peak_pinned_bytes`, `ssd_bytes_written` (since the start).
+
+    Args:
+        progress_bar: show bytes out (`out_gb`) and stalls (`stall_s`) of the last interval in the progress bar.
+
+    Inert without an offloading strategy.
+    """
+
+    def __init__(self, progress_bar: bool = True) -> None:
+        self._progress_bar = progress_bar
+        self._last: dict[str, float] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last = {}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        cache = find_tensor_cache(trainer)
+        if cache is None or not trainer._logger_connector.should_update_logs:
+            return
+        metrics = self._metrics(cache)
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {f"OffloadMonitor/{name}": value for name, value in metrics.items()},
+                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+            )
+        if self._progress_bar:
+            out = metrics.get("host_bytes_out", 0.0) + metrics.get("ssd_bytes_out", 0.0)
+            pl_module.log("out_gb", out / 1e9, prog_bar=True, logger=False)
+            stall = metrics["store_stall_s"] + metrics["load_stall_s"]
+            pl_module.log("stall_s", stall, prog_bar=True, logger=False)
+
+    def _metrics(self, cache: TensorCache) -> dict[str, float]:
+        totals = _totals(cache)
+        delta = {name: total - self._last.get(name, 0.0) for name, total in totals.items()}
+        self._last = totals
+        metrics = {name: value for name, value in delta.items() if not name.endswith("_busy_s")}
+        for lane in ("copy_out", "copy_in", "ssd_write", "ssd_read"):
+            moved = metrics.pop(f"{lane}_busy_bytes", 0.0)
+            if seconds := delta.get(f"{lane}_busy_s"):
+                metrics[f"{lane}_bytes_per_s"] = moved / seconds
+        return metrics | _levels(cache)
+
+
+def _totals(cache: TensorCache) -> dict[str, float]:
+    """Counts that only grow."""
+    stats = cache.stats()
+    totals = {
+        "saved_bytes": stats.saved,
+        "kept_bytes": stats.saved - stats.stored,
+        "forwarded_bytes": stats.forwarded,
+        "store_stall_s": stats.store_stall,
+        "load_stall_s": stats.load_stall,
+    }
+    for lane, busy in zip(("copy_out", "copy_in"), cache.copies.busy(), strict=True):
+        totals |= {f"{lane}_busy_bytes": busy.nbytes, f"{lane}_busy_s": busy.seconds}
+    for name, tier in cache.tiers.items():
+        totals |= {f"{name}_bytes_out": tier.bytes_out, f"{name}_bytes_in": tier.bytes_in}
+    if (io := cache.io_stats()) is not None:
+        totals |= {
+            "ssd_write_busy_bytes": io.bytes_written,
+            "ssd_write_busy_s": io.write_seconds,
+            "ssd_read_busy_bytes": io.bytes_read,
+            "ssd_read_busy_s": io.read_seconds,
+        }
+    return totals
+
+
+def _levels(cache: TensorCache) -> dict[str, float]:
+    """Heights, which are logged as they are."""
+    levels: dict[str, float] = {"peak_pinned_bytes": cache.peak_pinned_bytes()}
+    if (io := cache.io_stats()) is not None:
+        levels["ssd_bytes_written"] = io.bytes_written
+    if cache.device.type == "cuda":
+        levels["peak_device_bytes"] = torch.cuda.max_memory_allocated(cache.device)
+    return levels

@@ -1,0 +1,75 @@
+"""`PrefetchScheduler`: how far ahead of backward saved tensors are fetched."""
+
+from typing import Any, Literal
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.activations import TensorCache
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.sizes import parse_bytes
+
+
+class PrefetchScheduler(pl.Callback):
+    """Sets the window of bytes that may be in flight between the device and the tiers, and adapts it to measured stalls.
+
+    Saved tensors are fetched in the order in which the last micro-batch like this one wanted them, so many ahead as fit
+    into the window; the same window bounds what is on its way out. A larger window hides more latency and costs that much
+    device memory.
+
+    Args:
+        window_bytes: the window in bytes (or `"512MiB"`). `"auto"` begins with two of the largest saved tensors, or
+            1/16 of what a micro-batch saves if that is more, and doubles while the compute stream waits for loads.
+        max_window_bytes: where `"auto"` ends.
+        depth: saved tensors that may be on their way back at once, whatever their size; `None`: no such limit.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    #: Share of the time that loads may hold the compute stream up before the window grows.
+    TOLERATED_STALL = 0.005
+    #: Micro-batches between two changes: a change shows in the measurements some micro-batches later.
+    PATIENCE = 4
+
+    def __init__(
+        self,
+        window_bytes: int | str | Literal["auto"] = "auto",
+        max_window_bytes: int | str = "4GiB",
+        depth: int | None = None,
+    ) -> None:
+        self._fixed = None if window_bytes == "auto" else parse_bytes(window_bytes, "window_bytes")
+        self._max = parse_bytes(max_window_bytes, "max_window_bytes")
+        if depth is not None and depth < 1:
+            raise ValueError(f"`depth={depth}` must be at least 1, or None for no limit.")
+        self._depth = depth
+        self._window: int | None = self._fixed
+        self._patience = self.PATIENCE
+        self._last_stall = 0.0
+        self._last_seconds = 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        cache = find_tensor_cache(trainer)
+        if cache is None:
+            return
+        if self._fixed is None:
+            self._adapt(cache)
+        if self._window is not None:
+            cache.window_bytes = self._window
+        cache.window_depth = self._depth
+
+    def _adapt(self, cache: TensorCache) -> None:
+        pattern = cache.last_pattern
+        if pattern is None or not pattern.sizes:
+            return
+        smallest = min(self._max, max(2 * max(pattern.sizes), sum(pattern.sizes) // 16))
+        self._window = max(self._window or 0, smallest)
+        self._patience -= 1
+        if self._patience > 0:
+            return
+        stats = cache.stats()
+        stall, seconds = stats.load_stall - self._last_stall, stats.seconds - self._last_seconds
+        self._last_stall, self._last_seconds = stats.load_stall, stats.seconds
+        self._patience = self.PATIENCE
+        if stall > self.TOLERATED_STALL * seconds:
+            self._window = min(self._max, 2 * self._window)

@@ -1,0 +1,56 @@
+"""A DataLoader that a resumed run takes up after the last batch that was handed out."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
+    """A DataLoader over a `DistributedSampler` whose place Lightning saves in checkpoints and restores.
+
+    The order of an epoch depends on the sampler's seed and the epoch's number only. So a place in the data is
+    two numbers, the epoch and the batches handed out in it, however far the workers have read ahead.
+    """
+
+    sampler: DistributedSampler[dict[str, Tensor]]
+    _batches = 0  # handed out in this epoch
+    _resume_from: dict[str, Any] | None = None  # until the next epoch starts
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+        """Yields the batches of an epoch, or those that are left of it.
+
+        Raises:
+            ValueError: If the checkpoint's batches are not those of this loader.
+        """
+        # A generator, so that nothing is read before the first batch is asked for: Lightning makes the
+        # iterator first and tells the sampler its epoch afterwards.
+        state, self._resume_from = self._resume_from, None
+        # What was saved at an epoch's end is resumed in the next one, which starts at its beginning.
+        self._batches = state["batches"] if state and state["epoch"] == self.sampler.epoch else 0
+        if state and self._batches and state["order"] != self._order():
+            raise ValueError(
+                f"The checkpoint is amid an epoch of {state['order']}, and this run has {self._order()}:"
+                f" resume with the same data, data.batch_size, data.seed and number of devices"
+            )
+        for batch in islice(super().__iter__(), self._batches, None):
+            self._batches += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the place in the data, and the settings under which it means the same batches."""
+        return {"epoch": self.sampler.epoch, "batches": self._batches, "order": self._order()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`, what `state_dict` returned, when the next epoch starts."""
+        self._resume_from = state
+
+    def _order(self) -> dict[str, int | None]:
+        return {
+            "blocks": len(self.sampler.dataset),  # type: ignore[arg-type]
+            "batch_size": self.batch_size,
+            "seed": self.sampler.seed,
+            "devices": self.sampler.num_replicas,
+        }

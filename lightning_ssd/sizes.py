@@ -1,0 +1,32 @@
+"""Byte counts as people write and read them."""
+
+import re
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+
+
+def parse_bytes(value: int | str, argument: str) -> int:
+    """Returns the bytes that `value` stands for: `8589934592`, `"8GiB"`, `"8.5 GB"`.
+
+    Args:
+        value: the count.
+        argument: name of the argument that it was given for, for the message.
+
+    Raises:
+        ValueError: `value` is not a byte count.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"`{argument}={value!r}` is not a number of bytes. Write it like 8589934592 or '8GiB'.")
+    return int(float(match[1]) * _UNITS[match[2]]) if match[2] else int(float(match[1]))
+
+
+def format_bytes(nbytes: float) -> str:
+    """Returns `nbytes` for a person to read, in binary units: `"1.50 GiB"`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"

@@ -1,0 +1,36 @@
+"""Bytes on SSDs and in pinned host memory. Knows no module, no autograd and no Lightning.
+
+What others use: `BlobStore` for the SSDs, `PinnedPool` for host memory, and the errors.
+"""
+
+from lightning_ssd.storage.backend import Backend, BackendFile
+from lightning_ssd.storage.blob import Blob, Piece
+from lightning_ssd.storage.choice import choose_backend
+from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError
+from lightning_ssd.storage.kvikio_backend import KvikioBackend
+from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
+from lightning_ssd.storage.posix_backend import PosixBackend
+from lightning_ssd.storage.scratch import ScratchDirectory
+from lightning_ssd.storage.slots import SlotAllocator
+from lightning_ssd.storage.store import BlobStore, IOStats
+from lightning_ssd.storage.volume import Volume
+
+__all__ = [
+    "Backend",
+    "BackendFile",
+    "Blob",
+    "BlobStore",
+    "ChecksumError",
+    "IOStats",
+    "KvikioBackend",
+    "Piece",
+    "PinnedBuffer",
+    "PinnedPool",
+    "PosixBackend",
+    "ScratchDirectory",
+    "SlotAllocator",
+    "StorageError",
+    "StorageFullError",
+    "Volume",
+    "choose_backend",
+]

@@ -1,0 +1,248 @@
+"""The I/O benchmark: the blob store against raw sequential O_DIRECT on the same drives."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lightning_ssd.storage.errors import StorageError, from_os_error
+from lightning_ssd.storage.kvikio_backend import KvikioBackend
+from lightning_ssd.storage.scratch import ScratchDirectory
+from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage.slots import align_up
+from lightning_ssd.storage.store import BlobStore
+
+__all__ = ["IOBenchRow", "bench_io", "format_table"]
+
+_BLOCK = 16 * 2**20
+_THREADS = 4  # per path, raw and engine alike
+_OTHER_THREADS = (1, 2, 8)
+_REPETITIONS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class IOBenchRow:
+    """One comparison. All bandwidths in bytes/s, medians of the repetitions.
+
+    Attributes:
+        backend: backend of the store.
+        memory: where the store's buffers lie; the raw loop's are always host memory.
+        direction: what was measured.
+        raw: the raw loop with as many threads as the store has.
+        raw_best: the raw loop with the thread count that was fastest.
+        raw_best_threads: that count, per path.
+        engine: the store.
+        engine_low: its slowest repetition.
+        engine_high: its fastest repetition.
+    """
+
+    backend: str
+    memory: Literal["host", "cuda"]
+    direction: Literal["write", "read"]
+    raw: float
+    raw_best: float
+    raw_best_threads: int
+    engine: float
+    engine_low: float
+    engine_high: float
+
+    @property
+    def ratio(self) -> float:
+        """The store's bandwidth as a part of the best raw one."""
+        return self.engine / max(self.raw, self.raw_best)
+
+
+def bench_io(paths: Sequence[Path], size: int, device: torch.device) -> list[IOBenchRow]:
+    """Measures write and read, per backend that works here, with host and, where it can, CUDA memory.
+
+    Files are preallocated and written once before anything is timed. Raw and store take turns, so that both
+    see the drive in the same moods. Every file is removed, whatever happens.
+
+    Args:
+        paths: directories, one per SSD.
+        size: bytes per transfer; each path needs twice its share of it free.
+        device: the GPU, or the CPU.
+
+    Raises:
+        StorageError: a path cannot be used, is full, or a drive or filesystem failed.
+    """
+    rows: list[IOBenchRow] = []
+    blocks = max(1, size // _BLOCK // len(paths))  # per path
+    for backend, memory in _combinations(device):
+        with ExitStack() as stack:
+            raw = stack.enter_context(_raw_files(paths, blocks))
+            store = stack.enter_context(_store(paths, blocks, backend, device, memory))
+            for direction in ("write", "read"):
+                rows.append(_compare(raw, store, direction, backend, memory))
+    return rows
+
+
+def format_table(rows: Sequence[IOBenchRow]) -> str:
+    """Returns the rows as a text table, in GB/s (10^9 bytes/s)."""
+    lines = [
+        f"{'backend':8} {'memory':6} {'op':5} {f'raw x{_THREADS}':>7} {'raw best':>14} {'engine':>7} "
+        f"{'(min - max)':>14} {'ratio':>6}"
+    ]
+    for row in rows:
+        best = f"{row.raw_best / 1e9:.2f} (x{row.raw_best_threads})"
+        spread = f"({row.engine_low / 1e9:.2f} - {row.engine_high / 1e9:.2f})"
+        lines.append(
+            f"{row.backend:8} {row.memory:6} {row.direction:5} {row.raw / 1e9:7.2f} {best:>14} "
+            f"{row.engine / 1e9:7.2f} {spread:>14} {row.ratio:6.1%}"
+        )
+    return "\n".join(lines)
+
+
+_Direction = Literal["write", "read"]
+_Run = Callable[[_Direction], float]  # moves everything once and returns bytes/s
+
+
+def _combinations(device: torch.device) -> list[tuple[Literal["posix", "kvikio"], Literal["host", "cuda"]]]:
+    combinations: list[tuple[Literal["posix", "kvikio"], Literal["host", "cuda"]]] = [("posix", "host")]
+    if device.type == "cuda":
+        try:
+            KvikioBackend()
+        except StorageError:
+            return combinations
+        combinations += [("kvikio", "host"), ("kvikio", "cuda")]
+    return combinations
+
+
+def _compare(
+    raw: Callable[[_Direction, int], float],
+    store: _Run,
+    direction: _Direction,
+    backend: str,
+    memory: Literal["host", "cuda"],
+) -> IOBenchRow:
+    best = max((_THREADS, *_OTHER_THREADS), key=lambda threads: raw(direction, threads))
+    same_speeds, best_speeds, store_speeds = [], [], []
+    for _ in range(_REPETITIONS):
+        same_speeds.append(raw(direction, _THREADS))
+        store_speeds.append(store(direction))
+        best_speeds.append(raw(direction, best) if best != _THREADS else same_speeds[-1])
+    return IOBenchRow(
+        backend=backend,
+        memory=memory,
+        direction=direction,
+        raw=statistics.median(same_speeds),
+        raw_best=statistics.median(best_speeds),
+        raw_best_threads=best,
+        engine=statistics.median(store_speeds),
+        engine_low=min(store_speeds),
+        engine_high=max(store_speeds),
+    )
+
+
+@contextmanager
+def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direction, int], float]]:
+    """The baseline: threads that each loop over their own part of a file, with a buffer each."""
+    with ExitStack() as stack:
+        fds: list[int] = []
+        for path in paths:
+            directory = ScratchDirectory(path)
+            stack.callback(directory.close)
+            file = directory.path / "raw.bin"
+            try:
+                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+                stack.callback(os.close, fd)
+                os.posix_fallocate(fd, 0, blocks * _BLOCK)
+            except OSError as error:
+                raise from_os_error(
+                    error, f"make a file of {blocks * _BLOCK} bytes with O_DIRECT", file
+                ) from error
+            fds.append(fd)
+        most = max(_THREADS, *_OTHER_THREADS)
+        # Owned by this function to its end; buffer (file, thread) is used by that thread alone.
+        slab = _noise(len(fds) * most)
+
+        def run(direction: _Direction, threads: int) -> float:
+            call = os.pwritev if direction == "write" else os.preadv
+            failures: list[BaseException] = []
+
+            def loop(index: int, number: int) -> None:
+                begin = (index * most + number) * _BLOCK
+                view = slab.tensor[begin : begin + _BLOCK].numpy().data
+                try:
+                    for block in range(number, blocks, threads):
+                        moved = call(fds[index], [view], block * _BLOCK)
+                        if moved != _BLOCK:
+                            raise StorageError(
+                                f"raw {direction} moved {moved} of {_BLOCK} bytes in {paths[index]}"
+                            )
+                except BaseException as error:
+                    failures.append(error)
+
+            workers = [
+                threading.Thread(target=loop, args=(index, number))
+                for index in range(len(fds))
+                for number in range(threads)
+            ]
+            begin = time.perf_counter()
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            seconds = time.perf_counter() - begin
+            if failures:
+                raise failures[0]
+            return len(fds) * blocks * _BLOCK / seconds
+
+        run("write", _THREADS)
+        yield run
+
+
+@contextmanager
+def _store(
+    paths: Sequence[Path],
+    blocks: int,
+    backend: Literal["posix", "kvikio"],
+    device: torch.device,
+    memory: Literal["host", "cuda"],
+) -> Iterator[_Run]:
+    store = BlobStore(paths, device=device, backend=backend, piece_bytes=_BLOCK, threads=_THREADS)
+    try:
+        size = len(paths) * blocks * _BLOCK
+        store.reserve(align_up(size))
+        blob = store.allocate(size)
+        # Twice as many buffers as threads: first come, first served, so no two running transfers share one.
+        count = 2 * _THREADS * len(paths)
+        slab = _noise(count)
+        whole = slab.tensor.to(device) if memory == "cuda" else slab.tensor
+        buffers = [whole[begin : begin + _BLOCK] for begin in range(0, whole.numel(), _BLOCK)]
+        if memory == "cuda":
+            torch.cuda.synchronize(device)  # the store does not order itself after our stream
+
+        def run(direction: _Direction) -> float:
+            begin = time.perf_counter()
+            move = store.write if direction == "write" else store.read
+            futures: list[Future[None]] = [
+                move(piece, buffer) for piece, buffer in zip(blob.pieces, cycle(buffers), strict=False)
+            ]
+            for future in futures:
+                future.result()
+            return size / (time.perf_counter() - begin)
+
+        run("write")
+        yield run
+    finally:
+        store.close()
+
+
+def _noise(blocks: int) -> Slab:
+    """Blocks of bytes that a drive cannot compress."""
+    slab = Slab(blocks * _BLOCK, pin=False)
+    noise = torch.frombuffer(bytearray(os.urandom(_BLOCK)), dtype=torch.uint8)
+    slab.tensor.view(blocks, _BLOCK).copy_(noise)
+    return slab

@@ -1,0 +1,123 @@
+"""Calibration: a short timed write and read of every volume's own scratch file."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ssd.storage.blob import Piece
+from lightning_ssd.storage.engine import Engine
+from lightning_ssd.storage.errors import StorageFullError
+from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage.slots import PAGE, align_down
+from lightning_ssd.storage.volume import Volume
+
+__all__ = ["Calibration", "calibrate"]
+
+_MOST_BYTES = 64 * 2**20
+_MOST_BLOCKS = 64
+_MOST_SECONDS = 0.5  # per pass: a slow drive is measured on fewer bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was measured.
+
+    Attributes:
+        weights: bandwidth of each volume alone, write and read in equal parts, bytes/s.
+        write_bandwidth: all volumes together, bytes/s.
+        read_bandwidth: all volumes together, bytes/s.
+    """
+
+    weights: tuple[float, ...]
+    write_bandwidth: float
+    read_bandwidth: float
+
+
+def calibrate(volumes: Sequence[Volume], *, piece_bytes: int, threads: int, capacity: int) -> Calibration:
+    """Measures with the engine itself, pieces and threads as in the run; nobody else uses the volumes then.
+
+    Args:
+        volumes: the volumes; each grows by up to 64 MiB.
+        piece_bytes: bytes of a transfer.
+        threads: I/O threads per volume.
+        capacity: most bytes that all volumes together may grow by.
+
+    Raises:
+        StorageFullError: there is no room for it.
+        StorageError: a transfer failed.
+    """
+    share = align_down(min(capacity // len(volumes), *(volume.disk_free() for volume in volumes)))
+    if share == 0:
+        raise StorageFullError(
+            f"no room to measure {', '.join(str(volume.path) for volume in volumes)}: {PAGE} bytes needed on "
+            f"each, {capacity} available in all. Free space, or give other paths."
+        )
+    block = min(piece_bytes, share)
+    size = min(_MOST_BYTES, _MOST_BLOCKS * block, share) // block * block
+    # The slab belongs to this function until the engine is closed. All volumes share it: the bytes do not
+    # matter.
+    slab = Slab(size, pin=False)
+    _fill(slab.tensor)
+    blocks: list[list[Piece]] = []
+    for index, volume in enumerate(volumes):
+        volume.extend(size)
+        offset = volume.slots.allocate(size)
+        assert offset is not None
+        blocks.append([Piece(index, offset + start, start, block) for start in range(0, size, block)])
+    with closing(Engine([(volume.path, volume.file) for volume in volumes], threads=threads)) as engine:
+        # Untimed first: fresh extents are slower than those that were written once, which a run soon works
+        # on.
+        written = [_transfer(engine, pieces, slab.tensor, write=True)[0] for pieces in blocks]
+        speeds = [_measure(engine, pieces, slab.tensor) for pieces in written]
+        weights = tuple(2 / (1 / write + 1 / read) for write, read in speeds)
+        if len(volumes) > 1:
+            # Together they may be slower than their sum: two paths on one drive, or on one PCIe link.
+            together = [piece for pieces in zip(*written, strict=False) for piece in pieces]
+            speeds = [_measure(engine, together, slab.tensor)]
+    for volume, pieces in zip(volumes, blocks, strict=True):
+        volume.slots.free(pieces[0].offset)
+    return Calibration(weights, *speeds[0])
+
+
+def _measure(engine: Engine, pieces: Sequence[Piece], memory: torch.Tensor) -> tuple[float, float]:
+    written, write_seconds = _transfer(engine, pieces, memory, write=True)
+    read, read_seconds = _transfer(engine, pieces, memory, write=False)
+    return _nbytes(written) / write_seconds, _nbytes(read) / read_seconds
+
+
+def _transfer(
+    engine: Engine, pieces: Sequence[Piece], memory: torch.Tensor, *, write: bool
+) -> tuple[list[Piece], float]:
+    """Returns the pieces moved before the time was up, at least one, and the seconds it took."""
+    begin = time.perf_counter()
+    futures = [
+        engine.submit(piece, memory[piece.start : piece.start + piece.nbytes], write=write)
+        for piece in pieces
+    ]
+    wait(futures, timeout=_MOST_SECONDS, return_when=FIRST_EXCEPTION)
+    for future in futures[1:]:
+        future.cancel()
+    moved = [piece for piece, future in zip(pieces, futures, strict=True) if not future.cancelled()]
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+    return moved, time.perf_counter() - begin
+
+
+def _nbytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces)
+
+
+def _fill(memory: torch.Tensor) -> None:
+    """Fills with bytes that a drive cannot compress; leaves the user's random number generators alone."""
+    noise = torch.frombuffer(bytearray(os.urandom(min(memory.numel(), 2**20))), dtype=torch.uint8)
+    for start in range(0, memory.numel(), noise.numel()):
+        part = memory[start : start + noise.numel()]
+        part.copy_(noise[: part.numel()])

@@ -1,0 +1,51 @@
+"""Checksums: what every written piece hashed to, checked when it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import xxhash
+
+from lightning_ssd.storage.blob import Piece
+from lightning_ssd.storage.errors import ChecksumError
+
+__all__ = ["Checksums"]
+
+
+class Checksums:
+    """xxh3 hashes of pieces, 64 bits each, in memory.
+
+    Thread-safe: every call is one operation on one dict.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[tuple[int, int], int] = {}
+
+    def record(self, piece: Piece, buffer: torch.Tensor) -> None:
+        """Remembers the hash of the piece's bytes in `buffer`, before they are written."""
+        self._hashes[piece.volume, piece.offset] = self._digest(piece, buffer)
+
+    def verify(self, piece: Piece, buffer: torch.Tensor, path: Path) -> None:
+        """Compares what was read into `buffer` with what was written.
+
+        Raises:
+            ChecksumError: they differ, or the piece was never written.
+        """
+        written = self._hashes.get((piece.volume, piece.offset))
+        where = f"{piece.nbytes} bytes at offset {piece.offset} of {path}"
+        if written is None:
+            raise ChecksumError(f"{where} were read but never written")
+        read = self._digest(piece, buffer)
+        if read != written:
+            raise ChecksumError(
+                f"{where} are not what was written (checksum {read:016x}, written {written:016x}). "
+                "The drive or its connection corrupts data: look at `dmesg`, and use another drive."
+            )
+
+    def forget(self, piece: Piece) -> None:
+        """Drops the hash of a freed piece."""
+        self._hashes.pop((piece.volume, piece.offset), None)
+
+    def _digest(self, piece: Piece, buffer: torch.Tensor) -> int:
+        return xxhash.xxh3_64_intdigest(buffer.numpy().data[: piece.nbytes])

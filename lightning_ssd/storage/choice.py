@@ -1,0 +1,48 @@
+"""The choice of a backend: made once per store, and logged with its reason."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+
+from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.kvikio_backend import KvikioBackend, why_no_gds
+from lightning_ssd.storage.posix_backend import PosixBackend
+
+__all__ = ["choose_backend"]
+
+_log = logging.getLogger(__name__)
+
+
+def choose_backend(name: Literal["auto", "posix", "kvikio"] | Backend, device: torch.device) -> Backend:
+    """Makes the backend that `name` asks for, and logs which one it is and why.
+
+    Args:
+        name: ``"posix"``; ``"kvikio"``; ``"auto"``, which takes kvikio only where GPUDirect Storage is
+            proven; or a backend, which is taken as it is.
+        device: where the data that will be offloaded lives.
+
+    Raises:
+        StorageError: kvikio was asked for and cannot be used here.
+        ValueError: there is no such backend.
+    """
+    backend: Backend
+    if isinstance(name, Backend):
+        backend, why = name, "it was given"
+    elif name == "posix":
+        backend, why = PosixBackend(), "it was asked for"
+    elif name == "kvikio":
+        backend = KvikioBackend()
+        why = "it was asked for" + (
+            "" if backend.gds else "; in compatibility mode: GPUDirect Storage is not available"
+        )
+    elif name == "auto":
+        reason = why_no_gds(device)
+        backend = KvikioBackend() if reason is None else PosixBackend()
+        why = "GPUDirect Storage is available" if reason is None else f"no GPUDirect Storage: {reason}"
+    else:
+        raise ValueError(f"backend must be 'auto', 'posix', 'kvikio' or a Backend, not {name!r}")
+    _log.info("storage backend: %s (%s)", backend.name, why)
+    return backend

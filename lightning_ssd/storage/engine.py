@@ -1,0 +1,213 @@
+"""The engine: I/O threads that serve the requests of every volume, urgent ones first."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from lightning_ssd.storage.backend import BackendFile
+from lightning_ssd.storage.blob import Piece
+from lightning_ssd.storage.checksums import Checksums
+from lightning_ssd.storage.errors import StorageError, from_os_error
+from lightning_ssd.storage.meter import Meter
+from lightning_ssd.storage.slots import align_up
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Moves pieces between buffers and files on threads of its own.
+
+    Each volume has its own queue and threads, so a slow one holds up no other. A thread serves one piece at a
+    time: what is in flight to a device is at most `threads` pieces. Within a volume urgent requests go first,
+    and in the order of their submission among themselves, as do the others.
+
+    The buffer of a request belongs to the engine from submission until its future is done, cancelled
+    included. Done callbacks run on the I/O thread, or, for a cancelled request, on the thread that cancels.
+    No lock is held then.
+
+    Threads are daemons: Python joins others before it runs exit handlers, so a store that was never closed
+    would hang the interpreter's exit. The store closes the engine in an exit handler instead.
+
+    Args:
+        files: path and open file of every volume, in the order of `Piece.volume`. Closed by the caller, after
+            `close`.
+        threads: I/O threads per volume.
+        checksums: where to note and check hashes, or None.
+    """
+
+    def __init__(
+        self, files: Sequence[tuple[Path, BackendFile]], *, threads: int, checksums: Checksums | None = None
+    ) -> None:
+        self.written = Meter()
+        self.read = Meter()
+        self._checksums = checksums
+        self._lanes = [_Lane(path, file) for path, file in files]
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(lane,), name=f"lightning_ssd-io-{index}.{number}", daemon=True
+            )
+            for index, lane in enumerate(self._lanes)
+            for number in range(threads)
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(
+        self, piece: Piece, buffer: torch.Tensor, *, write: bool, urgent: bool = False
+    ) -> Future[None]:
+        """Queues a transfer. Its future gets None, or a StorageError that names file, offset and remedy.
+
+        Args:
+            piece: what to move.
+            buffer: contiguous uint8, at least `piece.nbytes` long. When it reaches to the next multiple of
+                4096, that much is moved, so that O_DIRECT takes all of it: those last bytes are overwritten
+                by a read.
+            write: from the buffer to the file, or from the file to the buffer.
+            urgent: before those that are not.
+
+        Raises:
+            StorageError: the engine is closed.
+        """
+        request = _Request(piece, buffer, write)
+        self._lanes[piece.volume].put(request, urgent)
+        return request
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what runs, and ends the threads. Idempotent."""
+        for lane in self._lanes:
+            for request in lane.shut():
+                if request.cancel():
+                    request.set_running_or_notify_cancel()  # tells those in concurrent.futures.wait
+        for thread in self._threads:
+            if (
+                thread.is_alive() and thread is not threading.current_thread()
+            ):  # a callback may close the store
+                thread.join()
+
+    def _work(self, lane: _Lane) -> None:
+        while (request := lane.get()) is not None:
+            if request.set_running_or_notify_cancel():
+                self._serve(lane, request)
+            del request  # else an idle thread would keep the last one alive
+
+    def _serve(self, lane: _Lane, request: _Request) -> None:
+        meter = self.written if request.write else self.read
+        failure: StorageError | None = None
+        meter.start()
+        try:
+            self._move(lane, request)
+        except StorageError as error:
+            failure = error
+        except Exception as error:
+            failure = _explain(error, lane.path, request)
+        meter.stop(0 if failure else request.piece.nbytes)
+        request.buffer = None
+        if failure is None:
+            request.set_result(None)
+        else:
+            request.set_exception(failure)
+
+    def _move(self, lane: _Lane, request: _Request) -> None:
+        piece, buffer = request.piece, request.buffer
+        assert buffer is not None
+        padded = align_up(piece.nbytes)
+        size = padded if buffer.numel() >= padded else piece.nbytes
+        part = buffer if buffer.numel() == size else buffer[:size]
+        if request.write:
+            if self._checksums is not None:
+                self._checksums.record(piece, buffer)
+            moved = lane.file.write(part, piece.offset)
+        else:
+            moved = lane.file.read(part, piece.offset)
+        if moved != size:
+            raise StorageError(
+                f"{request.verb} only {moved} of {size} bytes at offset {piece.offset} of {lane.path}. "
+                "The scratch file was truncated by somebody, or the drive is failing: look at `dmesg`."
+            )
+        if not request.write and self._checksums is not None:
+            self._checksums.verify(piece, buffer, lane.path)
+
+
+class _Request(Future[None]):
+    """A queued transfer, which is its own future. It owns the buffer from submission until it is done."""
+
+    def __init__(self, piece: Piece, buffer: torch.Tensor, write: bool) -> None:
+        super().__init__()
+        self.piece = piece
+        self.buffer: torch.Tensor | None = buffer
+        self.write = write
+
+    @property
+    def verb(self) -> str:
+        return "wrote" if self.write else "read"
+
+    def cancel(self) -> bool:
+        """Drops a queued transfer, and its buffer at once. Returns False for one that runs or is done."""
+        if not super().cancel():
+            return False
+        self.buffer = None
+        return True
+
+
+class _Lane:
+    """The queue of one volume. Its lock is held for a queue operation, never for a transfer or a callback."""
+
+    def __init__(self, path: Path, file: BackendFile) -> None:
+        self.path = path
+        self.file = file
+        self._changed = threading.Condition()
+        self._urgent: deque[_Request] = deque()
+        self._normal: deque[_Request] = deque()
+        self._shut = False
+
+    def put(self, request: _Request, urgent: bool) -> None:
+        with self._changed:
+            if self._shut:
+                raise StorageError(f"the store is closed: {self.path} takes no more transfers")
+            (self._urgent if urgent else self._normal).append(request)
+            self._changed.notify()
+
+    def get(self) -> _Request | None:
+        """Waits for the next request; None when the lane is shut."""
+        with self._changed:
+            while True:
+                if self._shut:
+                    return None
+                if self._urgent:
+                    return self._urgent.popleft()
+                if self._normal:
+                    return self._normal.popleft()
+                self._changed.wait()
+
+    def shut(self) -> list[_Request]:
+        """Takes no more requests, and returns those that were queued."""
+        with self._changed:
+            self._shut = True
+            queued = [*self._urgent, *self._normal]
+            self._urgent.clear()
+            self._normal.clear()
+            self._changed.notify_all()
+            return queued
+
+
+def _explain(error: Exception, path: Path, request: _Request) -> StorageError:
+    piece = request.piece
+    action = f"{'write' if request.write else 'read'} {piece.nbytes} bytes at offset {piece.offset}"
+    if isinstance(error, OSError):
+        explained = from_os_error(error, action, path)
+    else:  # a backend's library has its own errors
+        explained = StorageError(
+            f"could not {action} in {path}: {error}. Check the drive, or use backend='posix'."
+        )
+    explained.__cause__ = error
+    return explained

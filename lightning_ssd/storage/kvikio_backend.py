@@ -1,0 +1,121 @@
+"""The kvikio backend: GPU memory straight to and from the SSD where GPUDirect Storage (GDS) exists."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ssd.storage.backend import Backend, BackendFile
+from lightning_ssd.storage.errors import StorageError
+
+__all__ = ["KvikioBackend", "why_no_gds"]
+
+_INSTALL = "Install `lightning-ssd[gds-cu12]` or `lightning-ssd[gds-cu13]` for your CUDA, or backend='posix'."
+
+
+class KvikioBackend(Backend):
+    """Host and CUDA buffers. Where GDS is not really available, kvikio runs in its compatibility mode.
+
+    kvikio does not order itself after your stream: the caller makes sure, with an event, that a CUDA buffer
+    is written before it is stored, and not used before it is loaded. kvikio's own work may wait for the
+    default stream.
+
+    Its settings (compatibility mode, threads, O_DIRECT) are global to the process; this sets them.
+
+    Args:
+        threads: threads of kvikio's pool, each of which moves one request at a time.
+
+    Attributes:
+        gds: whether bytes go past host memory.
+
+    Raises:
+        StorageError: there is no CUDA device, or kvikio is not installed.
+    """
+
+    name = "kvikio"
+    device_buffers = True
+
+    def __init__(self, threads: int = 8) -> None:
+        # Without a CUDA driver kvikio moves nothing, not even host memory, and may hang: ask before importing
+        # it.
+        if not torch.cuda.is_available():
+            raise StorageError(
+                "backend='kvikio' needs a CUDA device, and PyTorch sees none. Use backend='posix'."
+            )
+        try:
+            self._kvikio = _import_kvikio()
+        except ImportError as error:
+            raise StorageError(
+                f"backend='kvikio' needs kvikio, and importing it failed: {error}. {_INSTALL}"
+            ) from error
+        self.gds = _gds_available()
+        mode = self._kvikio.CompatMode
+        # Never AUTO: registering a file succeeds without the nvidia-fs driver, and then silently takes POSIX.
+        self._kvikio.defaults.set(
+            {
+                "compat_mode": mode.OFF if self.gds else mode.ON,
+                "num_threads": threads,
+                "auto_direct_io_read": True,
+                "auto_direct_io_write": True,
+            }
+        )
+
+    def open(self, path: Path) -> BackendFile:
+        """Opens an existing file for reading and writing.
+
+        Raises:
+            OSError: the file cannot be opened.
+            RuntimeError: kvikio or cuFile cannot register it.
+        """
+        return _KvikioFile(self._kvikio.CuFile(path, "r+"))
+
+
+def why_no_gds(device: torch.device) -> str | None:
+    """Returns why bytes cannot go directly between the GPU and the SSD here, or None when they can."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "the data is not on a CUDA device"
+    try:
+        _import_kvikio()
+    except ImportError as error:
+        return f"kvikio cannot be imported ({error})"
+    return None if _gds_available() else "kvikio finds no GPUDirect Storage driver (nvidia-fs)"
+
+
+class _KvikioFile(BackendFile):
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, buffer: torch.Tensor, offset: int) -> int:
+        # The future keeps neither buffer nor file alive: both are ours until `get` is back. One request is
+        # one task, because the engine has cut the data already.
+        size = buffer.numel()
+        return int(self._file.pwrite(_array(buffer), size, offset, size).get())
+
+    def read(self, buffer: torch.Tensor, offset: int) -> int:
+        size = buffer.numel()
+        return int(self._file.pread(_array(buffer), size, offset, size).get())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _array(buffer: torch.Tensor) -> Any:
+    """What kvikio takes: a CUDA tensor as it is, a host tensor as the NumPy array on the same memory."""
+    return buffer if buffer.is_cuda else buffer.numpy()
+
+
+def _import_kvikio() -> Any:
+    kvikio = importlib.import_module("kvikio")
+    importlib.import_module("kvikio.defaults")
+    importlib.import_module("kvikio.cufile_driver")
+    return kvikio
+
+
+def _gds_available() -> bool:
+    try:
+        return bool(_import_kvikio().cufile_driver.get("is_gds_available"))
+    except RuntimeError:  # libcufile is missing, or its driver does not open
+        return False

@@ -1,0 +1,40 @@
+"""A meter: bytes moved in one direction, and the seconds during which any were on their way."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Thread-safe. Overlapping transfers count their common seconds once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since = 0.0
+        self._seconds = 0.0
+        self._nbytes = 0
+
+    def start(self) -> None:
+        """A transfer begins."""
+        with self._lock:
+            if self._running == 0:
+                self._since = time.perf_counter()
+            self._running += 1
+
+    def stop(self, nbytes: int) -> None:
+        """A transfer ends; `nbytes` bytes were moved, 0 when it failed."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._running -= 1
+            if self._running == 0:
+                self._seconds += time.perf_counter() - self._since
+
+    def read(self) -> tuple[int, float]:
+        """Returns (bytes, seconds) up to now."""
+        with self._lock:
+            running = time.perf_counter() - self._since if self._running else 0.0
+            return self._nbytes, self._seconds + running

@@ -1,0 +1,232 @@
+"""The pinned pool: host buffers under one declared budget, with waiting instead of growth."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ssd.storage.errors import StorageError, format_bytes
+from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_down, align_up
+
+__all__ = ["PinnedBuffer", "PinnedPool"]
+
+
+class PinnedPool:
+    """Page-aligned host buffers of exact sizes, never more than `budget` bytes of them.
+
+    Requests are served in the order in which they began to wait, so a large one is not starved by small ones:
+    while somebody waits, nobody else takes memory. A request within the budget is served at the latest when
+    every buffer is back, because empty slabs make room for a larger one.
+
+    Thread-safe. Not to be called from a finaliser (``__del__``): those run anywhere, also inside the pool's
+    lock.
+
+    Args:
+        budget: bytes that the pool may hold.
+        pin: page-lock the memory for the GPU.
+        slab_bytes: None takes the whole budget now, as one slab; else slabs of this size (or of what one
+            request needs, if that is more) are taken when they are needed.
+        name: what messages call the pool.
+
+    Raises:
+        ValueError: the budget is smaller than a page, or `slab_bytes` is not positive.
+        StorageError: the memory cannot be had, or cannot be page-locked.
+    """
+
+    def __init__(
+        self, budget: int, *, pin: bool, slab_bytes: int | None = None, name: str = "pinned"
+    ) -> None:
+        if budget < PAGE:
+            raise ValueError(f"budget of the {name} pool must be at least {PAGE} bytes, not {budget}")
+        if slab_bytes is not None and slab_bytes <= 0:
+            raise ValueError(f"slab_bytes of the {name} pool must be positive, not {slab_bytes}")
+        self._budget = budget
+        self._capacity = align_down(budget)
+        self._pin = pin
+        self._slab_bytes = None if slab_bytes is None else align_up(slab_bytes)
+        self._name = name
+        self._changed = threading.Condition()  # guards everything below and every buffer's count
+        self._waiting: deque[object] = deque()
+        self._slabs: list[_SlabSlots] = []
+        self._taken = 0  # bytes of all slabs
+        self._used = 0
+        self._peak = 0
+        self._closed = False
+        if self._slab_bytes is None:
+            self._add_slab(self._capacity)
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the pool may hold."""
+        return self._budget
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in buffers that somebody holds now."""
+        return self._used
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes ever held at once."""
+        return self._peak
+
+    def acquire(self, nbytes: int) -> PinnedBuffer:
+        """Takes a buffer, waiting while there is no room. The caller owns one reference and releases it.
+
+        Args:
+            nbytes: bytes wanted.
+
+        Raises:
+            ValueError: so many bytes can never be had, or `nbytes` is not positive.
+            StorageError: the pool is closed, or was while this waited.
+        """
+        need = self._checked(nbytes)
+        with self._changed:
+            ticket = object()
+            self._waiting.append(ticket)
+            try:
+                while True:
+                    self._check_open()
+                    if self._waiting[0] is ticket:
+                        buffer = self._take(nbytes, need)
+                        if buffer is not None:
+                            return buffer
+                    self._changed.wait()
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()  # the next in line may find room
+
+    def try_acquire(self, nbytes: int) -> PinnedBuffer | None:
+        """Takes a buffer if that needs no waiting, else returns None.
+
+        Raises:
+            ValueError: so many bytes can never be had, or `nbytes` is not positive.
+            StorageError: the pool is closed.
+        """
+        need = self._checked(nbytes)
+        with self._changed:
+            self._check_open()
+            return None if self._waiting else self._take(nbytes, need)
+
+    def close(self) -> None:
+        """Ends the pool: who waits gets a StorageError, and memory goes as its last buffer is released."""
+        with self._changed:
+            self._closed = True
+            self._drop_empty_slabs()
+            self._changed.notify_all()
+
+    def _checked(self, nbytes: int) -> int:
+        if nbytes <= 0:
+            raise ValueError(f"a buffer needs a positive number of bytes, not {nbytes}")
+        need = align_up(nbytes)
+        if need > self._capacity:
+            raise ValueError(
+                f"{format_bytes(nbytes)} can never fit in the {self._name} pool with its budget of "
+                f"{format_bytes(self._budget)}. Raise the budget to {need} bytes, or ask for less at once."
+            )
+        return need
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError(f"the {self._name} pool is closed: it hands out no more buffers")
+
+    def _take(self, nbytes: int, need: int) -> PinnedBuffer | None:
+        for slab in self._slabs:
+            offset = slab.slots.allocate(need)
+            if offset is not None:
+                return self._hand_out(slab, offset, nbytes, need)
+        if self._slab_bytes is None:
+            return None
+        empty = sum(slab.slots.capacity for slab in self._slabs if not slab.slots.used)
+        if self._capacity - self._taken < need <= self._capacity - self._taken + empty:
+            self._drop_empty_slabs()
+        room = self._capacity - self._taken
+        if room < need:
+            return None
+        # Under the lock on purpose: page-locking takes milliseconds, happens a few times in a run, and
+        # whoever comes next would wait for this memory anyway.
+        slab = self._add_slab(min(max(self._slab_bytes, need), room))
+        offset = slab.slots.allocate(need)
+        assert offset is not None
+        return self._hand_out(slab, offset, nbytes, need)
+
+    def _hand_out(self, slab: _SlabSlots, offset: int, nbytes: int, need: int) -> PinnedBuffer:
+        self._used += need
+        self._peak = max(self._peak, self._used)
+        return PinnedBuffer(self, slab, offset, nbytes, slab.memory.tensor[offset : offset + need])
+
+    def _add_slab(self, nbytes: int) -> _SlabSlots:
+        slab = _SlabSlots(Slab(nbytes, pin=self._pin), SlotAllocator(nbytes))
+        self._slabs.append(slab)
+        self._taken += nbytes
+        return slab
+
+    def _drop_empty_slabs(self) -> None:
+        for slab in [slab for slab in self._slabs if not slab.slots.used]:
+            self._slabs.remove(slab)
+            self._taken -= slab.slots.capacity
+            slab.memory.close()
+
+    def _retain(self, buffer: PinnedBuffer) -> bool:
+        with self._changed:
+            if buffer._count == 0:
+                return False
+            buffer._count += 1
+            return True
+
+    def _release(self, buffer: PinnedBuffer) -> None:
+        with self._changed:
+            if buffer._count == 0:
+                raise ValueError(f"a buffer of the {self._name} pool was released more often than retained")
+            buffer._count -= 1
+            if buffer._count:
+                return
+            buffer._slab.slots.free(buffer._offset)
+            self._used -= buffer.tensor.numel()
+            if self._closed:
+                self._drop_empty_slabs()
+            self._changed.notify_all()
+
+
+class PinnedBuffer:
+    """Host memory lent by a PinnedPool, counted: it is lent until the last holder releases it.
+
+    Attributes:
+        tensor: the memory, uint8, page-aligned, `nbytes` rounded up to a page. Not to be used after the last
+            release: the bytes are somebody else's then.
+        nbytes: bytes as asked for.
+    """
+
+    __slots__ = ("_count", "_offset", "_pool", "_slab", "nbytes", "tensor")
+
+    def __init__(
+        self, pool: PinnedPool, slab: _SlabSlots, offset: int, nbytes: int, tensor: torch.Tensor
+    ) -> None:
+        self.tensor = tensor
+        self.nbytes = nbytes
+        self._pool = pool
+        self._slab = slab
+        self._offset = offset
+        self._count = 1
+
+    def try_retain(self) -> bool:
+        """Adds a holder. Returns False, and adds none, when the last one has released the buffer already."""
+        return self._pool._retain(self)
+
+    def release(self) -> None:
+        """Ends one holder's share; the last one gives the bytes back to the pool. Thread-safe.
+
+        Raises:
+            ValueError: nobody holds the buffer any more.
+        """
+        self._pool._release(self)
+
+
+@dataclass(eq=False, slots=True)
+class _SlabSlots:
+    memory: Slab
+    slots: SlotAllocator

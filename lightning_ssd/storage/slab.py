@@ -1,0 +1,86 @@
+"""A slab: page-aligned host memory of an exact size, page-locked for the GPU on request."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_ssd.storage.errors import StorageError, format_bytes
+
+__all__ = ["Slab"]
+
+_HUGE_PAGE = 2 * 2**20
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of the process
+
+
+class Slab:
+    """Anonymous memory, 2 MiB aligned, on huge pages where the kernel has them.
+
+    PyTorch's own pinned allocator rounds to powers of two; this takes what is asked. The memory stays mapped
+    as long as a tensor on it lives; `close` only ends the page-locking, so whoever owns the slab calls it
+    after the last copy to or from the GPU.
+
+    Args:
+        nbytes: bytes wanted.
+        pin: page-lock for the GPU, which also takes the memory at once; else pages are taken as they are
+            touched.
+
+    Raises:
+        StorageError: the memory cannot be had, or cannot be page-locked.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        try:
+            # Private, because the kernel puts only private anonymous memory on huge pages by default.
+            mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise StorageError(
+                f"could not take {format_bytes(nbytes)} of host memory: {error.strerror}. "
+                "Lower the host memory budget."
+            ) from error
+        # A fork (a DataLoader worker) must not share these pages: copy-on-write would move them away from
+        # under a transfer in flight, and the bytes read would be lost.
+        mapping.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        start = -whole.data_ptr() % _HUGE_PAGE
+        self.tensor = whole[start : start + nbytes]
+        self._pinned = False
+        if pin:
+            self._register()
+
+    def close(self) -> None:
+        """Ends the page-locking, after the last copy to or from the GPU. Idempotent."""
+        if self._pinned:
+            self._pinned = False
+            del _page_locked[self.tensor.data_ptr()]
+            torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(self.tensor.data_ptr())))
+
+    def _register(self) -> None:
+        size = self.tensor.numel()
+        if not torch.cuda.is_available():
+            raise StorageError("cannot page-lock host memory: PyTorch sees no CUDA device. Use pin=False.")
+        try:
+            failure = _cuda_runtime().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE)
+            torch.cuda.check_error(int(failure))
+        except RuntimeError as error:
+            raise StorageError(
+                f"could not page-lock {format_bytes(size)} of host memory: {error}. "
+                "Lower the host memory budget."
+            ) from error
+        self._pinned = True
+        _page_locked[self.tensor.data_ptr()] = self.tensor
+
+
+# Memory that CUDA has page-locked must not be unmapped: a slab that nobody closed is kept here.
+_page_locked: dict[int, torch.Tensor] = {}
+
+
+def _cuda_runtime() -> Any:
+    cudart: Callable[[], Any] = torch.cuda.cudart  # PyTorch leaves it untyped
+    return cudart()

@@ -1,0 +1,128 @@
+"""Slots: which byte ranges of a file or a slab are taken. Pure bookkeeping: no memory, no disk."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+__all__ = ["PAGE", "SlotAllocator", "align_down", "align_up"]
+
+PAGE = 4096
+"""Bytes to which every slot is aligned: what O_DIRECT wants of pointers, offsets and lengths."""
+
+
+def align_up(nbytes: int) -> int:
+    """Returns `nbytes` rounded up to a multiple of PAGE."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def align_down(nbytes: int) -> int:
+    """Returns `nbytes` rounded down to a multiple of PAGE."""
+    return nbytes // PAGE * PAGE
+
+
+class SlotAllocator:
+    """Hands out aligned slots of the byte range ``[0, capacity)``, best fit; freed neighbours are merged.
+
+    Not thread-safe: whoever owns it holds a lock around every call. It calls nobody back, so that lock may be
+    held.
+
+    Args:
+        nbytes: bytes of the range to begin with, a multiple of PAGE.
+    """
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self._capacity = 0
+        self._used = 0
+        self._live: dict[int, int] = {}  # offset of a taken slot -> its bytes
+        self._free: dict[int, int] = {}  # offset of a hole -> its bytes
+        self._hole_ending_at: dict[int, int] = {}  # end of a hole -> its offset
+        self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of every hole, sorted
+        if nbytes:
+            self.grow(nbytes)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the whole range."""
+        return self._capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes in taken slots."""
+        return self._used
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest hole: the largest slot that can be had without growing."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    @property
+    def tail_free(self) -> int:
+        """Bytes of the hole at the end of the range, which growing makes larger."""
+        start = self._hole_ending_at.get(self._capacity)
+        return 0 if start is None else self._free[start]
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Takes the smallest hole that holds `nbytes` (rounded up to PAGE).
+
+        Returns:
+            The slot's offset in bytes, or None when no hole is large enough.
+
+        Raises:
+            ValueError: `nbytes` is not positive.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"a slot needs a positive number of bytes, not {nbytes}")
+        need = align_up(nbytes)
+        index = bisect_left(self._by_size, (need, 0))
+        if index == len(self._by_size):
+            return None
+        size, offset = self._by_size[index]
+        self._remove_hole(offset, size)
+        if size > need:
+            self._add_hole(offset + need, size - need)
+        self._live[offset] = need
+        self._used += need
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Gives the slot at `offset` back.
+
+        Raises:
+            ValueError: no slot begins there (it was freed before, or never taken).
+        """
+        size = self._live.pop(offset, None)
+        if size is None:
+            raise ValueError(f"no slot begins at offset {offset}: it was freed before, or never allocated")
+        self._used -= size
+        self._add_hole(offset, size)
+
+    def grow(self, nbytes: int) -> None:
+        """Appends `nbytes` to the range.
+
+        Raises:
+            ValueError: `nbytes` is not a positive multiple of PAGE.
+        """
+        if nbytes <= 0 or nbytes % PAGE:
+            raise ValueError(f"a range grows by a positive multiple of {PAGE} bytes, not {nbytes}")
+        start = self._capacity
+        self._capacity += nbytes
+        self._add_hole(start, nbytes)
+
+    def _add_hole(self, offset: int, size: int) -> None:
+        before = self._hole_ending_at.get(offset)
+        if before is not None:
+            before_size = self._free[before]
+            self._remove_hole(before, before_size)
+            offset, size = before, before_size + size
+        after_size = self._free.get(offset + size)
+        if after_size is not None:
+            self._remove_hole(offset + size, after_size)
+            size += after_size
+        self._free[offset] = size
+        self._hole_ending_at[offset + size] = offset
+        insort(self._by_size, (size, offset))
+
+    def _remove_hole(self, offset: int, size: int) -> None:
+        del self._free[offset]
+        del self._hole_ending_at[offset + size]
+        del self._by_size[bisect_left(self._by_size, (size, offset))]

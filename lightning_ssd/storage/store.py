@@ -1,0 +1,327 @@
+"""The blob store: what the other rooms use to keep bytes on SSDs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lightning_ssd.storage.backend import Backend
+from lightning_ssd.storage.blob import Blob, Piece
+from lightning_ssd.storage.calibration import calibrate
+from lightning_ssd.storage.checksums import Checksums
+from lightning_ssd.storage.choice import choose_backend
+from lightning_ssd.storage.engine import Engine
+from lightning_ssd.storage.errors import StorageError, StorageFullError, format_bytes
+from lightning_ssd.storage.slots import PAGE, align_down, align_up
+from lightning_ssd.storage.stripes import Stripes
+from lightning_ssd.storage.volume import Volume
+
+__all__ = ["BlobStore", "IOStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class IOStats:
+    """What a store has done so far, its calibration not counted.
+
+    Attributes:
+        bytes_written: bytes of completed writes.
+        bytes_read: bytes of completed reads.
+        write_seconds: seconds during which at least one write was being served.
+        read_seconds: seconds during which at least one read was being served.
+        allocated_bytes: bytes in blobs now, each piece rounded up to 4096.
+        peak_bytes: most bytes ever in blobs at once.
+    """
+
+    bytes_written: int
+    bytes_read: int
+    write_seconds: float
+    read_seconds: float
+    allocated_bytes: int
+    peak_bytes: int
+
+
+class BlobStore:
+    """Blobs on one or several SSDs, striped over them by their measured bandwidth.
+
+    Thread-safe. Not to be called from a finaliser (``__del__``): those run anywhere, also inside the store's
+    locks. Its owner closes it; one that was forgotten lives until the interpreter exits, and is closed then.
+
+    Args:
+        paths: directories, one per SSD, which exist and can be written.
+        device: where the data that will be offloaded lives.
+        backend: ``"posix"``, ``"kvikio"``, ``"auto"`` (kvikio only where GPUDirect Storage is proven), or a
+            backend.
+        capacity: most bytes to take on all SSDs together; None is as much as they have.
+        checksum: hash what is written and compare when it is read.
+        piece_bytes: bytes of the largest piece, a multiple of 4096.
+        threads: I/O threads per SSD; so many pieces are in flight to it at most.
+        rank: rank of this process in its run.
+
+    Attributes:
+        piece_bytes: bytes of the largest piece.
+        device_buffers: whether `write` and `read` take CUDA buffers, besides host buffers.
+        backend_name: the backend in use.
+        write_bandwidth: bytes/s, measured at start, all SSDs together.
+        read_bandwidth: bytes/s, measured at start, all SSDs together.
+
+    Raises:
+        ValueError: an argument makes no sense.
+        StorageFullError: there is no room for `capacity`.
+        StorageError: a path cannot be used, or a drive failed. Nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        device: torch.device,
+        backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
+        capacity: int | None = None,
+        checksum: bool = False,
+        piece_bytes: int = 16 * 2**20,
+        threads: int = 4,
+        rank: int = 0,
+    ) -> None:
+        if isinstance(paths, (str, Path)) or not paths:
+            raise ValueError("paths must be a sequence of at least one directory")
+        if piece_bytes <= 0 or piece_bytes % PAGE:
+            raise ValueError(f"piece_bytes must be a positive multiple of {PAGE}, not {piece_bytes}")
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        if capacity is not None and capacity < PAGE * len(paths):
+            raise ValueError(f"capacity must be at least {PAGE} bytes per path, not {capacity}")
+        chosen = choose_backend(backend, device)
+        if checksum and chosen.device_buffers:
+            raise StorageError(
+                f"checksum=True hashes host memory, and backend {chosen.name!r} may be given CUDA memory. "
+                "Use backend='posix', or checksum=False."
+            )
+        self.piece_bytes = piece_bytes
+        self.device_buffers = chosen.device_buffers
+        self.backend_name = chosen.name
+        self._capacity = capacity
+        self._lock = threading.Lock()  # guards volumes' slots, stripes and counters
+        self._allocated = 0
+        self._peak = 0
+        self._owner = os.getpid()
+        self._checksums = Checksums() if checksum else None
+        self._volumes: list[Volume] = []
+        with ExitStack() as undo:
+            for path in paths:
+                volume = Volume(path, chosen, rank)
+                undo.callback(volume.close)
+                self._volumes.append(volume)
+            available = self._growth()
+            if available < align_down(capacity or 0):
+                raise self._full("set aside", capacity or 0, available)
+            measured = calibrate(self._volumes, piece_bytes=piece_bytes, threads=threads, capacity=available)
+            self.write_bandwidth = measured.write_bandwidth
+            self.read_bandwidth = measured.read_bandwidth
+            self._weights = measured.weights
+            self._stripes = Stripes(measured.weights)
+            files = [(volume.path, volume.file) for volume in self._volumes]
+            self._engine = Engine(files, threads=threads, checksums=self._checksums)
+            undo.callback(self._engine.close)
+            # An exit handler, and not a finaliser: closing joins threads and takes locks, which garbage
+            # collection, on any thread at any moment, must not.
+            atexit.register(self.close)
+            undo.pop_all()
+
+    def reserve(self, nbytes: int) -> None:
+        """Preallocates, so that the scratch files hold `nbytes` in all.
+
+        Raises:
+            StorageFullError: there is no room.
+            StorageError: a filesystem failed.
+        """
+        with self._lock:
+            left = align_up(nbytes) - sum(volume.slots.capacity for volume in self._volumes)
+            if left > (available := self._growth()):
+                raise self._full("reserve", left, available)
+            shares = [align_up(int(left * weight / sum(self._weights))) for weight in self._weights]
+            # First what each volume's speed earns it, then what those without room for that left over.
+            for volume, share in zip(self._volumes * 2, shares + [left] * len(shares), strict=True):
+                extent = min(share, left, align_down(volume.disk_free()))
+                if extent > 0:
+                    volume.extend(extent)
+                    left -= extent
+            if left > 0:  # others were faster than the check
+                raise self._full("reserve", left, self._growth())
+
+    def allocate(self, nbytes: int) -> Blob:
+        """Takes room for `nbytes`; its contents are undefined until written.
+
+        Raises:
+            ValueError: `nbytes` is negative.
+            StorageFullError: there is no room.
+            StorageError: a filesystem failed.
+        """
+        if nbytes < 0:
+            raise ValueError(f"a blob cannot have {nbytes} bytes")
+        pieces: list[Piece] = []
+        start = 0
+        with self._lock:
+            available = sum(volume.slots.capacity - volume.slots.used for volume in self._volumes)
+            if align_up(nbytes) > available:
+                available += self._growth()
+            if align_up(nbytes) > available:
+                raise self._full("allocate", nbytes, available)
+            try:
+                while start < nbytes:
+                    piece = self._place(start, min(self.piece_bytes, nbytes - start))
+                    if piece is None:  # others took the disk's room since the check
+                        raise self._full("allocate", nbytes, start)
+                    pieces.append(piece)
+                    start += piece.nbytes
+            except BaseException:
+                self._give_back(pieces)
+                raise
+            self._peak = max(self._peak, self._allocated)
+        return Blob(nbytes, tuple(pieces))
+
+    def free(self, blob: Blob) -> None:
+        """Gives a blob's room back. No transfer on it is queued or running.
+
+        Raises:
+            ValueError: it was freed before.
+        """
+        with self._lock:
+            self._give_back(blob.pieces)
+
+    def write(self, piece: Piece, buffer: torch.Tensor) -> Future[None]:
+        """Queues a write of a piece from `buffer`.
+
+        Args:
+            piece: the piece.
+            buffer: contiguous one-dimensional uint8, at least `piece.nbytes` long. Best page-aligned and
+                reaching to the next multiple of 4096, so that nothing takes the page cache. The request keeps
+                it alive until the future is done; the caller leaves its bytes unchanged until then.
+
+        Returns:
+            A future of None, or of the StorageError that names file, offset and remedy. `cancel` drops a
+            queued request; callbacks run on the I/O thread.
+
+        Raises:
+            ValueError: the buffer does not fit.
+            StorageError: the store is closed.
+        """
+        self._check(piece, buffer)
+        return self._engine.submit(piece, buffer, write=True)
+
+    def read(self, piece: Piece, buffer: torch.Tensor, *, urgent: bool = False) -> Future[None]:
+        """Queues a read of a piece into `buffer`, as `write` does.
+
+        Args:
+            piece: the piece, which was written.
+            buffer: as for `write`. Bytes from the piece's end to the next multiple of 4096, where the buffer
+                has them, may be overwritten too. The caller uses none of it until the future is done.
+            urgent: before all that are not: somebody waits for it.
+
+        Returns:
+            A future, as `write` does.
+
+        Raises:
+            ValueError: the buffer does not fit.
+            StorageError: the store is closed.
+        """
+        self._check(piece, buffer)
+        return self._engine.submit(piece, buffer, write=False, urgent=urgent)
+
+    def stats(self) -> IOStats:
+        """Returns what was done so far."""
+        written, write_seconds = self._engine.written.read()
+        read, read_seconds = self._engine.read.read()
+        with self._lock:
+            return IOStats(written, read, write_seconds, read_seconds, self._allocated, self._peak)
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what runs, ends the threads and removes the files.
+
+        Idempotent, safe in an exception handler, and without effect in a forked child.
+        """
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
+        try:
+            self._engine.close()
+            for volume in self._volumes:
+                volume.close()
+        finally:
+            # Also when Ctrl-C ends the wait: transfers that still run end on files without a name.
+            for volume in self._volumes:
+                volume.remove()
+
+    def _check(self, piece: Piece, buffer: torch.Tensor) -> None:
+        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+            raise ValueError(
+                f"a buffer is contiguous one-dimensional uint8, not {buffer.dtype} {tuple(buffer.shape)}"
+            )
+        if buffer.numel() < piece.nbytes:
+            raise ValueError(f"a buffer of {buffer.numel()} bytes is too short for a piece of {piece.nbytes}")
+        if buffer.device.type != "cpu" and not self.device_buffers:
+            raise ValueError(f"backend {self.backend_name!r} takes host buffers only, not {buffer.device}")
+
+    def _place(self, start: int, nbytes: int) -> Piece | None:
+        for index in self._stripes.order(nbytes):
+            volume = self._volumes[index]
+            offset = volume.slots.allocate(nbytes)
+            if offset is None and self._grow(volume, nbytes):
+                offset = volume.slots.allocate(nbytes)
+            if offset is not None:
+                return self._placed(index, offset, start, nbytes)
+        # Nowhere is so large a hole, and nothing grows: a shorter piece uses the largest there is.
+        index = max(range(len(self._volumes)), key=lambda index: self._volumes[index].slots.largest_free)
+        shorter = self._volumes[index].slots.largest_free
+        if shorter == 0:
+            return None
+        offset = self._volumes[index].slots.allocate(shorter)
+        assert offset is not None
+        return self._placed(index, offset, start, shorter)
+
+    def _placed(self, index: int, offset: int, start: int, nbytes: int) -> Piece:
+        self._stripes.take(index, nbytes)
+        self._allocated += align_up(nbytes)
+        return Piece(index, offset, start, nbytes)
+
+    def _give_back(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._volumes[piece.volume].slots.free(piece.offset)
+            self._allocated -= align_up(piece.nbytes)
+            if self._checksums is not None:
+                self._checksums.forget(piece)
+
+    def _grow(self, volume: Volume, nbytes: int) -> bool:
+        try:
+            return volume.grow(nbytes, self._limit())
+        except (
+            StorageFullError
+        ):  # others were faster than the check, or a file size limit: another volume may do
+            return False
+
+    def _limit(self) -> int:
+        """Bytes by which the files may still grow before they reach the capacity."""
+        if self._capacity is None:
+            return 2**63 - 1
+        return align_down(self._capacity) - sum(volume.slots.capacity for volume in self._volumes)
+
+    def _growth(self) -> int:
+        """Bytes by which the files can still grow; volumes on one filesystem share its free space."""
+        free = {volume.device: align_down(volume.disk_free()) for volume in self._volumes}
+        return min(sum(free.values()), self._limit())
+
+    def _full(self, action: str, needed: int, available: int) -> StorageFullError:
+        where = ", ".join(str(volume.path.parent.parent) for volume in self._volumes)
+        limit = "" if self._capacity is None else f" (capacity {format_bytes(self._capacity)})"
+        return StorageFullError(
+            f"could not {action} {format_bytes(needed)} on {where}{limit}: "
+            f"{format_bytes(available)} available. Free space, raise the capacity, or add a path."
+        )

@@ -1,0 +1,125 @@
+"""A volume: one directory on one SSD, with its preallocated scratch file and the slots in it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+from lightning_ssd.storage.backend import Backend, BackendFile
+from lightning_ssd.storage.errors import StorageError, from_os_error
+from lightning_ssd.storage.scratch import ScratchDirectory
+from lightning_ssd.storage.slots import SlotAllocator, align_down, align_up
+
+__all__ = ["Volume"]
+
+_log = logging.getLogger(__name__)
+_SMALLEST_EXTENT = 64 * 2**20
+_LARGEST_EXTENT = 2**30
+
+
+class Volume:
+    """One scratch file in its own scratch directory. The file grows and never shrinks.
+
+    Not thread-safe, except for transfers through `file`: the store locks around the rest.
+
+    Args:
+        path: an existing directory on the SSD.
+        backend: how to do I/O.
+        rank: rank of this process in its run.
+
+    Attributes:
+        path: the scratch file.
+        file: the scratch file, open for transfers.
+        slots: which of its bytes are taken.
+        device: number of the filesystem, by which volumes on the same one are recognised.
+
+    Raises:
+        StorageError: the directory or the file cannot be made; nothing is left behind.
+    """
+
+    def __init__(self, path: str | Path, backend: Backend, rank: int = 0) -> None:
+        self.slots = SlotAllocator()
+        with ExitStack() as undo:
+            self._directory = ScratchDirectory(path, rank)
+            undo.callback(self._directory.close)
+            self.path = self._directory.path / "scratch.bin"
+            try:
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                undo.callback(os.close, self._fd)
+                self.device = os.fstat(self._fd).st_dev
+                self.file: BackendFile = backend.open(self.path)
+            except OSError as error:
+                raise from_os_error(error, "open the scratch file", self.path) from error
+            except StorageError:
+                raise
+            except Exception as error:  # a backend's library has its own errors
+                raise StorageError(f"backend {backend.name!r} could not open {self.path}: {error}") from error
+            undo.pop_all()
+        self._open = True
+
+    def disk_free(self) -> int:
+        """Returns the bytes that are free on this volume's filesystem."""
+        filesystem = os.fstatvfs(self._fd)
+        return filesystem.f_bavail * filesystem.f_frsize
+
+    def extend(self, nbytes: int) -> None:
+        """Appends `nbytes` (a multiple of the page) of preallocated space.
+
+        Raises:
+            StorageFullError: the filesystem has no room, or a limit forbids so large a file.
+            StorageError: the filesystem failed.
+        """
+        size = self.slots.capacity
+        try:
+            os.posix_fallocate(self._fd, size, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                os.ftruncate(self._fd, size)  # what was taken before it failed
+                action = f"preallocate {nbytes} bytes at offset {size} ({self.disk_free()} bytes free)"
+                raise from_os_error(error, action, self.path) from error
+            # No way to take space up front here: a full disk shows when a piece is written, as an error all
+            # the same.
+            _log.warning(
+                "the filesystem of %s cannot preallocate: writes are slower, and may find it full", self.path
+            )
+            os.ftruncate(self._fd, size + nbytes)
+        self.slots.grow(nbytes)
+
+    def grow(self, nbytes: int, limit: int) -> bool:
+        """Appends room for a slot of `nbytes`, and more, so that the file is made of a few large extents.
+
+        Args:
+            nbytes: bytes of the slot.
+            limit: most bytes by which the file may grow.
+
+        Returns:
+            Whether the file grew. It may have grown by less than `nbytes`, when there was no more.
+
+        Raises:
+            StorageError: the filesystem failed for another reason than being full.
+        """
+        room = min(limit, align_down(self.disk_free()))
+        need = align_up(nbytes) - self.slots.tail_free
+        extent = min(max(self.slots.capacity, _SMALLEST_EXTENT), _LARGEST_EXTENT)
+        if 2 * extent > self.disk_free():
+            extent = need  # the last of the disk is left to others
+        added = min(max(need, extent), room)
+        if added <= 0:
+            return False
+        self.extend(added)
+        return True
+
+    def close(self) -> None:
+        """Closes and removes the file and its directory. No transfer is running. Idempotent."""
+        if self._open:
+            self._open = False
+            os.close(self._fd)
+            self.file.close()
+        self.remove()
+
+    def remove(self) -> None:
+        """Removes the file and its directory; transfers that still run end undisturbed. Idempotent."""
+        self._directory.close()

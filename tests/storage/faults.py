@@ -1,0 +1,160 @@
+"""Backends that fail, hold or slow down transfers on purpose. Each wraps a real one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lightning_ssd.storage import Backend, BackendFile, PosixBackend
+
+Operation = Literal["write", "read"]
+
+
+class FaultyBackend(Backend):
+    """Does what it is told to do wrong, from then on: set the attributes after the store is made.
+
+    Args:
+        inner: the backend that does the transfers.
+
+    Attributes:
+        error: raised by the next transfers of the operation it is filed under.
+        short: operations that move half of what they are asked for.
+        flip: whether writes store one wrong bit.
+    """
+
+    name = "faulty"
+    device_buffers = False
+
+    def __init__(self, inner: Backend | None = None) -> None:
+        self._inner = inner or PosixBackend()
+        self.error: dict[Operation, Exception] = {}
+        self.short: set[Operation] = set()
+        self.flip = False
+
+    def open(self, path: Path) -> BackendFile:
+        return _Wrapped(self._inner.open(path), self._transfer)
+
+    def _transfer(
+        self,
+        operation: Operation,
+        call: Callable[[torch.Tensor, int], int],
+        buffer: torch.Tensor,
+        offset: int,
+    ) -> int:
+        if operation in self.error:
+            raise self.error[operation]
+        if operation in self.short:
+            return call(buffer[: buffer.numel() // 2], offset)
+        if operation == "write" and self.flip:
+            buffer = buffer.clone()
+            buffer[buffer.numel() // 3] ^= 1
+        return call(buffer, offset)
+
+
+class GatedBackend(Backend):
+    """Holds every transfer at a gate, which is open at first.
+
+    Args:
+        inner: the backend that does the transfers.
+
+    Attributes:
+        served: (operation, offset) of every transfer that passed the gate, in that order.
+    """
+
+    name = "gated"
+    device_buffers = False
+
+    def __init__(self, inner: Backend | None = None) -> None:
+        self._inner = inner or PosixBackend()
+        self._gate = threading.Event()
+        self._gate.set()
+        self._arrived = threading.Semaphore(0)
+        self.served: list[tuple[Operation, int]] = []
+
+    def open(self, path: Path) -> BackendFile:
+        return _Wrapped(self._inner.open(path), self._transfer)
+
+    def hold(self) -> None:
+        """Closes the gate, and forgets what was served."""
+        self._gate.clear()
+        self._arrived = threading.Semaphore(0)
+        self.served.clear()
+
+    def wait_for_arrival(self) -> None:
+        """Waits until one more transfer stands at the gate."""
+        assert self._arrived.acquire(timeout=60)
+
+    def release(self) -> None:
+        """Opens the gate."""
+        self._gate.set()
+
+    def _transfer(
+        self,
+        operation: Operation,
+        call: Callable[[torch.Tensor, int], int],
+        buffer: torch.Tensor,
+        offset: int,
+    ) -> int:
+        self._arrived.release()
+        assert self._gate.wait(timeout=60)
+        self.served.append((operation, offset))
+        return call(buffer, offset)
+
+
+class ThrottledBackend(Backend):
+    """A drive of a given speed: all its files together move at most so many bytes/s, reads and writes alike.
+
+    Args:
+        bytes_per_second: the speed.
+        inner: the backend that does the transfers.
+    """
+
+    name = "throttled"
+    device_buffers = False
+
+    def __init__(self, bytes_per_second: float, inner: Backend | None = None) -> None:
+        self._inner = inner or PosixBackend()
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._busy_until = 0.0
+
+    def open(self, path: Path) -> BackendFile:
+        return _Wrapped(self._inner.open(path), self._transfer)
+
+    def _transfer(
+        self,
+        operation: Operation,
+        call: Callable[[torch.Tensor, int], int],
+        buffer: torch.Tensor,
+        offset: int,
+    ) -> int:
+        with self._lock:
+            begin = max(time.monotonic(), self._busy_until)
+            end = self._busy_until = begin + buffer.numel() / self._rate
+        moved = call(buffer, offset)
+        time.sleep(max(0.0, end - time.monotonic()))  # this is the drive's own time, not a wait for something
+        return moved
+
+
+class _Wrapped(BackendFile):
+    def __init__(
+        self,
+        inner: BackendFile,
+        transfer: Callable[[Operation, Callable[[torch.Tensor, int], int], torch.Tensor, int], int],
+    ) -> None:
+        self._inner = inner
+        self._transfer = transfer
+
+    def write(self, buffer: torch.Tensor, offset: int) -> int:
+        return self._transfer("write", self._inner.write, buffer, offset)
+
+    def read(self, buffer: torch.Tensor, offset: int) -> int:
+        return self._transfer("read", self._inner.read, buffer, offset)
+
+    def close(self) -> None:
+        self._inner.close()

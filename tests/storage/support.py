@@ -1,0 +1,48 @@
+"""What the tests of the storage room share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ssd.storage import Blob, BlobStore
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+@contextmanager
+def open_store(paths: Path | Sequence[Path], **arguments: Any) -> Iterator[BlobStore]:
+    """A store of small pieces, closed at the end."""
+    store = BlobStore(
+        [paths] if isinstance(paths, Path) else paths, device=CPU, **{"piece_bytes": 64 * KIB, **arguments}
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def write(store: BlobStore, blob: Blob, data: torch.Tensor) -> None:
+    for future in [
+        store.write(piece, data[piece.start : piece.start + piece.nbytes]) for piece in blob.pieces
+    ]:
+        future.result()
+
+
+def read(store: BlobStore, blob: Blob) -> torch.Tensor:
+    data = torch.zeros(blob.nbytes, dtype=torch.uint8)
+    for future in [
+        store.read(piece, data[piece.start : piece.start + piece.nbytes]) for piece in blob.pieces
+    ]:
+        future.result()
+    return data

@@ -1,0 +1,132 @@
+"""Every byte is checked: what goes wrong in a transfer is an error that names file, offset and remedy."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.storage import (
+    Backend,
+    BackendFile,
+    BlobStore,
+    ChecksumError,
+    StorageError,
+    StorageFullError,
+)
+from tests.storage.faults import FaultyBackend, Operation
+from tests.storage.support import CPU, KIB, noise, open_store, read, write
+
+
+@pytest.fixture
+def backend() -> FaultyBackend:
+    return FaultyBackend()
+
+
+@pytest.fixture
+def store(tmp_path: Path, backend: FaultyBackend) -> Iterator[BlobStore]:
+    with open_store(tmp_path, backend=backend, checksum=True) as store:
+        yield store
+
+
+def place(offset: int) -> str:
+    return rf"offset {offset}\b.*lightning_ssd-[0-9a-f]+-rank0/scratch\.bin"
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_a_failing_drive(store: BlobStore, backend: FaultyBackend, operation: Operation) -> None:
+    blob = store.allocate(100 * KIB)
+    write(store, blob, noise(blob.nbytes))
+    backend.error[operation] = OSError(errno.EIO, "Input/output error")
+    piece = blob.pieces[1]
+    move = store.write if operation == "write" else store.read
+    with pytest.raises(StorageError, match=rf"{operation} .*{place(piece.offset)}.*EIO.*dmesg") as caught:
+        move(piece, noise(piece.nbytes)).result()
+    assert not isinstance(caught.value, StorageFullError)
+    assert isinstance(caught.value.__cause__, OSError)
+    # The threads live on, and failed bytes are not counted.
+    backend.error.clear()
+    move(piece, noise(piece.nbytes)).exception()
+    assert store.stats().bytes_written <= 2 * blob.nbytes
+
+
+def test_a_full_disk(store: BlobStore, backend: FaultyBackend) -> None:
+    (piece,) = store.allocate(KIB).pieces
+    backend.error["write"] = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StorageFullError, match=rf"{place(piece.offset)}.*ENOSPC.*Free space"):
+        store.write(piece, noise(KIB)).result()
+    assert store.stats().bytes_written == 0
+
+
+@pytest.mark.parametrize(("operation", "verb"), [("write", "wrote"), ("read", "read")])
+def test_a_short_transfer(store: BlobStore, backend: FaultyBackend, operation: Operation, verb: str) -> None:
+    (piece,) = store.allocate(8 * KIB).pieces
+    store.write(piece, noise(8 * KIB)).result()
+    backend.short.add(operation)
+    move = store.write if operation == "write" else store.read
+    with pytest.raises(StorageError, match=rf"{verb} only 4096 of 8192 bytes at {place(piece.offset)}"):
+        move(piece, noise(8 * KIB)).result()
+
+
+def test_a_flipped_bit(store: BlobStore, backend: FaultyBackend) -> None:
+    blob = store.allocate(100 * KIB)
+    backend.flip = True
+    write(store, blob, noise(blob.nbytes))
+    piece = blob.pieces[0]
+    with pytest.raises(ChecksumError, match=rf"{place(piece.offset)} are not what was written"):
+        store.read(piece, noise(piece.nbytes)).result()
+
+
+def test_a_piece_that_was_never_written(store: BlobStore) -> None:
+    blob = store.allocate(KIB)
+    write(store, blob, noise(KIB))
+    store.free(blob)
+    (again,) = store.allocate(KIB).pieces
+    with pytest.raises(ChecksumError, match="never written"):
+        store.read(again, noise(KIB)).result()
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        blob = store.allocate(8 * KIB)
+        write(store, blob, noise(blob.nbytes))
+        (directory,) = tmp_path.iterdir()
+        with open(directory / "scratch.bin", "r+b") as file:
+            file.truncate(0)
+        with pytest.raises(StorageError, match="read only 0 of 8192"):
+            read(store, blob)
+
+
+def test_an_error_of_a_backends_own_kind(store: BlobStore, backend: FaultyBackend) -> None:
+    (piece,) = store.allocate(KIB).pieces
+    backend.error["write"] = RuntimeError("cuFile error 5030")
+    with pytest.raises(StorageError, match=rf"{place(piece.offset)}.*cuFile error 5030"):
+        store.write(piece, noise(KIB)).result()
+
+
+def test_checksums_and_device_buffers_are_refused_together(tmp_path: Path) -> None:
+    class DeviceBackend(Backend):
+        name = "device"
+        device_buffers = True
+
+        def open(self, path: Path) -> BackendFile:
+            raise AssertionError("refused before anything is opened")
+
+    with pytest.raises(StorageError, match=r"checksum.*backend='posix'"):
+        BlobStore([tmp_path], device=CPU, backend=DeviceBackend(), checksum=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backend_that_cannot_open_leaves_nothing(tmp_path: Path) -> None:
+    class Broken(Backend):
+        name = "broken"
+        device_buffers = False
+
+        def open(self, path: Path) -> BackendFile:
+            raise RuntimeError("driver not loaded")
+
+    with pytest.raises(StorageError, match=r"'broken' could not open .*driver not loaded"):
+        BlobStore([tmp_path], device=CPU, backend=Broken())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,162 @@
+"""The pinned pool stays within its budget, waits in turn, and wakes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ssd.storage import PinnedBuffer, PinnedPool, StorageError
+
+PAGE = 4096
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([None, 1, 2 * PAGE, 100 * PAGE]),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 16 * PAGE), st.integers(0, 1000)), max_size=50),
+)
+def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tuple[bool, int, int]]) -> None:
+    pool = PinnedPool(16 * PAGE, pin=False, slab_bytes=slab)
+    held: list[PinnedBuffer] = []
+    most = 0
+    for take, nbytes, choice in steps:
+        if take:
+            buffer = pool.try_acquire(nbytes)
+            if buffer is not None:
+                assert buffer.nbytes == nbytes
+                assert buffer.tensor.numel() == -(-nbytes // PAGE) * PAGE
+                assert buffer.tensor.data_ptr() % PAGE == 0
+                buffer.tensor.fill_(len(held))
+                held.append(buffer)
+        elif held:
+            held.pop(choice % len(held)).release()
+        used = sum(buffer.tensor.numel() for buffer in held)
+        most = max(most, used)
+        assert pool.used_bytes == used <= pool.budget
+        assert pool.peak_bytes == most
+        spans = sorted((b.tensor.data_ptr(), b.tensor.data_ptr() + b.tensor.numel()) for b in held)
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    for buffer in held:
+        buffer.release()
+    # Whatever slabs were made, the whole budget is there for one buffer again.
+    assert pool.try_acquire(16 * PAGE) is not None
+    pool.close()
+
+
+def test_the_smallest_budget_serves_one_page() -> None:
+    pool = PinnedPool(PAGE, pin=False)
+    buffer = pool.acquire(1)
+    assert pool.try_acquire(1) is None
+    buffer.release()
+    pool.acquire(PAGE).release()
+
+
+def test_what_can_never_fit_is_an_error_at_once() -> None:
+    pool = PinnedPool(PAGE + 100, pin=False, name="staging")
+    with pytest.raises(ValueError, match=r"staging pool with its budget of .*4196 bytes.*Raise the budget"):
+        pool.acquire(PAGE + 1)
+    with pytest.raises(ValueError, match="positive"):
+        pool.acquire(0)
+    with pytest.raises(ValueError, match="at least 4096"):
+        PinnedPool(100, pin=False)
+
+
+def test_waiters_are_served_in_turn_so_that_a_large_one_is_not_starved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = PinnedPool(4 * PAGE, pin=False)
+    small = [pool.acquire(PAGE) for _ in range(4)]
+    served: list[str] = []
+    waiters = Waiters(pool, monkeypatch)
+    large = waiters.acquire("large", 4 * PAGE, served)
+    late = waiters.acquire("late", PAGE, served)
+    for buffer in small:
+        # Room for a small one, but the large one is first in line.
+        assert pool.try_acquire(PAGE) is None
+        buffer.release()
+    large.result(timeout=60).release()
+    late.result(timeout=60).release()
+    assert served == ["large", "late"]
+
+
+def test_closing_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PinnedPool(PAGE, pin=False)
+    held = pool.acquire(1)
+    waiting = Waiters(pool, monkeypatch).acquire("waiting", 1, [])
+    pool.close()
+    with pytest.raises(StorageError, match="closed"):
+        waiting.result(timeout=60)
+    held.tensor.fill_(1)  # still lent
+    held.release()
+    with pytest.raises(StorageError, match="closed"):
+        pool.try_acquire(1)
+    pool.close()
+
+
+def test_a_buffer_is_lent_until_its_last_holder_releases_it() -> None:
+    pool = PinnedPool(PAGE, pin=False)
+    buffer = pool.acquire(1)
+    assert buffer.try_retain()
+    buffer.release()
+    assert pool.used_bytes == PAGE
+    buffer.release()
+    assert pool.used_bytes == 0
+    assert not buffer.try_retain()
+    with pytest.raises(ValueError, match="more often"):
+        buffer.release()
+
+
+def test_many_threads_share_a_small_pool() -> None:
+    pool = PinnedPool(8 * PAGE, pin=False, slab_bytes=PAGE)
+
+    def work(number: int) -> None:
+        for round in range(50):
+            buffer = pool.acquire(1 + (number * 7 + round * 3) % (8 * PAGE))
+            buffer.tensor.fill_(number)
+            assert bool((buffer.tensor == number).all())
+            buffer.release()
+
+    with ThreadPoolExecutor(6) as threads:
+        for future in [threads.submit(work, number) for number in range(6)]:
+            future.result(timeout=60)
+    assert pool.used_bytes == 0
+    assert pool.peak_bytes <= pool.budget
+
+
+class Waiters:
+    """Lets one thread after another begin to wait on a pool, in a known order."""
+
+    def __init__(self, pool: PinnedPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._pool = pool
+        self._threads: set[threading.Thread] = set()
+        self._began = threading.Semaphore(0)
+        wait = threading.Condition.wait
+
+        def announced(condition: threading.Condition, timeout: float | None = None) -> bool:
+            if threading.current_thread() in self._threads:
+                self._began.release()
+            return wait(condition, timeout)
+
+        monkeypatch.setattr(threading.Condition, "wait", announced)
+
+    def acquire(self, name: str, nbytes: int, served: list[str]) -> Future[PinnedBuffer]:
+        """Returns when the thread waits for the pool."""
+        future: Future[PinnedBuffer] = Future()
+
+        def work() -> None:
+            try:
+                buffer = self._pool.acquire(nbytes)
+                served.append(name)
+                future.set_result(buffer)
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        assert self._began.acquire(timeout=60)
+        return future

@@ -1,0 +1,146 @@
+"""Scratch directories: private, alive while locked, swept when killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.storage import ScratchDirectory, StorageError
+from tests.storage.support import open_store
+
+LIVE_STORE = """
+import sys, torch
+from lightning_ssd.storage import BlobStore
+store = BlobStore([sys.argv[1]], device=torch.device("cpu"), capacity=2**20, rank=3)
+store.allocate(100)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_store(path: Path, end: str = "") -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIVE_STORE + end, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_directory_is_private_named_and_removed(tmp_path: Path) -> None:
+    directory = ScratchDirectory(tmp_path, rank=2)
+    assert re.fullmatch(r"lightning_ssd-[0-9a-f]+-rank2", directory.path.name)
+    assert directory.path.parent == tmp_path
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    (directory.path / "data").write_bytes(b"x")
+    directory.close()
+    directory.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_runs_directory_is_left_and_a_killed_ones_is_swept(tmp_path: Path) -> None:
+    process = start_store(tmp_path)
+    (theirs,) = tmp_path.iterdir()
+    ScratchDirectory(tmp_path).close()
+    assert (theirs / "scratch.bin").exists()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert theirs.exists()
+    ours = ScratchDirectory(tmp_path)
+    assert list(tmp_path.iterdir()) == [ours.path]
+    ours.close()
+
+
+@pytest.mark.parametrize("end", ["", "\nraise KeyboardInterrupt", "\nraise SystemExit(3)"])
+def test_a_store_that_nobody_closed_goes_when_the_interpreter_exits(tmp_path: Path, end: str) -> None:
+    process = start_store(tmp_path, end)
+    assert list(tmp_path.iterdir())
+    process.communicate(timeout=60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_its_lock_is_swept_and_other_files_are_left(tmp_path: Path) -> None:
+    half_made = tmp_path / f"lightning_ssd-{'0' * 16}-rank0"
+    half_made.mkdir()
+    others = [
+        tmp_path / "lightning_ssd-notes",
+        tmp_path / "data",
+        tmp_path / f"lightning_ssd-{'1' * 16}-rank1",
+    ]
+    others[0].mkdir()
+    others[1].mkdir()
+    others[2].symlink_to(others[1])
+    ScratchDirectory(tmp_path).close()
+    assert not half_made.exists()
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_another_rank_and_a_fork_sweep_nothing_that_lives(tmp_path: Path) -> None:
+    first = ScratchDirectory(tmp_path, rank=0)
+    second = ScratchDirectory(tmp_path, rank=1)
+    child = os.fork()
+    if child == 0:
+        first.close()  # a child's close must not remove its parent's directory
+        ScratchDirectory(tmp_path, rank=0).close()
+        os._exit(0 if first.path.exists() and second.path.exists() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert first.path.exists()
+    second.close()
+    first.close()
+
+
+def test_a_program_that_was_started_does_not_keep_the_directory_alive(tmp_path: Path) -> None:
+    run = (
+        "import subprocess, sys; from lightning_ssd.storage import ScratchDirectory; "
+        "directory = ScratchDirectory(sys.argv[1]); "
+        "child = subprocess.Popen(['cat'], stdin=sys.stdin, close_fds=False); print(child.pid, flush=True); "
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", run, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    assert int(process.stdout.readline()) > 0
+    process.wait()
+    assert len(list(tmp_path.iterdir())) == 1
+    ScratchDirectory(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+    assert process.stdin is not None
+    process.stdin.close()  # ends the grandchild
+
+
+def test_two_stores_on_one_path_share_nothing(tmp_path: Path) -> None:
+    with open_store(tmp_path, capacity=2**20) as first, open_store(tmp_path, capacity=2**20) as second:
+        assert len(list(tmp_path.iterdir())) == 2
+        first.close()
+        assert len(list(tmp_path.iterdir())) == 1
+        second.allocate(10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(StorageError, match=r"path .*missing.* does not exist.*mkdir"):
+        ScratchDirectory(missing)
+    assert not missing.exists()
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    with pytest.raises(StorageError, match=r"path .*file.* is not a directory"):
+        ScratchDirectory(file)
+    # /proc takes no directories, not even root's; another user's directory answers the same way.
+    with pytest.raises(StorageError, match=r"`path`.*proc"):
+        ScratchDirectory("/proc")

@@ -1,0 +1,196 @@
+"""The commands `lightning-ssd` and `lightning`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_ssd import cli
+
+ROOT = Path(__file__).parent.parent
+RECIPE = """
+model:
+  class_path: lightning.pytorch.demos.boring_classes.BoringModel
+data:
+  class_path: lightning.pytorch.demos.boring_classes.BoringDataModule
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 2
+  limit_val_batches: 0
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: lightning_ssd.SSDOffloadStrategy
+    init_args:
+      offload: 0.25
+"""
+
+
+@pytest.fixture(autouse=True)
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE)
+    return "recipe.yaml"
+
+
+def _exit(argv: list[str]) -> int:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(argv)
+    return exited.value.code
+
+
+def _lightning(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["lightning", *argv])
+    return cli.lightning_main()
+
+
+class TestRun:
+    def test_trains_and_trains_again_in_the_same_place(self, recipe: str) -> None:
+        assert cli.main(["run", recipe]) == 0
+        saved = yaml.safe_load(Path("config.yaml").read_text())
+        assert saved["trainer"]["max_steps"] == 2
+        assert saved["seed_everything"] == 0
+        assert [path.name for path in Path("checkpoints").iterdir()] == ["epoch=0-step=2.ckpt"]
+
+        assert cli.main(["run", recipe, "--trainer.max_steps=3"]) == 0
+        assert yaml.safe_load(Path("config.yaml").read_text())["trainer"]["max_steps"] == 3
+        assert cli.main(["run", "config.yaml"]) == 0
+
+    def test_resumes_from_a_checkpoint(self, recipe: str) -> None:
+        cli.main(["run", recipe])
+        checkpoint = "checkpoints/epoch=0-step=2.ckpt"
+        cli.main(["run", recipe, "--trainer.max_steps", "5", "--ckpt_path", checkpoint])
+        assert torch.load("checkpoints/epoch=0-step=5.ckpt", weights_only=True)["global_step"] == 5
+
+    @pytest.mark.parametrize(
+        ("overrides", "strategy"),
+        [
+            (["--trainer.strategy=auto"], "auto"),
+            (["--trainer.strategy", "ssd_offload"], "ssd_offload"),
+            (["--trainer.strategy.offload=0.5"], 0.5),
+            (["--trainer.strategy.init_args.offload", "0.5"], 0.5),
+            (["--trainer.strategy=SSDOffloadStrategy", "--trainer.strategy.offload=0.5"], 0.5),
+            (["-c", "more.yaml"], 0.75),
+            (["-c", "more.yaml", "--trainer.strategy.offload=0.5"], 0.5),
+        ],
+    )
+    def test_overrides_the_strategy(
+        self, recipe: str, overrides: list[str], strategy: str | float, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("more.yaml").write_text("trainer: {strategy: {init_args: {offload: 0.75}}}")
+        assert _exit(["run", recipe, *overrides, "--print_config"]) == 0
+        printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
+        if isinstance(strategy, str):
+            assert printed == strategy
+        else:
+            assert printed["class_path"] == "lightning_ssd.SSDOffloadStrategy"
+            assert printed["init_args"]["offload"] == strategy
+
+    @pytest.mark.parametrize("strategy", ["auto", "ssd_offload", "cpu_offload"])
+    def test_trains_with_a_strategy_by_name(self, recipe: str, strategy: str) -> None:
+        assert cli.main(["run", recipe, f"--trainer.strategy={strategy}"]) == 0
+
+    @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.name)
+    def test_accepts_the_recipes_that_we_ship(self, path: Path) -> None:
+        assert _exit(["run", str(path), "--print_config"]) == 0
+
+    def test_help(self, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _exit(["run", "--help"]) == 0
+        assert "RECIPE [-c MORE.yaml ...] [--KEY VALUE ...]" in capsys.readouterr().out
+        assert _exit(["run", recipe, "--help"]) == 0
+        assert "--trainer.max_steps" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            ([], "required: COMMAND"),
+            (["run"], "required: RECIPE"),
+            (["run", "none.yaml"], "there is no recipe file 'none.yaml'"),
+            (["run", "recipe.yaml", "-c", "none.yaml"], "none.yaml"),
+            (["run", "recipe.yaml", "--trainer.max_stepz=3"], "trainer.max_stepz"),
+            (["run", "recipe.yaml", "--trainer.strategy.offlod=3"], "offlod"),
+            (["run", "wrong.yaml"], "max_stepz"),
+        ],
+    )
+    def test_refuses(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        Path("wrong.yaml").write_text(RECIPE.replace("max_steps", "max_stepz"))
+        assert _exit(argv) == 2
+        assert message in capsys.readouterr().err
+
+
+class TestBench:
+    def test_prints_a_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["bench", "io", "--path", str(tmp_path), "--path", ".", "--size", "16MiB"]) == 0
+        assert "posix" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["bench"], "required: SUBJECT"),
+            (["bench", "io"], "required: --path"),
+            (["bench", "io", "--path", "none"], "'none' is not a directory"),
+            (["bench", "io", "--path", ".", "--size", "much"], "is not a number of bytes"),
+        ],
+    )
+    def test_refuses(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _exit(argv) == 2
+        assert message in capsys.readouterr().err
+
+
+class TestLightning:
+    @pytest.fixture
+    def sdk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Installs a stand-in for lightning-sdk, whose command prints its arguments."""
+        site_packages = tmp_path / "site-packages"
+        info = site_packages / "lightning_sdk-2026.1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning_sdk\nVersion: 2026.1\n")
+        (info / "entry_points.txt").write_text("[console_scripts]\nlightning = stand_in_sdk:main_cli\n")
+        (site_packages / "stand_in_sdk.py").write_text(
+            "import sys\ndef main_cli():\n    print('sdk:', sys.argv[1:])\n"
+        )
+        monkeypatch.syspath_prepend(site_packages)
+
+    @pytest.mark.usefixtures("sdk")
+    def test_run_recipe_is_ours(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert _lightning(["run", recipe, "--trainer.strategy=auto"], monkeypatch) == 0
+        # Lightning's launcher starts the other ranks with this process's command line.
+        assert sys.argv == ["lightning", "run", recipe, "--trainer.strategy=auto"]
+        Path(recipe).rename("no_suffix")
+        assert _lightning(["run", "no_suffix", "--trainer.strategy=auto"], monkeypatch) == 0
+
+    @pytest.mark.usefixtures("sdk")
+    @pytest.mark.parametrize("argv", [["run"], ["run", "--help"], ["run", "none.yml"]])
+    def test_run_without_a_job_is_ours(
+        self, argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            _lightning(argv, monkeypatch)
+        assert "usage: lightning-ssd run" in "".join(capsys.readouterr())
+
+    @pytest.mark.usefixtures("sdk")
+    @pytest.mark.parametrize(
+        "argv", [[], ["--help"], ["login"], ["run", "job", "--name", "x"], ["run", "mmt"]]
+    )
+    def test_the_rest_is_the_sdks(
+        self, argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert _lightning(argv, monkeypatch) == 0
+        assert capsys.readouterr().out == f"sdk: {argv}\n"
+
+    def test_says_what_to_install_where_there_is_no_sdk(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert _lightning(["run", "job"], monkeypatch) == 2
+        message = capsys.readouterr().err
+        assert "`lightning run job`" in message and "pip install lightning-sdk" in message
+
+
+def test_help_is_quick(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it would fail
+    assert _exit(["--help"]) == 0
+    assert "run " in capsys.readouterr().out
