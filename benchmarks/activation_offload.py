@@ -1,6 +1,6 @@
 """Activation offload on one GPU: step time and activation memory of GPT, kept, recomputed, and offloaded.
 
-    python -m benchmarks.activation_offload --out results.json [--shapes 8192x4 12288x3] [--modes keep host] [--rounds 3]
+    python -m benchmarks.activation_offload --out results.json [--shapes 8192x4] [--modes keep host] [--rounds 3]
     python -m benchmarks.activation_offload --report results.json [--plot figure.png]
 
 Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds` times:
@@ -10,11 +10,11 @@ Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds`
   ssd        `ssd_offload` with no host tier: to the SSD alone, amount chosen by the package
   both       `ssd_offload` as it comes: host memory first, then SSD
   slow-ssd   `ssd` with the drive throttled to a tenth of its measured speed
-  host-all, ssd-all   everything that may leave does: what memory costs in time when nothing adapts
+  host=1.0, ssd=0.5, ...   a fixed share of the bytes: what memory costs in time when nothing adapts
 
-As in SSDTrain's figure 6: batch 16, 1024 tokens, 16-bit weights, SGD (states and gradients are a constant that is subtracted).
-Activation peak: the most that was allocated in the measured steps, less weights and gradients. Step time: from one
-`on_train_batch_start` to the next, on the GPU's clock; medians over steps, then over rounds; the spread is over rounds.
+As in SSDTrain's figure 6: batch 16, 1024 tokens, 16-bit weights, SGD. Activation peak: the most that was allocated in
+the measured steps, less weights and gradients. Step time: from one `on_train_batch_start` to the next, on the GPU's
+clock; medians over steps, then over rounds; the spread is over rounds.
 """
 
 import argparse
@@ -113,8 +113,9 @@ class Probe(pl.Callback):
 
 def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
     """Returns the strategy of a mode; `ssd_speed` in bytes/s is what the drive was measured to write."""
-    offload: Any = 1.0 if mode.endswith("-all") else "auto"
-    match mode.removesuffix("-all"):
+    mode, _, share = mode.partition("=")
+    offload: Any = float(share) if share else "auto"
+    match mode:
         case "keep" | "recompute":
             return "auto"
         case "host":
@@ -126,9 +127,9 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
         case "slow-ssd":
             from tests.storage.faults import ThrottledBackend
 
-            backend = ThrottledBackend(PosixBackend(), ssd_speed / 10)
+            backend = ThrottledBackend(ssd_speed / 10, PosixBackend())
             return SSDOffloadStrategy(path, host_memory=0, backend=backend)
-    raise SystemExit(f"unknown mode {mode!r}; modes are {', '.join(MODES)}, host-all, ssd-all")
+    raise SystemExit(f"unknown mode {mode!r}; modes are {', '.join(MODES)}")
 
 
 def fit(model: BenchmarkGPT, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int) -> dict[str, float]:
@@ -206,7 +207,8 @@ def link_speed() -> float:
 def report(results: dict[str, Any]) -> str:
     """Returns the results as a Markdown table."""
     lines = [
-        f"{results['machine']}; SSD {results['ssd_write'] / 1e9:.1f} GB/s, link {results['link_out'] / 1e9:.1f} GB/s out",
+        f"{results['machine']}; SSD writes {results['ssd_write'] / 1e9:.1f} GB/s, "
+        f"copies out {results['link_out'] / 1e9:.1f} GB/s",
         "",
         "| shape | mode | step, s | of keep | activation peak, GiB | of keep | GB out a step | stall, ms |",
         "|---|---|---|---|---|---|---|---|",

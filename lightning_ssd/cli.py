@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser("lightning-ssd", description=lightning_ssd.__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("lightning-ssd", description="Trains models larger than GPU memory.")
     parser.add_argument("--version", action="version", version=lightning_ssd.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)

@@ -17,8 +17,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     `Trainer(strategy="ssd_offload")` is this strategy with its defaults, `strategy="cpu_offload"` with `tier="host"`.
 
     What autograd saves for backward (activations, inputs, masks; not weights) leaves the device while forward computes,
-    and is back when backward wants it (SSDTrain). Bytes are moved, never changed: losses, gradients and weights are equal,
-    bit for bit, to those of the same training without offload.
+    and is back when backward wants it (SSDTrain). Bytes are moved, never changed: losses, gradients and weights are
+    equal, bit for bit, to those of the same training without offload.
 
     Args:
         path: directory for scratch files, or several, one for each SSD: they are striped. Default: the Trainer's
@@ -36,7 +36,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`, which takes
             kvikio where GPUDirect Storage really works and says in the log what it took.
         checksum: check every byte that comes back from the SSDs.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's strategies.
+        accelerator: as in Lightning's strategies, like the four that follow.
+        parallel_devices: the one device.
+        cluster_environment: who this process is.
+        checkpoint_io: how checkpoints are written and read.
+        precision_plugin: the Trainer's `precision`.
 
     Raises:
         ValueError: an argument is out of range; the message names it and the remedy.
@@ -48,7 +52,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self,
         path: str | Path | Sequence[str | Path] | None = None,
         tier: Literal["ssd", "host"] = "ssd",
-        offload: float | int | str = "auto",
+        offload: int | float | str = "auto",
         host_memory: int | str = "auto",
         ssd_capacity: int | str | None = None,
         spill: Literal["host_first", "ssd_first"] = "host_first",
@@ -73,6 +77,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
         self.tensor_cache: TensorCache | None = None
+        self.num_nodes = 1  # the Trainer sets it
 
     # ---- the device ----
 
@@ -82,11 +87,12 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         return self.parallel_devices[0]
 
     def setup_environment(self) -> None:
-        if self.parallel_devices is not None and len(self.parallel_devices) > 1:
+        devices = self.num_nodes * max(1, len(self.parallel_devices or ()))
+        if devices > 1:
             raise ValueError(
-                f"`{self.strategy_name}` trains on one device, and the Trainer was given {len(self.parallel_devices)}. "
-                "Set `devices=1`; or, for activation offload on several, take `strategy='ddp'` or `'fsdp'` with "
-                "`callbacks=[lightning_ssd.ActivationOffload()]`."
+                f"`{self.strategy_name}` trains on one device, and the Trainer was given {devices}. "
+                "Set `devices=1` and `num_nodes=1`; or, for activation offload on several, take `strategy='ddp'` or "
+                "`'fsdp'` with `callbacks=[lightning_ssd.ActivationOffload()]`."
             )
         super().setup_environment()
 
@@ -108,7 +114,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             self.tensor_cache = make_tensor_cache(
                 self.config,
                 self.root_device,
-                default_path=Path(trainer.default_root_dir),
+                default_path=trainer.default_root_dir,
                 rank=self.global_rank,
             )
 

@@ -1,7 +1,12 @@
 """What all tests share: those marked `gpu` are skipped where there is no CUDA device."""
 
+import os
+
 import pytest
 import torch
+
+# Without it cuBLAS may split sums differently from call to call, and bit for bit means nothing. Read at CUDA's start.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -150,9 +150,7 @@ class TestLightning:
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning_sdk\nVersion: 2026.1\n")
         (info / "entry_points.txt").write_text("[console_scripts]\nlightning = stand_in_sdk:main_cli\n")
-        (site_packages / "stand_in_sdk.py").write_text(
-            "import sys\ndef main_cli():\n    print('sdk:', sys.argv[1:])\n"
-        )
+        (site_packages / "stand_in_sdk.py").write_text("import sys\ndef main_cli():\n    print('sdk:', sys.argv[1:])\n")
         monkeypatch.syspath_prepend(site_packages)
 
     @pytest.mark.usefixtures("sdk")
@@ -173,9 +171,7 @@ class TestLightning:
         assert "usage: lightning-ssd run" in "".join(capsys.readouterr())
 
     @pytest.mark.usefixtures("sdk")
-    @pytest.mark.parametrize(
-        "argv", [[], ["--help"], ["login"], ["run", "job", "--name", "x"], ["run", "mmt"]]
-    )
+    @pytest.mark.parametrize("argv", [[], ["--help"], ["login"], ["run", "job", "--name", "x"], ["run", "mmt"]])
     def test_the_rest_is_the_sdks(
         self, argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

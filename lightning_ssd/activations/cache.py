@@ -3,8 +3,9 @@
 It works below autograd, with `torch.autograd.graph.saved_tensors_hooks` (SSDTrain III-B): autograd keeps a `SavedView`
 instead of a tensor. Bytes are never changed, so the numbers of training stay what they are, bit for bit.
 
-Threads: `_pack` runs on the training thread, `_unpack` on autograd's thread for the device, while the training thread waits
-inside `backward`; they never run at the same time. I/O and completion threads belong to the tiers and touch no record.
+Threads: `_pack` runs on the training thread, `_unpack` on autograd's thread for the device, while the training thread
+waits inside `backward`; they never run at the same time. I/O and completion threads belong to the tiers and touch no
+record.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.copies import Copies
-from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
+from lightning_ssd.activations.micro_batch import MicroBatch, MicroBatchProfile, Pattern
 from lightning_ssd.activations.placement import Placement
 from lightning_ssd.activations.record import (
     Leftover,
@@ -79,9 +79,7 @@ class TensorCache:
     #: Finished micro-batches that are remembered: enough for a ragged last batch and for alternating optimizers.
     PATTERNS = 4
 
-    def __init__(
-        self, copies: Copies, tiers: Mapping[TierName, Tier], placement: Placement, *, min_bytes: int
-    ) -> None:
+    def __init__(self, copies: Copies, tiers: Mapping[TierName, Tier], placement: Placement, *, min_bytes: int) -> None:
         self.device = copies.device
         self.tiers = dict(tiers)
         self.placement = placement
@@ -90,7 +88,8 @@ class TensorCache:
         self.window_depth: int | None = None
         """Storages that may be on their way back ahead of their use; `None`: the bytes alone decide."""
         self.copies = copies
-        self._min_bytes = min_bytes
+        self._copy_lag: float | None = None
+        self._min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
         self._clock = make_clock(self.device)
         self._empty = torch.empty(0, device=self.device)
         self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
@@ -98,6 +97,7 @@ class TensorCache:
         self._profiled: deque[MicroBatch] = deque()
         self._window: deque[_Leaving] = deque()
         self._window_used = 0
+        self._copied_at = 0.0
         self._leftovers: deque[Leftover] = deque()
         self._stats = CacheStats()
         self._closed = False
@@ -111,6 +111,7 @@ class TensorCache:
         self._read_profiles()
         last = self._patterns[-1] if self._patterns else None
         self.placement.begin(sum(last.sizes) if last else 0)
+        self._copied_at = 0.0
         self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self.placement.plan)
         self._stats.micro_batches += 1
 
@@ -143,6 +144,8 @@ class TensorCache:
     @property
     def last_pattern(self) -> Pattern | None:
         """What the last finished micro-batch saved, and the order in which its backward wanted it."""
+        if self._batch is not None and self._batch.ended:
+            return self._batch.pattern()
         return self._patterns[-1] if self._patterns else None
 
     def close(self) -> None:
@@ -159,11 +162,16 @@ class TensorCache:
 
     # ---- forward ----
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> "tuple[Tensor, int] | SavedView":
         if (
             tensor.device != self.device
             or type(tensor) not in (Tensor, nn.Parameter)
             or tensor.layout is not torch.strided
+            # More, or less, than bytes, shape and strides.
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.is_quantized
+            or tensor._is_zerotensor()
             or torch._C._current_graph_task_id() != -1  # recomputed, or made by a double backward: wanted at once
         ):
             return _keep(tensor)
@@ -172,9 +180,12 @@ class TensorCache:
         if nbytes < self._min_bytes or is_weight(tensor, storage):
             return _keep(tensor)
         record = find_record(storage)
-        if record is None or record.version != tensor._version or record.batch is not self._batch:
-            if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-                return _keep(tensor)  # more than bytes, shape and strides
+        if (
+            record is None
+            or record.version != tensor._version
+            or record.nbytes != nbytes  # resized, which no version tells
+            or record.batch is not self._batch
+        ):
             record = self._new_record(tensor, storage)
         return SavedView(tensor, record, self._empty)
 
@@ -187,10 +198,9 @@ class TensorCache:
         attach_record(storage, record)
         self._batch.add(record)
         self._stats.saved += record.nbytes
-        # What backward wants first would come back at once: it never leaves.
-        before = self._batch.bytes_before(record.index)
-        if before is None or before >= self.window_bytes:
+        if not self._batch.keeps(record, self.window_bytes):
             self._offload(record, data)
+        self._release_window()
         return record
 
     def _offload(self, record: Record, data: Tensor) -> None:
@@ -207,18 +217,16 @@ class TensorCache:
                 raise BudgetError(
                     f"no room for a saved tensor of {format_bytes(record.nbytes)}: "
                     + ", ".join(f"{name} tier: {self.tiers[name].describe()}" for name in tiers)
-                    + ". Raise `host_memory`, lower `offload`, or set `offload='auto'`, which keeps on the device "
-                    "what finds no room."
+                    + ". Raise `host_memory` or `ssd_capacity`, lower `offload`, or set `offload='auto'`, which keeps "
+                    "on the device what finds no room."
                 )
             return
         record.leave(copy, name)
         self._stats.stored += record.nbytes
-        self._window.append(_Leaving(weakref.ref(record), data, copy, name))
+        assert self._batch is not None
+        self._copied_at = max(self._copied_at, self._batch.saved_bytes) + record.nbytes * (self._copy_lag or 0.0)
+        self._window.append(_Leaving(weakref.ref(record), data, copy, name, self._copied_at))
         self._window_used += record.nbytes
-        # On a GPU the newest stays in flight whatever its size; on a CPU its copy is already done.
-        newest, limit = (0, 0) if self.device.type == "cpu" else (1, self.window_bytes)
-        while len(self._window) > newest and self._window_used > limit:
-            self._pop_window()
 
     def _store(self, tier: TierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
         copy = self.tiers[tier].store(data, may_wait=False)
@@ -226,6 +234,22 @@ class TensorCache:
             with self._stall(tier, _OUT):
                 copy = self.tiers[tier].store(data, may_wait=True)
         return copy
+
+    def _release_window(self) -> None:
+        """Lets go of what has been copied, or must make room.
+
+        The host is far ahead of the device, so "has been copied" is not asked but foretold: bytes saved since stand for
+        the time since. A forecast that is early costs the compute stream a short wait, one that is late costs memory.
+        """
+        assert self._batch is not None
+        on_cpu = self.device.type == "cpu"  # its copies are done when they are issued
+        while self._window:
+            due = self._copy_lag is not None and self._window[0].copied_at <= self._batch.saved_bytes
+            # The newest stays in flight whatever its size.
+            full = len(self._window) > 1 and self._window_used > self.window_bytes
+            if not (due or full or on_cpu):
+                break
+            self._pop_window()
 
     def _pop_window(self) -> None:
         """Lets go of the oldest storage on its way out: on the device's clock, whatever the host's is."""
@@ -239,8 +263,8 @@ class TensorCache:
 
     # ---- backward ----
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if type(saved) is tuple:
+    def _unpack(self, saved: "tuple[Tensor, int] | SavedView") -> Tensor:
+        if isinstance(saved, tuple):
             tensor, version = saved
             check_version(tensor, version, tensor.dtype, tensor.size())
             return tensor
@@ -260,6 +284,7 @@ class TensorCache:
             record.come(urgent=True)
         self._prefetch(record.batch)
         if record.state is State.COMING:
+            assert record.tier is not None
             with self._stall(record.tier, _IN):
                 record.arrive()
             self._stats.loaded += record.nbytes
@@ -293,9 +318,16 @@ class TensorCache:
         while self._profiled and (profile := self._profiled[0].profile()) is not None:
             self._profiled.popleft()
             self._stats.seconds += profile.forward_seconds + profile.backward_seconds
+            self._learn_copy_lag(profile)
             self._stats.store_stall += sum(stalls[_OUT] for stalls in profile.stall_seconds.values())
             self._stats.load_stall += sum(stalls[_IN] for stalls in profile.stall_seconds.values())
             self.placement.observe(profile)
+
+    def _learn_copy_lag(self, profile: MicroBatchProfile) -> None:
+        """Learns how many bytes forward saves while one byte is copied out, with a margin for uneven forwards."""
+        nbytes, seconds = self.copies.busy()[_OUT]
+        if seconds and profile.forward_seconds:
+            self._copy_lag = 1.5 * (profile.saved_bytes / profile.forward_seconds) / (nbytes / seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,6 +338,8 @@ class _Leaving:
     data: Tensor
     copy: StoredCopy
     tier: TierName
+    copied_at: float
+    """Bytes that the micro-batch has saved by the time that the copy is expected to be done."""
 
 
 _OUT, _IN = 0, 1

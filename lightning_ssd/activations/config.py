@@ -1,6 +1,7 @@
 """What a user may say about activation offload, checked, and made into a tensor cache."""
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,24 +63,31 @@ class OffloadConfig:
     def amount(self) -> float | int | Literal["auto", "none"]:
         """Returns `offload` as a share of the bytes (`float`), bytes a micro-batch (`int`), or one of the words."""
         value = self.offload
+        if value == "auto":
+            return "auto"
+        if value == "none":
+            return "none"
         if isinstance(value, str):
-            if value in ("auto", "none"):
-                return value  # type: ignore[return-value]
-            try:
+            if not re.fullmatch(r"\d*\.\d*", value):
+                value = parse_bytes(value, "offload")
+            else:
                 value = float(value)
-            except ValueError:
-                return parse_bytes(value, "offload")
-        if isinstance(value, bool) or value < 0 or (isinstance(value, float) and value > 1):
+        if isinstance(value, bool) or not value >= 0 or (isinstance(value, float) and value > 1):
             raise ValueError(
                 f"`offload={self.offload!r}` is neither 'auto', 'none', a share from 0.0 to 1.0, nor a number of bytes "
                 "a micro-batch (an int, or a string like '8GiB')."
             )
         return float(value) if value in (0, 1) else value
 
-    def paths(self, default: Path) -> list[Path]:
-        """Returns the directories of the scratch files."""
+    def paths(self, default: str | Path) -> list[Path]:
+        """Returns the directories of the scratch files. `default` is made if it is missing, as nobody named it."""
         if self.path is None:
-            return [default]
+            if "://" in str(default):
+                raise ValueError(
+                    f"`default_root_dir={str(default)!r}` is not local: name a directory for scratch files with `path`."
+                )
+            Path(default).mkdir(parents=True, exist_ok=True)
+            return [Path(default)]
         paths = [self.path] if isinstance(self.path, str | Path) else list(self.path)
         if not paths:
             raise ValueError("`path=[]` names no directory. Give one or more, or leave it out.")
@@ -87,7 +95,7 @@ class OffloadConfig:
 
 
 def make_tensor_cache(
-    config: OffloadConfig, device: torch.device, *, default_path: Path, rank: int = 0
+    config: OffloadConfig, device: torch.device, *, default_path: str | Path, rank: int = 0
 ) -> TensorCache:
     """Makes the tensor cache that `config` asks for; nothing is left behind when it can't.
 
@@ -101,6 +109,8 @@ def make_tensor_cache(
         ValueError: an argument does not fit this device.
         StorageError: the scratch space can't be had.
     """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     copies = make_copies(device)
     tiers: dict[TierName, Tier] = {}
     speeds: dict[TierName, TierSpeed] = {}
@@ -131,9 +141,7 @@ def make_tensor_cache(
     )
 
 
-def _make_placement(
-    amount: float | int | Literal["auto", "none"], speeds: dict[TierName, TierSpeed]
-) -> Placement:
+def _make_placement(amount: float | int | Literal["auto", "none"], speeds: dict[TierName, TierSpeed]) -> Placement:
     if amount == "none" or not speeds:
         return KeepAll()
     if amount == "auto":
@@ -155,7 +163,7 @@ def _tier_names(config: OffloadConfig, device: torch.device) -> list[TierName]:
 
 
 def _make_host_tier(
-    config: OffloadConfig, copies: Copies, default_path: Path, rank: int
+    config: OffloadConfig, copies: Copies, default_path: str | Path, rank: int
 ) -> tuple[HostTier, TierSpeed]:
     if config.host_memory == "auto":
         budget = _available_memory() // 2
@@ -173,7 +181,7 @@ def _make_host_tier(
 
 
 def _make_ssd_tier(
-    config: OffloadConfig, copies: Copies, default_path: Path, rank: int
+    config: OffloadConfig, copies: Copies, default_path: str | Path, rank: int
 ) -> tuple[Tier, TierSpeed]:
     capacity = None if config.ssd_capacity is None else parse_bytes(config.ssd_capacity, "ssd_capacity")
     store = BlobStore(
@@ -186,9 +194,11 @@ def _make_ssd_tier(
         rank=rank,
     )
     speed = TierSpeed(store.write_bandwidth, store.read_bandwidth, float("inf") if capacity is None else capacity)
-    if store.device_buffers:
-        return DirectTier(store, copies), speed
     try:
+        if capacity is not None:
+            store.reserve(capacity // 4096 * 4096)  # whole pages
+        if store.device_buffers:
+            return DirectTier(store, copies), speed
         staging = PinnedPool(
             parse_bytes(config.staging_memory, "staging_memory"),
             pin=copies.device.type == "cuda",

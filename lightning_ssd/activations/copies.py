@@ -84,11 +84,13 @@ class Copies(ABC):
         """Whether the device may not have room for `nbytes` more of what a step allocates."""
         return False
 
+    @abstractmethod
     def drain(self) -> None:
         """Returns when every copy is done and every pending `then` has run."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Drains, and ends the threads."""
+        """Ends the threads, when they are through with what they were given."""
 
 
 class CPUCopies(Copies):
@@ -128,6 +130,12 @@ class CPUCopies(Copies):
 
     def busy(self) -> tuple[Busy, Busy]:
         return self._out_busy, self._in_busy
+
+    def drain(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 class CUDACopies(Copies):

@@ -1,8 +1,8 @@
 """The SSD tier on the direct path: device memory to SSD and back, no host buffer (GPUDirect Storage).
 
-The backend reads and writes device memory on the host's clock, so nothing here is ordered by streams: a request is made
-when the GPU has produced the bytes (or is done with the memory they go to), and the device memory is the request's until
-its future is done.
+The backend reads and writes device memory on the host's clock, so nothing here is ordered by streams: a request is
+made when the GPU has produced the bytes (or is done with the memory they go to), and the device memory is the
+request's until its future is done.
 """
 
 from concurrent.futures import Future, wait
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ssd.activations.copies import Copies
 from lightning_ssd.activations.tier import Load, StoredCopy, Tier
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.storage import Blob, BlobStore, IOStats
+from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
 
 
 class DirectTier(Tier):
@@ -24,9 +24,14 @@ class DirectTier(Tier):
     def __init__(self, store: BlobStore, copies: Copies) -> None:
         self.blobs = store
         self._copies = copies
+        self._full: str | None = None
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
-        copy = _DirectCopy(self, self.blobs.allocate(data.numel()))
+        try:
+            copy = _DirectCopy(self, self.blobs.allocate(data.numel()))
+        except StorageFullError as error:  # another tier may have room
+            self._full = str(error)  # not the error, whose frames hold tensors
+            return None
         self._copies.when_out(self._copies.mark(), partial(copy.write, data))
         self.bytes_out += data.numel()
         return copy
@@ -35,7 +40,7 @@ class DirectTier(Tier):
         return self.blobs.stats()
 
     def describe(self) -> str:
-        return f"{format_bytes(self.blobs.stats().allocated_bytes)} in use"
+        return (self._full or f"{format_bytes(self.blobs.stats().allocated_bytes)} in use").rstrip(".")
 
     def close(self) -> None:
         self._copies.drain()

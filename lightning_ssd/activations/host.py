@@ -24,6 +24,8 @@ class HostTier(Tier):
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
         # Never waits for room: what holds it is freed by backward, which comes later on the same thread.
+        if data.numel() > self.pool.budget:
+            return None
         buffer = self.pool.try_acquire(data.numel())
         if buffer is None:
             return None

@@ -30,9 +30,15 @@ class Pattern:
         sizes = [self.sizes[index] for index in self.order]
         return dict(zip(self.order, accumulate(sizes, initial=0), strict=False))
 
-    def bytes_before(self, index: int) -> int | None:
-        """Returns the bytes that backward wants before storage `index`; `None` if it never wanted that one."""
-        return self._bytes_before.get(index)
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest storage that may leave: what backward wants first does not."""
+        return max((size for index, size in enumerate(self.sizes) if index not in self.order[:1]), default=0)
+
+    def is_wanted_early(self, index: int, window_bytes: int) -> bool:
+        """Whether storage `index` is what backward wanted first, or in the `window_bytes` after that."""
+        before = self._bytes_before.get(index)
+        return before is not None and before < self.sizes[self.order[0]] + window_bytes
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class MicroBatch:
         self._cursor = 0
         self._ahead: deque[tuple[weakref.ref[Record], int]] = deque()  # on their way back, not yet wanted
         self._bytes_ahead = 0
+        self._early: dict[int, int] = {}  # what `keeps` kept and backward has not wanted yet, index to bytes
         self._settled = 0  # storages that `_expected` speaks of
         self._clock = clock
         self._plan = plan
@@ -88,6 +95,11 @@ class MicroBatch:
     def in_backward(self) -> bool:
         """Whether backward has wanted something."""
         return self._turned is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether its backward has run, and is over."""
+        return self.in_backward and self._ended is not None
 
     def add(self, record: Record) -> None:
         """Takes the next saved storage; `record.index` is `len(sizes)`."""
@@ -101,9 +113,12 @@ class MicroBatch:
             if index < len(pattern.sizes) and pattern.sizes[index] == record.nbytes
         ]
 
-    def bytes_before(self, index: int) -> int | None:
-        """Returns how many bytes backward is expected to want before storage `index`; `None` if unknown."""
-        return self._candidates[0].bytes_before(index) if self._candidates else None
+    def keeps(self, record: Record, window_bytes: int) -> bool:
+        """Whether backward will want `record` so early that it would be fetched back at once: it never leaves."""
+        early = any(pattern.is_wanted_early(record.index, window_bytes) for pattern in self._candidates[:1])
+        if early:
+            self._early[record.index] = record.nbytes
+        return early
 
     def want(self, record: Record) -> None:
         """Notes that backward wants `record` now."""
@@ -112,17 +127,25 @@ class MicroBatch:
         if record.index >= self._settled:
             self._settle_order()
         self._wanted.setdefault(record.index)
+        self._early.pop(record.index, None)
         position = self._position.get(record.index)
         if position is not None:
             self._cursor = max(self._cursor, position + 1)
 
     def next_to_fetch(self, window_bytes: int, window_depth: int | None) -> Record | None:
-        """Returns the next record to bring back ahead of its use, if the window has room for it, and steps past it."""
+        """Returns the next record to bring back ahead of its use, if the window has room for it, and steps past it.
+
+        What was kept for an early use takes up room in the window until it was used: fetching more at the turn from
+        forward to backward would raise the peak of memory, which is there.
+        """
         self._forget_arrived()
+        early = sum(self._early.values())
+        if early >= window_bytes:
+            return None
         while self._cursor < len(self._expected):
             record = self._records[self._expected[self._cursor]]()
             if record is not None and record.state is State.AWAY:
-                full = self._bytes_ahead + record.nbytes > window_bytes or len(self._ahead) == window_depth
+                full = early + self._bytes_ahead + record.nbytes > window_bytes or len(self._ahead) == window_depth
                 if self._ahead and full:
                     return None
                 self._ahead.append((weakref.ref(record), record.nbytes))

@@ -1,7 +1,7 @@
 """Where each saved storage goes: the rule that the tensor cache asks, storage by storage.
 
-A rule spreads what it sends out evenly over the forward: copying then keeps pace with computing, and few bytes are ever in
-flight. (Sending the first bytes of the forward, all of them, would pile up copies that nothing hides.)
+A rule spreads what it sends out evenly over the forward: copying then keeps pace with computing, and few bytes are ever
+in flight. (Sending the first bytes of the forward, all of them, would pile up copies that nothing hides.)
 """
 
 from abc import ABC, abstractmethod
@@ -34,6 +34,7 @@ class Placement(ABC):
 
     def observe(self, profile: MicroBatchProfile) -> None:
         """Hears what a micro-batch took, some micro-batches later."""
+        return None
 
 
 class KeepAll(Placement):
@@ -141,7 +142,7 @@ class Auto(Placement):
 
 
 class _Share:
-    """Picks storages so that, at any time, the bytes picked are the given share of the bytes seen, to half a storage."""
+    """Picks storages so that the bytes picked are, at any time, a share of the bytes seen, to half a storage."""
 
     def __init__(self, share: float) -> None:
         self._share = share

@@ -1,8 +1,9 @@
 """One saved storage: where its bytes are, and who may still ask for them.
 
-autograd holds `SavedView`s, a view holds its `Record`, and a record holds the bytes or the place where they are. Nothing
-else keeps a record alive, so its lifetime is autograd's: when the last node that saved the storage is freed, the record
-dies and its place is given back, whatever became of the graph (run, retained, never run, dropped by an exception).
+autograd holds `SavedView`s, a view holds its `Record`, and a record holds the bytes or the place where they are.
+Nothing else keeps a record alive, so its lifetime is autograd's: when the last node that saved the storage is freed, the
+record dies and its place is given back, whatever became of the graph (run, retained, never run, dropped by an
+exception).
 """
 
 import weakref
@@ -121,7 +122,7 @@ class Record:
         self.unseen = self.views
 
     def seen(self) -> None:
-        """One more view was handed out, or died, since the bytes came back; after the last the record lets go of them."""
+        """One more view was handed out, or died, since the bytes came back; after the last one they are let go."""
         self.unseen -= 1
         if self.unseen <= 0 and self.state is State.BACK:
             self.data, self.state = None, State.AWAY
@@ -156,7 +157,7 @@ class SavedView:
             record.seen()
 
     def check_version(self) -> None:
-        """Raises the error that PyTorch raises for a saved tensor that was changed in place (it skips the check under hooks).
+        """Raises PyTorch's error for a saved tensor that was changed in place; under hooks PyTorch does not check.
 
         Raises:
             RuntimeError: the tensor was changed after it was saved.

@@ -1,15 +1,16 @@
 """The SSD tier: saved tensors in scratch files, by way of pinned staging buffers.
 
 A storage goes out in pieces (the blob's stripes). The training thread takes a staging buffer for each and issues the
-copy-out; when the copy is done the piece is written; when it is written the buffer goes back to the pool. On the way in a
-reader thread takes a buffer, has it filled from the SSD, issues the copy-in, and the buffer goes back when that is done.
+copy-out; when the copy is done the piece is written; when it is written the buffer goes back to the pool. On the way in
+a reader thread takes a buffer and has it filled from the SSD, the copy-in is issued, and the buffer goes back when that
+is done.
 
 Who owns a staging buffer until when:
   out: the copy-out (until its mark), then the write request (until its future is done, cancelled or failed).
   in:  the read request (until its future is done), then the copy-in (until its mark).
   forwarded: a load that finds a piece not yet written takes a second hold on its buffer and copies in from there.
-Nobody who holds a buffer waits for another buffer, and each hold ends by the GPU's or the SSD's progress alone: the wait
-for staging memory can't deadlock, down to a pool of one piece.
+Nobody who holds a buffer waits for another buffer, and each hold ends by the GPU's or the SSD's progress alone: the
+wait for staging memory can't deadlock, down to a pool of one piece.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from torch import Tensor
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.activations.tier import Load, StoredCopy, Tier
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.storage import Blob, BlobStore, IOStats, Piece, PinnedBuffer, PinnedPool
+from lightning_ssd.storage import Blob, BlobStore, IOStats, Piece, PinnedBuffer, PinnedPool, StorageFullError
 
 
 class SSDTier(Tier):
@@ -43,6 +44,7 @@ class SSDTier(Tier):
         self.staging = staging
         self._copies = copies
         self._error: BaseException | None = None
+        self._full: str | None = None
         self._reads: queue.PriorityQueue[_PieceRead] = queue.PriorityQueue()
         self._sequence = itertools.count()
         self._reader = threading.Thread(target=self._issue_reads, name="lightning_ssd-reader", daemon=True)
@@ -51,7 +53,11 @@ class SSDTier(Tier):
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
         if self._error is not None:
             raise self._error
-        blob = self.blobs.allocate(data.numel())
+        try:
+            blob = self.blobs.allocate(data.numel())
+        except StorageFullError as error:  # another tier may have room
+            self._full = str(error)  # not the error, whose frames hold tensors
+            return None
         taken = [] if may_wait else self._take_all(blob)
         if taken is None:
             self.blobs.free(blob)
@@ -72,7 +78,7 @@ class SSDTier(Tier):
         return self.staging.peak_bytes
 
     def describe(self) -> str:
-        return f"{format_bytes(self.blobs.stats().allocated_bytes)} in use"
+        return (self._full or f"{format_bytes(self.blobs.stats().allocated_bytes)} in use").rstrip(".")
 
     def close(self) -> None:
         self._reads.put(_PieceRead.end())

@@ -12,8 +12,8 @@ from lightning_ssd.callbacks.defaults import add_default_callbacks
 class ActivationOffload(pl.Callback):
     """Offloads activations under the Trainer's own strategy: single device, DDP, FSDP, tensor parallelism.
 
-    Activations are a process's own business, so every process has its own scratch files and its own budgets, and several
-    may share a path. The arguments are those of `SSDOffloadStrategy`.
+    Activations are a process's own business, so every process has its own scratch files and its own budgets, and
+    several may share a path. The arguments are those of `SSDOffloadStrategy`.
 
     Args:
         path: directories for scratch files, one for each SSD. Default: the Trainer's `default_root_dir`.
@@ -35,7 +35,7 @@ class ActivationOffload(pl.Callback):
         self,
         path: str | Path | Sequence[str | Path] | None = None,
         tier: Literal["ssd", "host"] = "ssd",
-        offload: float | int | str = "auto",
+        offload: int | float | str = "auto",
         host_memory: int | str = "auto",
         ssd_capacity: int | str | None = None,
         spill: Literal["host_first", "ssd_first"] = "host_first",
@@ -64,7 +64,7 @@ class ActivationOffload(pl.Callback):
         cache = make_tensor_cache(
             self.config,
             strategy.root_device,
-            default_path=Path(trainer.default_root_dir),
+            default_path=trainer.default_root_dir,
             rank=trainer.global_rank,
         )
         self.tensor_cache = cache
@@ -76,9 +76,7 @@ class ActivationOffload(pl.Callback):
 
         strategy.training_step = offloaded_training_step  # type: ignore[method-assign]
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

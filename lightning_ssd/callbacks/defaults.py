@@ -4,15 +4,18 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.tensor_cache import trainer_callbacks
 
 
 def add_default_callbacks(trainer: pl.Trainer) -> None:
     """Adds the callbacks of the package that the user did not give, before the user's checkpoint callbacks."""
-    given = list(trainer.callbacks)
-    missing = [
+    callbacks = trainer_callbacks(trainer)
+    given = list(callbacks)
+    missing: list[pl.Callback] = [
         kind()
         for kind in (MicroBatchSwitch, PrefetchScheduler, OffloadMonitor)
         if not any(isinstance(callback, kind) for callback in given)
     ]
+    first = [callback for callback in given if not isinstance(callback, pl.callbacks.Checkpoint)]
     last = [callback for callback in given if isinstance(callback, pl.callbacks.Checkpoint)]
-    trainer.callbacks[:] = [callback for callback in given if callback not in last] + missing + last
+    callbacks[:] = [*first, *missing, *last]

@@ -35,6 +35,9 @@ class MicroBatchSwitch(pl.Callback):
     def __init__(self) -> None:
         self.current: MicroBatchInfo | None = None
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.current = None  # a fit before this one may have ended inside a window
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:

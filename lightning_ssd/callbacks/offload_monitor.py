@@ -12,8 +12,8 @@ from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
 class OffloadMonitor(pl.Callback):
     """Logs what moved since the last time it logged, every `log_every_n_steps`, as `OffloadMonitor/...`:
 
-    - `saved_bytes`, `kept_bytes`, `forwarded_bytes`: what autograd saved, what stayed on the device, and what was wanted
-      back before it had left;
+    - `saved_bytes`, `kept_bytes`, `forwarded_bytes`: what autograd saved, what stayed on the device, and what was
+      wanted back before it had left;
     - `host_bytes_out`, `host_bytes_in`, `ssd_bytes_out`, `ssd_bytes_in`: what went to and came from each tier;
     - `copy_out_bytes_per_s`, `copy_in_bytes_per_s`, `ssd_write_bytes_per_s`, `ssd_read_bytes_per_s`: bandwidth reached,
       while there was something to move;
@@ -39,6 +39,8 @@ class OffloadMonitor(pl.Callback):
         cache = find_tensor_cache(trainer)
         if cache is None or not trainer._logger_connector.should_update_logs:
             return
+        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+            return  # as Lightning's own metrics: once a step, at its end
         metrics = self._metrics(cache)
         for logger in trainer.loggers:
             logger.log_metrics(

@@ -9,15 +9,16 @@ from lightning_ssd.sizes import parse_bytes
 
 
 class PrefetchScheduler(pl.Callback):
-    """Sets the window of bytes that may be in flight between the device and the tiers, and adapts it to measured stalls.
+    """Sets how many bytes may be in flight between the device and the tiers, and adapts that to measured stalls.
 
     Saved tensors are fetched in the order in which the last micro-batch like this one wanted them, so many ahead as fit
-    into the window; the same window bounds what is on its way out. A larger window hides more latency and costs that much
-    device memory.
+    into the window; the same window bounds what is on its way out, and what never leaves because backward begins with
+    it. A larger window hides more latency and costs that much device memory.
 
     Args:
-        window_bytes: the window in bytes (or `"512MiB"`). `"auto"` begins with two of the largest saved tensors, or
-            1/16 of what a micro-batch saves if that is more, and doubles while the compute stream waits for loads.
+        window_bytes: the window in bytes (or `"512MiB"`). `"auto"` begins with one and a half of the largest saved
+            tensors, or 1/16 of what a micro-batch saves if that is more, and doubles as long as the compute stream has
+            to wait and a larger window shortens that.
         max_window_bytes: where `"auto"` ends.
         depth: saved tensors that may be on their way back at once, whatever their size; `None`: no such limit.
 
@@ -25,7 +26,7 @@ class PrefetchScheduler(pl.Callback):
         ValueError: an argument is out of range.
     """
 
-    #: Share of the time that loads may hold the compute stream up before the window grows.
+    #: Share of the time that the compute stream may wait before the window grows.
     TOLERATED_STALL = 0.005
     #: Micro-batches between two changes: a change shows in the measurements some micro-batches later.
     PATIENCE = 4
@@ -33,7 +34,7 @@ class PrefetchScheduler(pl.Callback):
     def __init__(
         self,
         window_bytes: int | str | Literal["auto"] = "auto",
-        max_window_bytes: int | str = "4GiB",
+        max_window_bytes: int | str = "8GiB",
         depth: int | None = None,
     ) -> None:
         self._fixed = None if window_bytes == "auto" else parse_bytes(window_bytes, "window_bytes")
@@ -42,9 +43,10 @@ class PrefetchScheduler(pl.Callback):
             raise ValueError(f"`depth={depth}` must be at least 1, or None for no limit.")
         self._depth = depth
         self._window: int | None = self._fixed
-        self._patience = self.PATIENCE
-        self._last_stall = 0.0
-        self._last_seconds = 0.0
+        self._begin()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -58,18 +60,33 @@ class PrefetchScheduler(pl.Callback):
             cache.window_bytes = self._window
         cache.window_depth = self._depth
 
+    def _begin(self) -> None:
+        """A new fit: its cache counts from zero."""
+        self._patience = self.PATIENCE
+        self._last_stall = self._last_seconds = 0.0
+        self._last_share: float | None = None
+        self._settled = False
+
     def _adapt(self, cache: TensorCache) -> None:
         pattern = cache.last_pattern
         if pattern is None or not pattern.sizes:
             return
-        smallest = min(self._max, max(2 * max(pattern.sizes), sum(pattern.sizes) // 16))
+        smallest = min(self._max, max(3 * pattern.largest // 2, sum(pattern.sizes) // 16))
         self._window = max(self._window or 0, smallest)
         self._patience -= 1
-        if self._patience > 0:
+        if self._patience > 0 or self._settled:
             return
-        stats = cache.stats()
-        stall, seconds = stats.load_stall - self._last_stall, stats.seconds - self._last_seconds
-        self._last_stall, self._last_seconds = stats.load_stall, stats.seconds
         self._patience = self.PATIENCE
-        if stall > self.TOLERATED_STALL * seconds:
+        stats = cache.stats()
+        stall, seconds = stats.store_stall + stats.load_stall, stats.seconds
+        share = (stall - self._last_stall) / max(seconds - self._last_seconds, 1e-9)
+        self._last_stall, self._last_seconds = stall, seconds
+        if share <= self.TOLERATED_STALL:
+            return
+        if self._last_share is not None and share > 0.8 * self._last_share:
+            # The last doubling did not help: what is short is bandwidth.
+            self._window = max(smallest, self._window // 2)
+            self._settled = True
+        else:
+            self._last_share = share
             self._window = min(self._max, 2 * self._window)

@@ -46,10 +46,8 @@ def documents(path: Path | None, pattern: str, field: str) -> Iterator[Document]
 def _files(path: Path | None, pattern: str) -> list[Path]:
     if path is None:
         library = Path(sysconfig.get_paths()["stdlib"])
-        files = [f for f in library.rglob("*.py") if _NOT_LIBRARY.isdisjoint(f.relative_to(library).parts)]
-        missing = (
-            f"Python's standard library has no sources in {library}: set data.path to a text file or folder"
-        )
+        files = list(_sources(library))
+        missing = f"Python's standard library has no sources in {library}: set data.path to a text file or folder"
     elif path.is_dir():
         files = [f for f in path.glob(pattern) if f.is_file()]
         missing = f"No file in data.path={path} matches data.pattern={pattern!r}: set data.pattern to a glob"
@@ -66,6 +64,15 @@ def _files(path: Path | None, pattern: str) -> list[Path]:
     files.sort()
     random.Random(0).shuffle(files)
     return files
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    # Not a glob, which would walk through all that is installed in site-packages.
+    for entry in folder.iterdir():
+        if entry.is_dir() and entry.name not in _NOT_LIBRARY:
+            yield from _sources(entry)
+        elif entry.suffix == ".py" and entry.is_file():
+            yield entry
 
 
 def _pieces(file: Path) -> Iterator[bytes]:

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
@@ -15,7 +15,6 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
     two numbers, the epoch and the batches handed out in it, however far the workers have read ahead.
     """
 
-    sampler: DistributedSampler[dict[str, Tensor]]
     _batches = 0  # handed out in this epoch
     _resume_from: dict[str, Any] | None = None  # until the next epoch starts
 
@@ -29,7 +28,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         # iterator first and tells the sampler its epoch afterwards.
         state, self._resume_from = self._resume_from, None
         # What was saved at an epoch's end is resumed in the next one, which starts at its beginning.
-        self._batches = state["batches"] if state and state["epoch"] == self.sampler.epoch else 0
+        self._batches = state["batches"] if state and state["epoch"] == self._epoch() else 0
         if state and self._batches and state["order"] != self._order():
             raise ValueError(
                 f"The checkpoint is amid an epoch of {state['order']}, and this run has {self._order()}:"
@@ -41,16 +40,21 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place in the data, and the settings under which it means the same batches."""
-        return {"epoch": self.sampler.epoch, "batches": self._batches, "order": self._order()}
+        return {"epoch": self._epoch(), "batches": self._batches, "order": self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`, what `state_dict` returned, when the next epoch starts."""
         self._resume_from = state
 
+    # Lightning's `overfit_batches` replaces the sampler by one without epoch and seed.
+
+    def _epoch(self) -> int:
+        return getattr(self.sampler, "epoch", 0)
+
     def _order(self) -> dict[str, int | None]:
         return {
-            "blocks": len(self.sampler.dataset),  # type: ignore[arg-type]
+            "blocks": len(self.dataset),  # type: ignore[arg-type]
             "batch_size": self.batch_size,
-            "seed": self.sampler.seed,
-            "devices": self.sampler.num_replicas,
+            "seed": getattr(self.sampler, "seed", None),
+            "devices": getattr(self.sampler, "num_replicas", 1),
         }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torchmetrics import Metric
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -142,7 +143,7 @@ class GPT(pl.LightningModule):
         loss, _, _ = self._predict(batch)
         self.tokens_seen += count_tokens(batch) * self.trainer.world_size
         self.flops_per_batch = 3 * self._forward_flops(batch)
-        self.train_loss.update(loss.detach())
+        _exact(self.train_loss).update(loss.detach())
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/loss_mean", self.train_loss.compute())
         self.log("train/tokens", float(self.tokens_seen))
@@ -171,7 +172,7 @@ class GPT(pl.LightningModule):
     def _evaluate(self, batch: Batch, stage: str) -> None:
         loss, logits, targets = self._predict(batch)
         self.flops_per_batch = self._forward_flops(batch)
-        self.perplexity.update(logits, targets)
+        _exact(self.perplexity).update(logits, targets)
         self.log(f"{stage}/loss", loss, prog_bar=True, batch_size=count_samples(batch), sync_dist=True)
         self.log(f"{stage}/perplexity", self.perplexity, prog_bar=True)
 
@@ -201,6 +202,11 @@ def forward_flops_per_token(config: GPT2Config, sequence: int) -> int:
     """
     blocks = config.n_layer * (12 * config.n_embd**2 + 2 * sequence * config.n_embd)
     return 2 * (blocks + config.vocab_size * config.n_embd)
+
+
+def _exact(metric: Metric) -> Metric:
+    """Returns `metric`, with the fp32 sums that `bf16-true`, which casts all of the module, has taken from it."""
+    return metric.set_dtype(torch.float32)
 
 
 def _saved_config(folder: Path) -> GPT2Config:

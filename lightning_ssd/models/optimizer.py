@@ -34,9 +34,7 @@ def adamw_with_cosine(
     """
     steps = module.trainer.estimated_stepping_batches
     if steps == float("inf"):
-        raise ValueError(
-            "The learning rate falls until the run ends: set trainer.max_steps or trainer.max_epochs"
-        )
+        raise ValueError("The learning rate falls until the run ends: set trainer.max_steps or trainer.max_epochs")
     trainable = [p for p in module.parameters() if p.requires_grad]
     optimizer = AdamW(
         [

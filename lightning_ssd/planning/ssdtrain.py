@@ -1,4 +1,4 @@
-"""SSDTrain's rule for the amount to offload (SSDTrain III-A, figure 3): what the bandwidth carries behind the compute."""
+"""SSDTrain's rule for the amount to offload (SSDTrain III-A, figure 3): what bandwidth carries behind the compute."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -127,11 +127,24 @@ def _compare(
     memory: Literal["host", "cuda"],
 ) -> IOBenchRow:
     best = max((_THREADS, *_OTHER_THREADS), key=lambda threads: raw(direction, threads))
-    same_speeds, best_speeds, store_speeds = [], [], []
-    for _ in range(_REPETITIONS):
+    same_speeds: list[float] = []
+    best_speeds: list[float] = []
+    store_speeds: list[float] = []
+
+    def measure_same() -> None:
         same_speeds.append(raw(direction, _THREADS))
+
+    def measure_best() -> None:
+        best_speeds.append(raw(direction, best))
+
+    def measure_store() -> None:
         store_speeds.append(store(direction))
-        best_speeds.append(raw(direction, best) if best != _THREADS else same_speeds[-1])
+
+    turns = [measure_same, measure_store, measure_best]
+    for _ in range(_REPETITIONS):
+        for measure in turns:
+            measure()
+        turns.append(turns.pop(0))  # nobody always comes after the same one
     return IOBenchRow(
         backend=backend,
         memory=memory,
@@ -147,7 +160,7 @@ def _compare(
 
 @contextmanager
 def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direction, int], float]]:
-    """The baseline: threads that each loop over their own part of a file, with a buffer each."""
+    """The baseline: threads that each loop over their own part of a file, with buffers of their own."""
     with ExitStack() as stack:
         fds: list[int] = []
         for path in paths:
@@ -159,28 +172,25 @@ def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direct
                 stack.callback(os.close, fd)
                 os.posix_fallocate(fd, 0, blocks * _BLOCK)
             except OSError as error:
-                raise from_os_error(
-                    error, f"make a file of {blocks * _BLOCK} bytes with O_DIRECT", file
-                ) from error
+                raise from_os_error(error, f"make a file of {blocks * _BLOCK} bytes with O_DIRECT", file) from error
             fds.append(fd)
         most = max(_THREADS, *_OTHER_THREADS)
-        # Owned by this function to its end; buffer (file, thread) is used by that thread alone.
-        slab = _noise(len(fds) * most)
+        # Owned by this function to its end. Each thread has two buffers to itself, which it takes in turn: as many per
+        # thread as the store is given, so that the processor's caches help neither more.
+        slab = _noise(2 * len(fds) * most)
 
         def run(direction: _Direction, threads: int) -> float:
             call = os.pwritev if direction == "write" else os.preadv
             failures: list[BaseException] = []
 
             def loop(index: int, number: int) -> None:
-                begin = (index * most + number) * _BLOCK
-                view = slab.tensor[begin : begin + _BLOCK].numpy().data
+                begin = 2 * (index * most + number) * _BLOCK
+                views = cycle(slab.tensor[start : start + _BLOCK].numpy().data for start in (begin, begin + _BLOCK))
                 try:
-                    for block in range(number, blocks, threads):
+                    for block, view in zip(range(number, blocks, threads), views, strict=False):
                         moved = call(fds[index], [view], block * _BLOCK)
                         if moved != _BLOCK:
-                            raise StorageError(
-                                f"raw {direction} moved {moved} of {_BLOCK} bytes in {paths[index]}"
-                            )
+                            raise StorageError(f"raw {direction} moved {moved} of {_BLOCK} bytes in {paths[index]}")
                 except BaseException as error:
                     failures.append(error)
 

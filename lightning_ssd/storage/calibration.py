@@ -97,10 +97,7 @@ def _transfer(
 ) -> tuple[list[Piece], float]:
     """Returns the pieces moved before the time was up, at least one, and the seconds it took."""
     begin = time.perf_counter()
-    futures = [
-        engine.submit(piece, memory[piece.start : piece.start + piece.nbytes], write=write)
-        for piece in pieces
-    ]
+    futures = [engine.submit(piece, memory[piece.start : piece.start + piece.nbytes], write=write) for piece in pieces]
     wait(futures, timeout=_MOST_SECONDS, return_when=FIRST_EXCEPTION)
     for future in futures[1:]:
         future.cancel()

@@ -49,9 +49,7 @@ class Engine:
         self._checksums = checksums
         self._lanes = [_Lane(path, file) for path, file in files]
         self._threads = [
-            threading.Thread(
-                target=self._work, args=(lane,), name=f"lightning_ssd-io-{index}.{number}", daemon=True
-            )
+            threading.Thread(target=self._work, args=(lane,), name=f"lightning_ssd-io-{index}.{number}", daemon=True)
             for index, lane in enumerate(self._lanes)
             for number in range(threads)
         ]
@@ -62,9 +60,7 @@ class Engine:
             self.close()
             raise
 
-    def submit(
-        self, piece: Piece, buffer: torch.Tensor, *, write: bool, urgent: bool = False
-    ) -> Future[None]:
+    def submit(self, piece: Piece, buffer: torch.Tensor, *, write: bool, urgent: bool = False) -> Future[None]:
         """Queues a transfer. Its future gets None, or a StorageError that names file, offset and remedy.
 
         Args:
@@ -89,9 +85,7 @@ class Engine:
                 if request.cancel():
                     request.set_running_or_notify_cancel()  # tells those in concurrent.futures.wait
         for thread in self._threads:
-            if (
-                thread.is_alive() and thread is not threading.current_thread()
-            ):  # a callback may close the store
+            if thread.is_alive() and thread is not threading.current_thread():  # a callback may close the store
                 thread.join()
 
     def _work(self, lane: _Lane) -> None:
@@ -206,8 +200,6 @@ def _explain(error: Exception, path: Path, request: _Request) -> StorageError:
     if isinstance(error, OSError):
         explained = from_os_error(error, action, path)
     else:  # a backend's library has its own errors
-        explained = StorageError(
-            f"could not {action} in {path}: {error}. Check the drive, or use backend='posix'."
-        )
+        explained = StorageError(f"could not {action} in {path}: {error}. Check the drive, or use backend='posix'.")
     explained.__cause__ = error
     return explained

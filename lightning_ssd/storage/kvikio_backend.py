@@ -42,9 +42,7 @@ class KvikioBackend(Backend):
         # Without a CUDA driver kvikio moves nothing, not even host memory, and may hang: ask before importing
         # it.
         if not torch.cuda.is_available():
-            raise StorageError(
-                "backend='kvikio' needs a CUDA device, and PyTorch sees none. Use backend='posix'."
-            )
+            raise StorageError("backend='kvikio' needs a CUDA device, and PyTorch sees none. Use backend='posix'.")
         try:
             self._kvikio = _import_kvikio()
         except ImportError as error:

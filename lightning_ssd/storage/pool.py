@@ -37,9 +37,7 @@ class PinnedPool:
         StorageError: the memory cannot be had, or cannot be page-locked.
     """
 
-    def __init__(
-        self, budget: int, *, pin: bool, slab_bytes: int | None = None, name: str = "pinned"
-    ) -> None:
+    def __init__(self, budget: int, *, pin: bool, slab_bytes: int | None = None, name: str = "pinned") -> None:
         if budget < PAGE:
             raise ValueError(f"budget of the {name} pool must be at least {PAGE} bytes, not {budget}")
         if slab_bytes is not None and slab_bytes <= 0:
@@ -203,9 +201,7 @@ class PinnedBuffer:
 
     __slots__ = ("_count", "_offset", "_pool", "_slab", "nbytes", "tensor")
 
-    def __init__(
-        self, pool: PinnedPool, slab: _SlabSlots, offset: int, nbytes: int, tensor: torch.Tensor
-    ) -> None:
+    def __init__(self, pool: PinnedPool, slab: _SlabSlots, offset: int, nbytes: int, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.nbytes = nbytes
         self._pool = pool

@@ -64,9 +64,7 @@ class _PosixFile(BackendFile):
         if self._direct is not None:
             os.close(self._direct)
 
-    def _transfer(
-        self, call: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, offset: int
-    ) -> int:
+    def _transfer(self, call: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, offset: int) -> int:
         """Moves as much of `buffer` as the file gives or takes; Python itself retries after EINTR."""
         view = buffer.numpy().data  # shares the caller's memory, for the length of this call
         address = buffer.data_ptr()
@@ -74,12 +72,7 @@ class _PosixFile(BackendFile):
         while done < total:
             size = min(total - done, _MOST_BYTES)
             fd = self._buffered
-            direct = (
-                self._use_direct
-                and size >= PAGE
-                and not (address + done) % PAGE
-                and not (offset + done) % PAGE
-            )
+            direct = self._use_direct and size >= PAGE and not (address + done) % PAGE and not (offset + done) % PAGE
             if direct:
                 assert self._direct is not None
                 fd, size = self._direct, align_down(size)

@@ -86,9 +86,7 @@ def _locked(directory: Path) -> Iterator[None]:
 def _sweep(parent: Path) -> None:
     with os.scandir(parent) as entries:
         found = [
-            Path(entry.path)
-            for entry in entries
-            if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         ]
     for directory in found:
         try:

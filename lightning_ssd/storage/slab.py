@@ -39,17 +39,16 @@ class Slab:
             mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise StorageError(
-                f"could not take {format_bytes(nbytes)} of host memory: {error.strerror}. "
-                "Lower the host memory budget."
+                f"could not take {format_bytes(nbytes)} of host memory: {error.strerror}. Lower the host memory budget."
             ) from error
         # A fork (a DataLoader worker) must not share these pages: copy-on-write would move them away from
         # under a transfer in flight, and the bytes read would be lost.
         mapping.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(mapping, dtype=torch.uint8)
-        start = -whole.data_ptr() % _HUGE_PAGE
-        self.tensor = whole[start : start + nbytes]
+        start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+        # Not a slice of the whole: `is_pinned` asks CUDA about the address at which a tensor's storage begins.
+        self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)
         self._pinned = False
         if pin:
             self._register()
@@ -65,13 +64,14 @@ class Slab:
         size = self.tensor.numel()
         if not torch.cuda.is_available():
             raise StorageError("cannot page-lock host memory: PyTorch sees no CUDA device. Use pin=False.")
+        # Takes the pages on all cores: left to CUDA, one core does it, four times slower (1.5 s for 8 GiB).
+        self.tensor.fill_(0)
         try:
             failure = _cuda_runtime().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE)
             torch.cuda.check_error(int(failure))
         except RuntimeError as error:
             raise StorageError(
-                f"could not page-lock {format_bytes(size)} of host memory: {error}. "
-                "Lower the host memory budget."
+                f"could not page-lock {format_bytes(size)} of host memory: {error}. Lower the host memory budget."
             ) from error
         self._pinned = True
         _page_locked[self.tensor.data_ptr()] = self.tensor

@@ -262,9 +262,7 @@ class BlobStore:
 
     def _check(self, piece: Piece, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-            raise ValueError(
-                f"a buffer is contiguous one-dimensional uint8, not {buffer.dtype} {tuple(buffer.shape)}"
-            )
+            raise ValueError(f"a buffer is contiguous one-dimensional uint8, not {buffer.dtype} {tuple(buffer.shape)}")
         if buffer.numel() < piece.nbytes:
             raise ValueError(f"a buffer of {buffer.numel()} bytes is too short for a piece of {piece.nbytes}")
         if buffer.device.type != "cpu" and not self.device_buffers:
@@ -302,9 +300,7 @@ class BlobStore:
     def _grow(self, volume: Volume, nbytes: int) -> bool:
         try:
             return volume.grow(nbytes, self._limit())
-        except (
-            StorageFullError
-        ):  # others were faster than the check, or a file size limit: another volume may do
+        except StorageFullError:  # others were faster than the check, or a file size limit: another volume may do
             return False
 
     def _limit(self) -> int:
@@ -321,7 +317,8 @@ class BlobStore:
     def _full(self, action: str, needed: int, available: int) -> StorageFullError:
         where = ", ".join(str(volume.path.parent.parent) for volume in self._volumes)
         limit = "" if self._capacity is None else f" (capacity {format_bytes(self._capacity)})"
+        change = "raise" if action == "allocate" else "lower"
         return StorageFullError(
             f"could not {action} {format_bytes(needed)} on {where}{limit}: "
-            f"{format_bytes(available)} available. Free space, raise the capacity, or add a path."
+            f"{format_bytes(available)} available. Free space, {change} the capacity, or add a path."
         )

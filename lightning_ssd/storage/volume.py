@@ -82,9 +82,7 @@ class Volume:
                 raise from_os_error(error, action, self.path) from error
             # No way to take space up front here: a full disk shows when a piece is written, as an error all
             # the same.
-            _log.warning(
-                "the filesystem of %s cannot preallocate: writes are slower, and may find it full", self.path
-            )
+            _log.warning("the filesystem of %s cannot preallocate: writes are slower, and may find it full", self.path)
             os.ftruncate(self._fd, size + nbytes)
         self.slots.grow(nbytes)
 

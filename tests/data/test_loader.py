@@ -23,17 +23,13 @@ class Record(pl.Callback):
         self.losses: list[Tensor] = []
         self.epochs: list[int] = []
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.batches.append(input_ids(batch).clone())
         self.losses.append(outputs["loss"].detach().clone())
         self.epochs.append(trainer.current_epoch)
 
 
-def fit(
-    data: TextDataModule, folder: Path, resume: Path | None = None, **trainer_settings: Any
-) -> tuple[Record, GPT]:
+def fit(data: TextDataModule, folder: Path, resume: Path | None = None, **trainer_settings: Any) -> tuple[Record, GPT]:
     torch.manual_seed(0)
     model = GPT(vocab_size=257, n_positions=16, n_embd=16, n_layer=2, n_head=2, lr=1e-2, warmup_steps=3)
     record = Record()
@@ -116,9 +112,7 @@ def test_seed_decides_the_order(text: TextDataModule) -> None:
     assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
 
 
-def test_other_batches_than_the_checkpoints_are_refused_amid_an_epoch(
-    tmp_path: Path, text: TextDataModule
-) -> None:
+def test_other_batches_than_the_checkpoints_are_refused_amid_an_epoch(tmp_path: Path, text: TextDataModule) -> None:
     fit(text, tmp_path / "run", max_steps=BATCHES + 1)
     other = again(text, batch_size=1)
     with pytest.raises(ValueError, match=r"data\.batch_size"):

@@ -51,6 +51,22 @@ def test_loss_falls_on_a_text(tmp_path: Path, text: TextDataModule) -> None:
     assert seen["train/tokens"] == model.tokens_seen == 60 * 4 * 32
 
 
+def test_overfitting_a_batch(tmp_path: Path, text: TextDataModule) -> None:
+    run = trainer(tmp_path, max_epochs=20, overfit_batches=1)
+    run.fit(tiny(), text)
+    assert run.callback_metrics["train/loss"] < 0.7 * math.log(257)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_loss_is_not_rounded(tmp_path: Path, text: TextDataModule, precision: str) -> None:
+    run = trainer(tmp_path, max_steps=2, precision=precision, val_check_interval=2)
+    run.fit(tiny(), text)
+    assert run.callback_metrics["train/loss"].bfloat16() != run.callback_metrics["train/loss"]
+    assert math.isclose(
+        run.callback_metrics["val/perplexity"], math.exp(run.callback_metrics["val/loss"]), rel_tol=1e-4
+    )
+
+
 def test_accumulated_micro_batches_all_count_as_tokens(tmp_path: Path, text: TextDataModule) -> None:
     model = tiny()
     trainer(tmp_path, max_steps=3, accumulate_grad_batches=4, limit_val_batches=0).fit(model, text)
@@ -73,9 +89,7 @@ class Losses(pl.Callback):
     def __init__(self) -> None:
         self.values: list[Tensor] = []
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.values.append(outputs["loss"].detach())
 
 

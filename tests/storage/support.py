@@ -33,16 +33,12 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def write(store: BlobStore, blob: Blob, data: torch.Tensor) -> None:
-    for future in [
-        store.write(piece, data[piece.start : piece.start + piece.nbytes]) for piece in blob.pieces
-    ]:
+    for future in [store.write(piece, data[piece.start : piece.start + piece.nbytes]) for piece in blob.pieces]:
         future.result()
 
 
 def read(store: BlobStore, blob: Blob) -> torch.Tensor:
     data = torch.zeros(blob.nbytes, dtype=torch.uint8)
-    for future in [
-        store.read(piece, data[piece.start : piece.start + piece.nbytes]) for piece in blob.pieces
-    ]:
+    for future in [store.read(piece, data[piece.start : piece.start + piece.nbytes]) for piece in blob.pieces]:
         future.result()
     return data

@@ -41,9 +41,7 @@ def refusing(call: Any, refused: Any) -> Any:
     return answer
 
 
-@pytest.mark.parametrize(
-    ("start", "nbytes", "offset"), [(0, 8 * PAGE, PAGE), (0, 8 * PAGE - 5, 0), (3, 5 * PAGE, 7)]
-)
+@pytest.mark.parametrize(("start", "nbytes", "offset"), [(0, 8 * PAGE, PAGE), (0, 8 * PAGE - 5, 0), (3, 5 * PAGE, 7)])
 def test_any_alignment_round_trips(file: Path, start: int, nbytes: int, offset: int) -> None:
     opened = PosixBackend().open(file)
     data = pages(10)[start : start + nbytes]

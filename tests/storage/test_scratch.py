@@ -85,14 +85,19 @@ def test_a_directory_without_its_lock_is_swept_and_other_files_are_left(tmp_path
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_another_rank_and_a_fork_sweep_nothing_that_lives(tmp_path: Path) -> None:
     first = ScratchDirectory(tmp_path, rank=0)
     second = ScratchDirectory(tmp_path, rank=1)
     child = os.fork()
     if child == 0:
-        first.close()  # a child's close must not remove its parent's directory
-        ScratchDirectory(tmp_path, rank=0).close()
-        os._exit(0 if first.path.exists() and second.path.exists() else 1)
+        failed = True
+        try:
+            first.close()  # a child's close must not remove its parent's directory
+            ScratchDirectory(tmp_path, rank=0).close()
+            failed = not (first.path.exists() and second.path.exists())
+        finally:
+            os._exit(failed)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert first.path.exists()
     second.close()

@@ -13,9 +13,7 @@ from lightning_ssd.storage import SlotAllocator
 PAGE = 4096
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("aaafg"), st.integers(1, 9 * PAGE), st.integers(0, 1000)), max_size=80)
-)
+@given(st.lists(st.tuples(st.sampled_from("aaafg"), st.integers(1, 9 * PAGE), st.integers(0, 1000)), max_size=80))
 def test_slots_are_aligned_disjoint_and_come_back(steps: list[tuple[str, int, int]]) -> None:
     slots = SlotAllocator(32 * PAGE)
     live: dict[int, int] = {}

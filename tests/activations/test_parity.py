@@ -1,0 +1,170 @@
+"""Whole trainings: 20 steps with offload compute what plain Lightning computes, bit for bit."""
+
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_ssd import ActivationOffload, SSDOffloadStrategy
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from tests.activations.support import KIB, MIB
+from tests.parity import Checkpointing, Model, Run, SharedStorages, TinyGPT, assert_same, train
+
+pytestmark = pytest.mark.timeout(120)
+
+MODELS: dict[str, Model] = {"gpt": TinyGPT, "shared": SharedStorages}
+
+
+class Moved(pl.Callback):
+    """What the tensor cache says it moved, read when training ends.
+
+    Args:
+        host_room: bytes that are left of 64 MiB of host memory, so that a tiny model fills it; `None`: all.
+    """
+
+    def __init__(self, host_room: int | None = None) -> None:
+        self._host_room = host_room
+        self.out: dict[str, int] = {}
+        self.back: dict[str, int] = {}
+        self.stored = self.saved = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._host_room is not None:
+            tensor_cache = find_tensor_cache(trainer)
+            assert tensor_cache is not None
+            tensor_cache.tiers["host"].pool.acquire(64 * MIB - self._host_room)  # type: ignore[attr-defined]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        tensor_cache = find_tensor_cache(trainer)
+        assert tensor_cache is not None
+        self.out = {name: tier.bytes_out for name, tier in tensor_cache.tiers.items()}
+        self.back = {name: tier.bytes_in for name, tier in tensor_cache.tiers.items()}
+        stats = tensor_cache.stats()
+        self.stored, self.saved = stats.stored, stats.saved
+
+
+@cache
+def plain(model: str, precision: str, accumulate: int, checkpointing: Checkpointing) -> Run:
+    """Plain Lightning's numbers."""
+    return train(
+        "auto",
+        precision=precision,
+        accumulate=accumulate,
+        checkpointing=checkpointing,
+        model=MODELS[model],
+    )
+
+
+def offloaded(
+    model: str, precision: str, accumulate: int, checkpointing: Checkpointing, moved: Moved, **arguments: Any
+) -> Run:
+    defaults = {"min_bytes": 256, "offload": 1.0, "ssd_capacity": "8MiB", "staging_memory": "32MiB"}
+    return train(
+        SSDOffloadStrategy(**{**defaults, **arguments}),
+        precision=precision,
+        accumulate=accumulate,
+        checkpointing=checkpointing,
+        model=MODELS[model],
+        callbacks=[moved],
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("precision", "accumulate", "checkpointing"),
+    [
+        ("32-true", 1, "none"),
+        ("32-true", 3, "non_reentrant"),
+        ("32-true", 1, "reentrant"),
+        ("bf16-mixed", 3, "none"),
+        ("bf16-mixed", 1, "non_reentrant"),
+        ("bf16-mixed", 3, "reentrant"),
+    ],
+)
+def test_ssd(model: str, precision: str, accumulate: int, checkpointing: Checkpointing) -> None:
+    """Everything to real files and back, checksums on: precisions, ragged accumulation, checkpointing of both kinds."""
+    moved = Moved()
+    run = offloaded(model, precision, accumulate, checkpointing, moved, checksum=True)
+    assert_same(plain(model, precision, accumulate, checkpointing), run)
+    assert moved.out["ssd"] == moved.stored > 0
+    assert moved.back["ssd"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "accumulate", "checkpointing"),
+    [
+        ("gpt", "32-true", 1, "none"),
+        ("shared", "bf16-mixed", 3, "none"),
+        ("gpt", "bf16-mixed", 1, "non_reentrant"),
+    ],
+)
+def test_host(model: str, precision: str, accumulate: int, checkpointing: Checkpointing) -> None:
+    """The host tier alone."""
+    moved = Moved()
+    run = offloaded(model, precision, accumulate, checkpointing, moved, tier="host", host_memory="64MiB")
+    assert_same(plain(model, precision, accumulate, checkpointing), run)
+    assert list(moved.out) == ["host"] and moved.out["host"] == moved.stored > 0 and moved.back["host"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "accumulate", "arguments", "host_room"),
+    [
+        ("gpt", "32-true", 1, {}, 64 * KIB),
+        ("shared", "bf16-mixed", 3, {"checksum": True}, 32 * KIB),
+        ("gpt", "bf16-mixed", 3, {"spill": "ssd_first", "ssd_capacity": "128KiB"}, None),
+        ("shared", "32-true", 1, {"spill": "ssd_first", "ssd_capacity": "64KiB"}, None),
+    ],
+)
+def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str, Any], host_room: int | None) -> None:
+    """Two tiers, where the first is too small: both are used."""
+    moved = Moved(host_room)
+    run = offloaded(model, precision, accumulate, "none", moved, host_memory="64MiB", **arguments)
+    assert_same(plain(model, precision, accumulate, "none"), run)
+    assert set(moved.out) == {"host", "ssd"}
+    assert min(moved.out.values()) > 0 and min(moved.back.values()) > 0
+    assert sum(moved.out.values()) == moved.stored
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "accumulate", "arguments"),
+    [
+        ("gpt", "32-true", 1, {"offload": "auto"}),
+        ("shared", "bf16-mixed", 3, {"offload": "auto", "host_memory": "64MiB"}),
+        ("gpt", "bf16-mixed", 3, {"offload": 0.5}),
+        ("shared", "32-true", 1, {"offload": 0.5, "tier": "host", "host_memory": "64MiB"}),
+        ("gpt", "32-true", 1, {"offload": 50_000}),
+        ("shared", "bf16-mixed", 3, {"offload": "30KiB", "checksum": True}),
+    ],
+)
+def test_amounts(model: str, precision: str, accumulate: int, arguments: dict[str, Any]) -> None:
+    """Some goes out and some stays: `auto`, a share, a number of bytes."""
+    moved = Moved()
+    run = offloaded(model, precision, accumulate, "none", moved, **arguments)
+    assert_same(plain(model, precision, accumulate, "none"), run)
+    assert 0 < moved.stored < moved.saved
+    assert sum(moved.back.values()) > 0
+
+
+def test_none() -> None:
+    """`offload="none"` makes no file, moves nothing, and changes nothing."""
+    moved = Moved()
+    run = offloaded("gpt", "32-true", 1, "none", moved, offload="none")
+    assert_same(plain("gpt", "32-true", 1, "none"), run)
+    assert moved.out == {} and moved.stored == 0 < moved.saved
+
+
+def test_callback() -> None:
+    """`ActivationOffload` under Lightning's own strategy computes the same."""
+    moved = Moved()
+    offload = ActivationOffload(min_bytes=256, offload=1.0, ssd_capacity="8MiB", staging_memory="32MiB")
+    run = train("auto", precision="bf16-mixed", accumulate=3, callbacks=[offload, moved])
+    assert_same(plain("gpt", "bf16-mixed", 3, "none"), run)
+    assert moved.out["ssd"] > 0 and moved.back["ssd"] > 0
+
+
+def test_runs_differ_where_they_should() -> None:
+    """The comparison can fail: another precision, another window, and it does."""
+    for other in (plain("gpt", "bf16-mixed", 1, "none"), plain("gpt", "32-true", 3, "none")):
+        with pytest.raises(AssertionError):
+            assert_same(plain("gpt", "32-true", 1, "none"), other)

@@ -1,0 +1,161 @@
+"""Which storages the rules choose: as many bytes as they should, spread evenly."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ssd.activations.micro_batch import MicroBatchProfile
+from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Placement
+from lightning_ssd.activations.tier import TierName
+from lightning_ssd.planning import TierSpeed
+
+SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=60)
+
+
+def place_all(placement: Placement, sizes: list[int], *, expected: int | None = None) -> list[tuple[TierName, ...]]:
+    """One micro-batch."""
+    placement.begin(sum(sizes) if expected is None else expected)
+    return [tuple(placement.place(size)) for size in sizes]
+
+
+def profile(
+    plan: int, *, forward: float = 1.0, backward: float = 2.0, saved: int = 1000, **stalls: tuple[float, float]
+) -> MicroBatchProfile:
+    none: dict[TierName, tuple[float, float]] = {"host": (0.0, 0.0), "ssd": (0.0, 0.0)}
+    return MicroBatchProfile(forward, backward, none | stalls, saved, plan)  # type: ignore[operator]
+
+
+def measured(speeds: dict[TierName, TierSpeed], saved: int = 1000) -> Auto:
+    """`Auto` after the micro-batches that it measures."""
+    auto = Auto(speeds)
+    for _ in range(Auto.WARM_UP + 1):
+        auto.observe(profile(auto.plan, saved=saved))
+    return auto
+
+
+@given(st.floats(0.0, 1.0), SIZES)
+def test_share_is_met_at_every_moment(share: float, sizes: list[int]) -> None:
+    """The bytes out are that share of the bytes seen, to half of the largest storage, all along the forward."""
+    placement = FixedAmount(share, ("ssd",))
+    for _ in range(2):
+        seen = out = 0
+        for size, tiers in zip(sizes, place_all(placement, sizes), strict=True):
+            seen += size
+            out += size if tiers else 0
+            assert abs(out - share * seen) <= max(sizes) / 2 + 1e-6
+
+
+@given(SIZES)
+def test_all_and_nothing_are_exact(sizes: list[int]) -> None:
+    """1.0 is everything, 0.0 and "none" are nothing."""
+    assert all(place_all(FixedAmount(1.0, ("ssd", "host")), sizes))
+    assert not any(place_all(FixedAmount(0.0, ("ssd",)), sizes))
+    assert not any(place_all(KeepAll(), sizes))
+
+
+@given(st.integers(0, 100_000), SIZES, st.booleans())
+def test_bytes_are_never_exceeded(amount: int, sizes: list[int], known: bool) -> None:
+    """A number of bytes holds for every micro-batch, whether or not it saves what the last one did."""
+    placement = FixedAmount(amount, ("host", "ssd"))
+    for _ in range(3):
+        placed = place_all(placement, sizes, expected=None if known else 0)
+        out = sum(size for size, tiers in zip(sizes, placed, strict=True) if tiers)
+        assert out <= amount
+        if known:  # and it is used: what is left has no room for one more, or is the rounding of a share
+            assert out >= min(amount, sum(sizes)) - max(sizes)
+        assert {tiers for tiers in placed if tiers} <= {("host", "ssd")}
+
+
+def test_bytes_are_spread_over_the_forward() -> None:
+    """Once the size of a micro-batch is known, its bytes are not all taken from its beginning."""
+    placement = FixedAmount(300, ("ssd",))
+    first = place_all(placement, [100] * 12, expected=0)
+    later = place_all(placement, [100] * 12)
+    assert [bool(tiers) for tiers in first] == [True] * 3 + [False] * 9
+    chosen = [index for index, tiers in enumerate(later) if tiers]
+    assert len(chosen) == 3
+    assert [after - before for before, after in zip(chosen, chosen[1:], strict=False)] == [4, 4]
+
+
+def test_fixed_amounts_must_fit_and_may_wait() -> None:
+    """What a user has asked for is not dropped silently."""
+    assert FixedAmount(0.5, ("ssd",)).must_fit and FixedAmount(0.5, ("ssd",)).may_wait
+    assert not Auto({"ssd": TierSpeed(1, 1)}).must_fit
+
+
+def test_auto_tries_everything_until_it_has_measured() -> None:
+    """First everything goes out that needs no waiting; the first micro-batches are not measured."""
+    auto = Auto({"host": TierSpeed(100, 100), "ssd": TierSpeed(10, 10)})
+    for _ in range(Auto.WARM_UP):
+        assert place_all(auto, [10, 20, 30]) == [("host", "ssd")] * 3
+        assert not auto.may_wait
+        auto.observe(profile(auto.plan))
+        assert auto.plan == 0
+    assert place_all(auto, [10, 20, 30]) == [("host", "ssd")] * 3
+    auto.observe(profile(auto.plan))
+    assert auto.plan == 1 and auto.may_wait
+
+
+@given(st.floats(1.0, 2000.0), SIZES)
+def test_auto_takes_what_the_bandwidth_carries(bandwidth: float, sizes: list[int]) -> None:
+    """After the measurement, as many bytes go out as the tier carries in the forward, evenly spread."""
+    saved = sum(sizes)
+    auto = measured({"ssd": TierSpeed(bandwidth, bandwidth)}, saved)
+    share = min(1.0, int(min(saved, bandwidth)) / saved)
+    seen = out = 0
+    for size, tiers in zip(sizes, place_all(auto, sizes), strict=True):
+        assert tiers in ((), ("ssd",))
+        seen += size
+        out += size if tiers else 0
+        assert abs(out - share * seen) <= max(sizes) / 2 + 1e-6
+
+
+def test_auto_fills_tiers_by_their_shares() -> None:
+    """Two tiers get what each carries; a storage goes to one of them."""
+    auto = measured({"host": TierSpeed(600, 600, 500), "ssd": TierSpeed(200, 200)})
+    for _ in range(2):
+        placed = place_all(auto, [10] * 100)
+        assert {tiers for tiers in placed} == {(), ("host",), ("ssd",)}
+        assert abs(placed.count(("host",)) - 50) <= 1
+        assert abs(placed.count(("ssd",)) - 10) <= 1
+
+
+def test_auto_measures_without_stalls() -> None:
+    """Time that was lost to a tier hides nothing: 1 s of forward with 0.4 s of waiting carries 0.6 s of bytes."""
+    auto = Auto({"ssd": TierSpeed(500, 500)})
+    for _ in range(Auto.WARM_UP + 1):
+        auto.observe(profile(auto.plan, ssd=(0.4, 0.0)))
+    assert place_all(auto, [10] * 100).count(("ssd",)) == 30
+
+
+def test_auto_shrinks_the_tier_that_stalls() -> None:
+    """A tier that holds the training up gets less, again and again; the other one keeps its share."""
+    auto = measured({"host": TierSpeed(600, 600, 300), "ssd": TierSpeed(300, 300)})
+    counts = []
+    for _ in range(4):
+        placed = place_all(auto, [10] * 100)
+        assert abs(placed.count(("host",)) - 30) <= 1
+        counts.append(placed.count(("ssd",)))
+        auto.observe(profile(auto.plan, ssd=(0.3, 0.3)))  # a fifth of 3 s
+    assert counts == sorted(counts, reverse=True)
+    assert abs(counts[0] - 30) <= 1 and abs(counts[1] - 24) <= 1 and counts[3] < counts[1]
+
+
+@pytest.mark.parametrize("stalls", [(0.0, 0.0), (0.005, 0.005)])
+def test_auto_tolerates_small_stalls(stalls: tuple[float, float]) -> None:
+    """What is within the tolerance changes no plan."""
+    auto = measured({"ssd": TierSpeed(300, 300)})
+    before = place_all(auto, [10] * 100)
+    auto.observe(profile(auto.plan, ssd=stalls))
+    assert auto.plan == 1
+    assert place_all(auto, [10] * 100) == before
+
+
+def test_auto_ignores_measurements_of_an_older_plan() -> None:
+    """Profiles arrive late: stalls under the last plan say nothing about the one in force."""
+    auto = measured({"ssd": TierSpeed(300, 300)})
+    before = place_all(auto, [10] * 100)
+    for _ in range(5):
+        auto.observe(profile(auto.plan - 1, ssd=(1.0, 1.0)))
+    assert auto.plan == 1
+    assert place_all(auto, [10] * 100) == before

@@ -1,0 +1,968 @@
+"""The tensor cache against plain autograd: same numbers, same errors, and nothing left in the tiers."""
+
+import errno
+import gc
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ssd.activations import BudgetError, OffloadConfig, TensorCache, make_tensor_cache, mark_weights
+from lightning_ssd.activations.record import find_record
+from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
+from tests.activations.support import (
+    CPU,
+    KIB,
+    MIB,
+    Forward,
+    assert_same_gradients,
+    eventually,
+    gradients,
+    open_cache,
+    ssd,
+    wait_for_writes,
+)
+from tests.storage.faults import FaultyBackend, GatedBackend
+
+pytestmark = pytest.mark.timeout(60)  # a deadlock fails fast
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[TensorCache]:
+    """A cache over real files, every byte checked."""
+    with open_cache(tmp_path, checksum=True) as cache:
+        yield cache
+
+
+def randn(*size: int, seed: int = 0, **arguments: Any) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), **arguments)
+
+
+def allocated(cache: TensorCache) -> int:
+    return ssd(cache).blobs.stats().allocated_bytes
+
+
+# ---- which numbers come back ----
+
+
+def _broadcast(x: Tensor, bias: Tensor) -> Tensor:
+    column, row = x[:, :1].expand(-1, 32), bias.expand(32, 32)
+    return (column * row * x.t() * x.t()[::2].repeat(2, 1)).sum()
+
+
+def _zero_size(x: Tensor, y: Tensor) -> Tensor:
+    return (x[:0] * y[:0]).exp().sum() + (x * y).sum() + x.new_zeros(0).mul(y[:0, 0]).sum()
+
+
+def _zero_stride_storage(x: Tensor, y: Tensor) -> Tensor:
+    scalar = (x.sum() * y.mean()).sin()  # one element, shown as 1024
+    return (scalar.expand(32, 32) * x).tanh().sum()
+
+
+def _overlapping(x: Tensor, y: Tensor) -> Tensor:
+    windows = (x * y).reshape(-1).unfold(0, 64, 16)
+    return (windows * windows.sin()).sum()
+
+
+def _indices_and_masks(x: Tensor, y: Tensor) -> Tensor:
+    kept = nn.functional.dropout(x, 0.4, training=True) * y
+    chosen = kept[torch.arange(0, 32, 3)]
+    chosen = torch.where(chosen > 0, chosen, chosen.sin())
+    values, _ = chosen.sort(dim=-1)
+    values = values.gather(1, torch.randint(32, (11, 32))) * values.masked_fill(values > 1, 0.5)
+    return values.max(dim=0).values.sum() + nn.functional.max_pool1d(values[None], 2).sum()
+
+
+def _autocast(x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = nn.functional.layer_norm(x @ y, (32,)) @ y.t()
+    return hidden.float().softmax(-1).square().sum()
+
+
+def _no_grad_inside(x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = (x * y).exp()
+    return (x * scale * y.detach()).sum()
+
+
+def _complex(x: Tensor, y: Tensor) -> Tensor:
+    z = torch.complex(x, y)
+    # One storage, saved as it is, conjugated and negated: bits that are not in the bytes.
+    loss = (z * z.sin()).sum() + (z.conj() * z.cos()).sum() + z.conj().imag.mul(x).sum() + z.imag.mul(y).sum()
+    return torch.view_as_real(loss).square().sum()
+
+
+def _sparse(x: Tensor, y: Tensor) -> Tensor:
+    indices = torch.tensor([[0, 5, 31, 5], [1, 2, 3, 9]])
+    matrix = torch.sparse_coo_tensor(indices, (x * y)[0, :4], (32, 32))
+    rows = torch.eye(32).to_sparse_csr()
+    return torch.sparse.mm(matrix, x).sin().sum() + torch.sparse.mm(rows, y).square().sum()
+
+
+def _custom(x: Tensor, y: Tensor) -> Tensor:
+    return (_SavesAll.apply(x * 1, y).square() + _SavesAll.apply(y, x)).sum()
+
+
+def _checkpointed(reentrant: bool) -> Forward:
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        def block(hidden: Tensor) -> Tensor:
+            return (nn.functional.dropout(hidden, 0.3) @ y).tanh() * hidden.sigmoid()
+
+        for _ in range(3):
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x.square().sum()
+
+    return forward
+
+
+def _in_place(x: Tensor, y: Tensor) -> Tensor:
+    hidden = (x @ y).relu_()
+    hidden = (hidden * y).mul_(2).sin() + (x * 2).view(-1).view(32, 32).t().exp_().t()
+    left, right = hidden.clone(), hidden[:, 16:] * 1
+    left = left.split(16, dim=1)[0].clone()
+    left[3].mul_(2)
+    left[:, ::2] = right[:, 1::2]
+    return (left.sigmoid_() * right).sum()
+
+
+class _SavesAll(torch.autograd.Function):
+    """Saves inputs, an output and an intermediate tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        middle = x.sin()
+        out = (middle * y).exp()
+        ctx.save_for_backward(x, y, middle, out, None)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, y, middle, out, nothing = ctx.saved_tensors
+        assert nothing is None
+        return grad * out * y * x.cos(), grad * out * middle
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(_broadcast, id="broadcast and non-contiguous"),
+        pytest.param(_zero_size, id="zero size"),
+        pytest.param(_zero_stride_storage, id="zero stride"),
+        pytest.param(_overlapping, id="overlapping views"),
+        pytest.param(_indices_and_masks, id="integers and masks"),
+        pytest.param(_autocast, id="autocast"),
+        pytest.param(_no_grad_inside, id="no_grad"),
+        pytest.param(_complex, id="conjugated and negated"),
+        pytest.param(_sparse, id="sparse"),
+        pytest.param(_custom, id="custom function"),
+        pytest.param(_in_place, id="in place"),
+        pytest.param(_checkpointed(False), id="checkpoint"),
+        pytest.param(_checkpointed(True), id="reentrant checkpoint"),
+        pytest.param(lambda x, y: torch.func.vmap(lambda a, b: (a * b).exp().sum())(x, y).sin().sum(), id="vmap"),
+        pytest.param(lambda x, y: torch.func.jvp(lambda a: (a * y).sin().sum(), (x,), (x,))[1], id="jvp"),
+    ],
+)
+def test_gradients_are_plain_autograds(cache: TensorCache, forward: Forward) -> None:
+    """Every kind of saved tensor comes back as it was, in a first micro-batch and in one that knows the order."""
+    for _ in range(3):
+        assert assert_same_gradients(cache, forward, randn(32, 32) / 4, randn(32, 32, seed=1) / 4) > 0
+    assert cache.stats().loaded > 0
+
+
+@pytest.mark.parametrize("tier", ["ssd", "host"])
+def test_empty_storages_stay(tmp_path: Path, tier: str) -> None:
+    """`min_bytes=0` asks for everything; there is nothing to move of a storage without bytes."""
+    with open_cache(tmp_path, min_bytes=0, tier=tier, host_memory="64MiB") as cache:
+        cache.begin_micro_batch()
+        x = torch.zeros(0, 4, requires_grad=True)
+        with cache.hooks():
+            loss = (x.exp() * x).sum()
+        cache.end_backward()  # whatever had begun to leave is gone now
+        loss.backward()
+        assert x.grad is not None and x.grad.shape == (0, 4)
+        assert cache.stats().saved == 0
+
+
+def test_numpy_memory_comes_back(cache: TensorCache) -> None:
+    """A saved tensor over NumPy's memory is stored, and NumPy may use the memory again."""
+    array = randn(64, 64).numpy()
+    expected = array.copy()
+    weight = torch.ones(64, 64, requires_grad=True)
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = (torch.from_numpy(array) * weight).sum()
+    array[:] = 0
+    loss.backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.from_numpy(expected))
+
+
+def test_a_storage_that_grew_is_saved_again(cache: TensorCache) -> None:
+    """Resizing changes no version counter: a view beyond the bytes that were stored is another storage's."""
+    weight = torch.ones(64, requires_grad=True)
+    x = randn(16)
+    expected = torch.cat((x, x, x, x)) + torch.cat((x, torch.zeros(48)))
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = (x * weight[:16]).sum()
+        x.untyped_storage().resize_(64 * 4)
+        grown = torch.empty(0).set_(x.untyped_storage())
+        grown.data[16:] = x.repeat(3)
+        loss = loss + (grown * weight).sum()
+    loss.backward()
+    assert weight.grad is not None and torch.equal(weight.grad, expected)
+
+
+def test_a_storage_given_up_by_its_owner_comes_back(cache: TensorCache) -> None:
+    """Once stored, the bytes don't depend on the storage any more (FSDP frees its gathered buffers like this)."""
+    weight = torch.ones(64, requires_grad=True)
+    x = randn(64)
+    expected = x.clone()
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = (x * weight).sum()
+    x.untyped_storage().resize_(0)
+    loss.backward()
+    assert weight.grad is not None and torch.equal(weight.grad, expected)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")),
+    ],
+)
+def test_compiled_submodule(cache: TensorCache, backend: str) -> None:
+    """What a compiled graph saves goes out as any saved tensor does."""
+    layer = nn.Sequential(nn.Linear(32, 32), nn.GELU())
+    compiled = torch.compile(layer, backend=backend)
+    expected = gradients(lambda x: compiled(x * 2).sin().sum(), [randn(4, 32)])
+    for _ in range(2):
+        cache.begin_micro_batch()
+        actual = gradients(lambda x: compiled(x * 2).sin().sum(), [randn(4, 32)], cache.hooks)
+        assert torch.equal(actual[0], expected[0])
+    assert cache.stats().loaded > 0
+
+
+def test_torch_func_grad_is_refused_by_pytorch(cache: TensorCache) -> None:
+    """`torch.func.grad` does not work under any saved tensor hooks: PyTorch says so, and training can go on."""
+    cache.begin_micro_batch()
+    with cache.hooks(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+        torch.func.grad(lambda x: (x**2).sum())(randn(4))
+    assert assert_same_gradients(cache, lambda x: x.exp().sum(), randn(4, 4)) > 0
+
+
+# ---- how often, and in what order, backward runs ----
+
+
+def test_retain_graph(cache: TensorCache) -> None:
+    """Backward twice over one graph: bytes come back twice."""
+    x = randn(32, 32).requires_grad_()
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = x.exp().sin().sum()
+    loss.backward(retain_graph=True)
+    assert x.grad is not None
+    first, x.grad, loaded = x.grad, None, cache.stats().loaded
+    loss.backward()
+    assert x.grad is not None and torch.equal(x.grad, first)
+    assert torch.equal(first, gradients(lambda x: x.exp().sin().sum(), [x])[0])
+    assert cache.stats().loaded == 2 * loaded > 0
+
+
+def test_backward_through_a_freed_graph_is_refused(cache: TensorCache) -> None:
+    """Without `retain_graph`, PyTorch's own error for a second backward."""
+    x = randn(32, 32).requires_grad_()
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = x.exp().sin().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_double_backward(cache: TensorCache) -> None:
+    """A gradient penalty: gradients of gradients, inside and outside of the hooks."""
+
+    def penalty(x: Tensor, y: Tensor) -> Tensor:
+        loss = ((x @ y).tanh() * x.exp()).sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+    for _ in range(2):
+        assert assert_same_gradients(cache, penalty, randn(16, 16) / 4, randn(16, 16, seed=1) / 4) > 0
+    # Lightning's way: the graph is made under the hooks, all backwards come after them.
+    x, plain = (randn(16, 16).requires_grad_() for _ in range(2))
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = x.exp().sin().sum()
+    for leaf, value in ((x, loss), (plain, plain.exp().sin().sum())):
+        (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+        slope.square().sum().backward()
+    assert x.grad is not None and plain.grad is not None and torch.equal(x.grad, plain.grad)
+
+
+def test_interleaved_graphs(cache: TensorCache) -> None:
+    """GAN style: two losses share a graph, and one has gone backward before the other's forward."""
+
+    def step(cache: TensorCache | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        generator, critic = nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 1))
+        noise, real = randn(8, 32), randn(8, 32, seed=1)
+
+        def run() -> None:
+            fake = generator(noise).tanh()
+            critic_loss = critic(fake.detach()).mean() - critic(real).mean()
+            generator_loss = -critic(fake).square().mean()
+            critic_loss.backward(retain_graph=True)
+            late = critic(fake * 2).exp().mean()
+            (generator_loss + late).backward()
+            critic_loss.backward()
+
+        if cache is None:
+            run()
+        else:
+            cache.begin_micro_batch()
+            with cache.hooks():
+                run()
+        return [parameter.grad for parameter in (*generator.parameters(), *critic.parameters())]
+
+    expected = step(None)
+    for _ in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(step(cache), expected, strict=True))
+    assert cache.stats().loaded > 0
+
+
+def test_out_of_order_backwards(cache: TensorCache) -> None:
+    """Losses go backward in another order each micro-batch, so every prediction of the order is wrong once."""
+    x = randn(4, 64)
+    cache.window_bytes = 300  # keeps one row, and fetches one ahead
+    for order in ([0, 1, 2, 3], [3, 0, 2, 1], [1, 3, 2, 0], [1, 3, 2, 0]):
+        cache.begin_micro_batch()
+        leaves = [row.clone().requires_grad_() for row in x]
+        with cache.hooks():
+            losses = [leaf.exp().sin().sum() for leaf in leaves]
+        for index in order:
+            losses[index].backward()
+        for leaf, row in zip(leaves, x, strict=True):
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad, gradients(lambda x: x.exp().sin().sum(), [row])[0])
+
+
+def test_graph_of_an_earlier_micro_batch(cache: TensorCache) -> None:
+    """A loss that outlives its micro-batch (truncated BPTT, manual optimization) goes backward in a later one."""
+    early = randn(32, 32).requires_grad_()
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = early.exp().sin().sum()
+    assert assert_same_gradients(cache, lambda x: x.exp().sin().sum(), randn(32, 32, seed=1)) > 0
+    with cache.hooks():
+        loss = loss + early.cos().sum()
+    loss.backward()
+    expected = gradients(lambda x: x.exp().sin().sum() + x.cos().sum(), [early])[0]
+    assert early.grad is not None and torch.equal(early.grad, expected)
+
+
+# ---- what is given back ----
+
+
+def test_graph_never_run_backward_gives_its_slots_back(cache: TensorCache) -> None:
+    """A dropped graph frees its place on the SSD, without a garbage collection."""
+    gc.disable()
+    try:
+        cache.begin_micro_batch()
+        with cache.hooks():
+            loss = randn(32, 32).requires_grad_().exp().sin().sum()
+        assert allocated(cache) > 0
+        del loss
+        wait_for_writes(cache)
+        cache.begin_micro_batch()
+        eventually(lambda: allocated(cache) == 0)
+    finally:
+        gc.enable()
+
+
+def test_graph_dropped_while_it_is_prefetched(cache: TensorCache) -> None:
+    """Loads that nobody waits for end before their place is given back."""
+    cache.begin_micro_batch()
+    leaves = [randn(64, 64, seed=seed).requires_grad_() for seed in range(4)]
+    with cache.hooks():
+        losses = [leaf.exp().sum() for leaf in leaves]
+    wait_for_writes(cache)
+    cache.window_bytes = MIB
+    losses.pop().backward()  # brings the others' bytes back too
+    assert cache.stats().loaded < sum(tier.bytes_in for tier in cache.tiers.values())
+    del losses
+    wait_for_writes(cache)  # reads take the same memory
+
+    def is_empty() -> bool:
+        cache.end_backward()
+        return allocated(cache) == 0
+
+    eventually(is_empty)
+
+
+@pytest.mark.parametrize("min_bytes", [1, MIB], ids=["offloaded", "kept"])
+@pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, torch.tanh, lambda x: x.softmax(-1)])
+def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> None:
+    """A node that saves its own output does not own itself: the graph dies with its last name."""
+    with open_cache(tmp_path, min_bytes=min_bytes) as cache:
+        gc.collect()
+        gc.disable()
+        try:
+            cache.begin_micro_batch()
+            leaf = randn(8, 8).requires_grad_()
+            with cache.hooks():
+                out = function(leaf)
+            record = find_record(out.untyped_storage())
+            assert (record is None) == (min_bytes == MIB)
+            died: list[Any] = [weakref.ref(leaf), weakref.ref(out)]  # the graph owns the leaf
+            if record is not None:
+                died.append(weakref.ref(record))
+            del leaf, out, record
+            assert [reference() for reference in died] == [None] * len(died)
+        finally:
+            gc.enable()
+
+
+def test_device_memory_is_let_go(cache: TensorCache) -> None:
+    """Stored bytes are not on the device between forward and backward, nor after the last view was handed out."""
+    x = randn(64, 64).requires_grad_()
+    cache.begin_micro_batch()
+    with cache.hooks():
+        hidden = x.exp()
+        storage = weakref.ref(hidden.untyped_storage())
+        record = find_record(hidden.untyped_storage())
+        loss = hidden.sin().sum()
+    assert record is not None and record.data is None
+    del hidden
+    assert storage() is None
+    loss.backward(retain_graph=True)
+    assert record.data is None
+    assert x.grad is not None
+
+
+def test_exception_in_forward(cache: TensorCache) -> None:
+    """A forward that fails leaves nothing in the tiers, and the next micro-batch works."""
+    cache.begin_micro_batch()
+    with pytest.raises(ZeroDivisionError), cache.hooks():
+        loss = randn(32, 32).requires_grad_().exp()
+        loss = loss.sin() / (1 // 0)
+    loss = None  # noqa: F841
+    assert assert_same_gradients(cache, lambda x: x.exp().sin().sum(), randn(32, 32)) > 0
+    wait_for_writes(cache)
+    cache.end_backward()
+    eventually(lambda: allocated(cache) == 0)
+
+
+def test_exception_in_backward(cache: TensorCache) -> None:
+    """A backward that fails half-way, and the same graph is then run again, whole."""
+
+    class Fails(torch.autograd.Function):
+        armed = True
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if Fails.armed:
+                raise ZeroDivisionError
+            return grad
+
+    cache.window_bytes = 3 * 32 * 32 * 4
+    x = randn(32, 32).requires_grad_()
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = Fails.apply(x.exp().sin().tanh()).sigmoid().square().sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    Fails.armed = False
+    assert x.grad is None
+    loss.backward()
+    expected = gradients(lambda x: x.exp().sin().tanh().sigmoid().square().sum(), [x])[0]
+    assert x.grad is not None and torch.equal(x.grad, expected)
+    del loss
+    cache.window_bytes = 0
+    assert assert_same_gradients(cache, lambda x: x.exp().sin().sum(), randn(32, 32)) > 0
+
+
+def test_one_cache_after_another(tmp_path: Path) -> None:
+    """A graph of a closed cache is refused in words, and its tensors are a new cache's like any others."""
+    x = randn(32, 32).requires_grad_()
+    with open_cache(tmp_path) as first:
+        first.begin_micro_batch()
+        with first.hooks():
+            old = x.exp().sin().sum()
+    with open_cache(tmp_path) as second:
+        second.begin_micro_batch()
+        with second.hooks():
+            new = x.exp().sin().sum()
+        with pytest.raises(RuntimeError, match="a graph whose training has ended"):
+            old.backward()
+        new.backward()
+        assert x.grad is not None and torch.equal(x.grad, gradients(lambda x: x.exp().sin().sum(), [x])[0])
+    second.close()  # closing twice does no harm
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what is stored, and what never is ----
+
+
+def test_qkv_chunks_are_one_blob(cache: TensorCache) -> None:
+    """Views of one storage are stored once, with the storage's bytes, whatever part of it they show."""
+    tier, storage = ssd(cache), 3 * 16 * 32 * 4
+    x = randn(16, 96).requires_grad_()
+    cache.begin_micro_batch()
+    with cache.hooks():
+        q, k, v = (x * 1).chunk(3, dim=-1)
+        loss = (q * k).sum() + (k * v).sum() + (v.t() @ q).sum() + q[:1, :1].square().sum()
+    assert tier.bytes_out == storage
+    loss.backward()
+    assert tier.bytes_in == storage
+
+    def attention(x: Tensor) -> Tensor:
+        q, k, v = (x * 1).chunk(3, dim=-1)
+        return (q * k).sum() + (k * v).sum() + (v.t() @ q).sum() + q[:1, :1].square().sum()
+
+    assert x.grad is not None and torch.equal(x.grad, gradients(attention, [x])[0])
+
+
+def test_the_storage_counts_and_not_the_view(tmp_path: Path) -> None:
+    """`min_bytes` and the bytes that are stored are the storage's: a small view of a large storage holds all of it."""
+    with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
+        cache.begin_micro_batch()
+        with cache.hooks():
+            x = (randn(64, 64).requires_grad_() * 1)[:1]
+            small = randn(16).requires_grad_().exp()
+            loss = x.square().sum() + small.sum()
+        assert cache.stats().saved == ssd(cache).bytes_out == 64 * 64 * 4
+        loss.backward()
+
+
+def _parameter(weight: Tensor, x: Tensor) -> Tensor:
+    return (nn.functional.linear(x, weight) + x @ weight + x @ weight.view(64, 64).t()).sum()
+
+
+def _tied(weight: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.linear(nn.functional.embedding(torch.tensor([1, 2, 3]), weight), weight).sum()
+
+
+def _autocast_cast(weight: Tensor, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (nn.functional.linear(x, weight) + x @ weight).float().sum()
+
+
+@pytest.mark.parametrize("forward", [_parameter, _tied, _autocast_cast])
+def test_weights_never_leave(tmp_path: Path, forward: Forward) -> None:
+    """A parameter, its views and transposes, tied uses and autocast's casts stay, also if nobody has marked them."""
+    with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
+        weight = nn.Parameter(randn(64, 64))
+        assert_same_gradients(cache, forward, weight, randn(2, 64))
+        assert cache.stats().saved == 0
+
+
+def test_marked_weights_never_leave(tmp_path: Path) -> None:
+    """Frozen parameters and buffers, too, are on the device anyway."""
+    with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
+        module = nn.Linear(64, 64).requires_grad_(False)
+        module.register_buffer("table", randn(64, 64))
+        mark_weights(module)
+        assert_same_gradients(cache, lambda x: (module(x) @ module.table.t()).sum(), randn(2, 64))
+        assert cache.stats().saved == 0
+
+
+def test_subclasses_are_left_alone(cache: TensorCache) -> None:
+    """A tensor subclass may be more than its bytes: this one is two tensors, and both have their gradient."""
+    cache.begin_micro_batch()
+    grads = []
+    for hooks in (nullcontext, cache.hooks):
+        x = TwoTensor(randn(8, 8), randn(8, 8, seed=1)).requires_grad_()
+        with hooks():
+            loss = (x.sin() * x.exp()).sum()
+        loss.backward()
+        assert isinstance(x.grad, TwoTensor)
+        grads.append(x.grad)
+    assert cache.stats().saved == 0
+    assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
+
+
+@pytest.mark.parametrize(
+    ("offload", "stored"), [("none", 0), (0.0, 0), (0.5, 2), ("8KiB", 2), (8 * KIB - 1, 1), (1.0, 4)]
+)
+def test_amount(tmp_path: Path, offload: Any, stored: int) -> None:
+    """So much of four storages of 4 KiB goes out as was asked for."""
+    with open_cache(tmp_path, offload=offload) as cache:
+        assert assert_same_gradients(cache, _chain(4), randn(32, 32)) == stored * 4 * KIB
+        assert cache.stats().saved == 4 * 4 * KIB
+
+
+def _chain(length: int) -> Forward:
+    """Saves `length` storages of the size of `x`, which backward wants in the reverse order."""
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(length):
+            x = x.sin()
+        return x.sum()
+
+    return forward
+
+
+def test_what_backward_wants_first_stays(cache: TensorCache) -> None:
+    """From the second micro-batch on, what backward wants first stays, and what begins in the window after it."""
+    storage = 32 * 32 * 4
+    cache.window_bytes = 2 * storage
+    stored = [assert_same_gradients(cache, _chain(6), randn(32, 32)) for _ in range(3)]
+    assert stored == [6 * storage, 3 * storage, 3 * storage]
+    assert cache.last_pattern is not None and cache.last_pattern.order == (5, 4, 3, 2, 1, 0)
+
+
+def test_what_stays_follows_the_order_and_not_the_position(cache: TensorCache) -> None:
+    """Where backward begins with the first loss, it is the first storage that stays."""
+    for micro_batch in range(2):
+        cache.begin_micro_batch()
+        with cache.hooks():
+            outs = [randn(32, 32, seed=seed).requires_grad_().exp() for seed in range(3)]
+        records = [find_record(out.untyped_storage()) for out in outs]
+        kept = [record is not None and record.data is not None for record in records]
+        assert kept == ([False, False, False] if micro_batch == 0 else [True, False, False])
+        for index in (0, 2, 1):
+            outs[index].sum().backward()
+        assert cache.last_pattern is None or cache.last_pattern.order == (0, 2, 1)
+
+
+# ---- in-place changes ----
+
+
+def _outcome(forward: Forward, leaf: Tensor, cache: TensorCache | None) -> Tensor | str:
+    try:
+        if cache is None:
+            return gradients(forward, [leaf])[0]
+        cache.begin_micro_batch()
+        return gradients(forward, [leaf], cache.hooks)[0]
+    except RuntimeError as error:
+        return "in place" if "modified by an inplace operation" in str(error) else str(error)
+
+
+def _changed_input(x: Tensor) -> Tensor:
+    hidden = x * 1
+    out = hidden.sin()
+    hidden.add_(1)
+    return out.sum()
+
+
+def _changed_output(x: Tensor) -> Tensor:
+    out = x.exp()
+    loss = out.sum()
+    out.mul_(2)
+    return loss
+
+
+def _changed_through_a_view(x: Tensor) -> Tensor:
+    hidden = x * 1
+    loss = hidden.sin().sum()
+    hidden[0, :1].zero_()
+    return loss
+
+
+def _changed_base(x: Tensor) -> Tensor:
+    hidden = x * 1
+    loss = hidden[:2].sin().sum()
+    hidden.zero_()
+    return loss
+
+
+def _changed_through_detach(x: Tensor) -> Tensor:
+    hidden = x * 1
+    loss = hidden.sin().sum()
+    hidden.detach().zero_()
+    return loss
+
+
+def _changed_between_two_saves(x: Tensor) -> Tensor:
+    hidden = x * 1
+    loss = hidden.sin().sum()
+    return loss + hidden.add_(1).cos().sum()
+
+
+def _changed_before_it_is_saved(x: Tensor) -> Tensor:
+    return (x * 1).add_(1).sin().add_(1).relu_().square().sum()
+
+
+def _changed_where_nobody_looks(x: Tensor) -> Tensor:
+    hidden = x * 2
+    total = hidden.sum() + hidden.add_(1).sum()
+    return total + hidden.mul_(3).sum()
+
+
+def _changed_other_chunk(x: Tensor) -> Tensor:
+    left, right = (x * 1)[:16], (x * 1)[16:]
+    loss = left.sin().sum()
+    right.mul_(2)
+    return loss + right.cos().sum()
+
+
+@pytest.mark.parametrize("min_bytes", [1, MIB], ids=["offloaded", "kept"])
+@pytest.mark.parametrize(
+    ("forward", "fails"),
+    [
+        (_changed_input, True),
+        (_changed_output, True),
+        (_changed_through_a_view, True),
+        (_changed_base, True),
+        (_changed_through_detach, True),
+        (_changed_between_two_saves, True),
+        (_changed_before_it_is_saved, False),
+        (_changed_where_nobody_looks, False),
+        (_changed_other_chunk, False),
+    ],
+)
+def test_in_place_changes_fail_where_pytorch_fails(
+    tmp_path: Path, forward: Forward, fails: bool, min_bytes: int
+) -> None:
+    """A saved tensor that was changed raises PyTorch's error, and nothing else does; numbers are the same."""
+    with open_cache(tmp_path, min_bytes=min_bytes) as cache:
+        expected, actual = (_outcome(forward, randn(32, 32), used) for used in (None, cache))
+        assert (expected == "in place") if fails else isinstance(expected, Tensor)
+        assert actual == expected if fails else torch.equal(actual, expected)
+        assert (cache.stats().stored > 0) == (min_bytes == 1 and forward is not _changed_where_nobody_looks)
+
+
+def test_changed_weight_fails(cache: TensorCache) -> None:
+    """A weight that was stepped between forward and backward raises PyTorch's error, though it never left."""
+    weight = nn.Parameter(randn(32, 32))
+    for hooks in (None, cache):
+        if hooks is not None:
+            hooks.begin_micro_batch()
+            with hooks.hooks():
+                loss = (randn(4, 32).requires_grad_() @ weight).sum()
+        else:
+            loss = (randn(4, 32).requires_grad_() @ weight).sum()
+        with torch.no_grad():
+            weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# ---- the way out and back ----
+
+
+def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
+    """Once an order was recorded, storages are read ahead in it, before backward asks for them."""
+    backend, size = GatedBackend(), 9 * MIB  # staging memory for one at a time: transfers keep their order
+    with open_cache(tmp_path, backend=backend, ssd_capacity="64MiB") as cache:
+
+        def forward() -> list[Tensor]:
+            cache.window_bytes = 0  # nothing is kept
+            cache.begin_micro_batch()
+            with cache.hooks():
+                losses = [torch.full((size // 4,), 0.5, requires_grad=True).exp().sum() for _ in range(4)]
+            wait_for_writes(cache)
+            return losses
+
+        order = [1, 3, 0, 2]
+        losses = forward()
+        for index in order:
+            losses[index].backward()
+        del losses
+        backend.hold()
+        backend.release()
+        losses = forward()
+        written = iter(offset for operation, offset in backend.served if operation == "write")
+        # What is wanted first stayed.
+        offsets = {index: next(written) for index in range(4) if index != order[0]}
+        assert next(written, None) is None
+        cache.window_bytes = 4 * size
+        losses[order[0]].backward()
+
+        def reads() -> list[int]:
+            return [offset for operation, offset in backend.served if operation == "read"]
+
+        eventually(lambda: len(reads()) == 3)
+        assert reads() == [offsets[index] for index in order[1:]]
+        for index in order[1:]:
+            losses[index].backward()
+        assert len(reads()) == 3
+
+
+@pytest.mark.parametrize(("window", "depth", "ahead"), [(2, None, 2), (0, None, 0), (6, 3, 3), (6, None, 5)])
+def test_prefetch_window(tmp_path: Path, window: int, depth: int | None, ahead: int) -> None:
+    """So many storages are on their way back as the window has bytes, or the depth says."""
+    storage = 32 * 32 * 4
+    with open_cache(tmp_path) as cache:
+        cache.begin_micro_batch()
+        with cache.hooks():
+            losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(6)]
+        cache.window_bytes, cache.window_depth = window * storage, depth
+        losses.pop().backward()
+        assert ssd(cache).bytes_in == (1 + ahead) * storage
+
+
+def test_forwarding_and_cancelling(tmp_path: Path) -> None:
+    """While the drive takes nothing, backward has its tensors from memory; a store that nobody needs is cancelled."""
+    backend, threads = GatedBackend(), 4
+    with open_cache(tmp_path, backend=backend) as cache:
+        backend.hold()
+        x = randn(32, 32)
+        assert assert_same_gradients(cache, _chain(12), x) == 12 * x.nbytes
+        for _ in range(threads):
+            backend.wait_for_arrival()  # those are beyond cancelling
+        assert cache.stats().loaded == 12 * x.nbytes  # and yet nothing was read, or written
+        assert backend.served == []
+        cache.end_backward()
+        assert allocated(cache) == threads * x.nbytes
+        backend.release()
+        wait_for_writes(cache)
+        eventually(lambda: allocated(cache) == 0)
+        assert [operation for operation, _ in backend.served] == ["write"] * threads
+
+
+@pytest.mark.parametrize("sizes", [[20, 1, 33, 16, 2], [16, 16, 16], [1, 40, 1]], ids=str)
+def test_smallest_staging_memory(tmp_path: Path, sizes: list[int]) -> None:
+    """One piece of staging memory carries storages that are larger and smaller, stores and loads mixed."""
+    with open_cache(tmp_path, staging_memory="16MiB", ssd_capacity="256MiB") as cache:
+        # Every size but one, so that pieces are not all full.
+        leaves = [torch.arange(mib * MIB // 4 - 5, dtype=torch.float32) for mib in sizes]
+        cache.window_bytes = 24 * MIB
+        for micro_batch in range(2):
+            cache.begin_micro_batch()
+            with cache.hooks():
+                fresh = [leaf.clone().requires_grad_() for leaf in leaves]
+                losses = [leaf.square().sum() for leaf in fresh]
+                losses[0].backward()  # loads, and loads ahead of their use, while the stores below come
+                losses[0] = (fresh[0] * 2).square().sum()
+            order = (1, 0, 2) if micro_batch else (0, 1, 2)
+            for index in (*order, *range(3, len(sizes))):
+                losses[index].backward()
+            for index, (leaf, value) in enumerate(zip(fresh, leaves, strict=True)):
+                assert leaf.grad is not None
+                assert torch.equal(leaf.grad, value * (2 if index else 10))
+        assert cache.peak_pinned_bytes() <= 16 * MIB
+
+
+# ---- what goes wrong ----
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_write_error(tmp_path: Path, code: int) -> None:
+    """A failed write is raised on the training thread with file and offset; until then every gradient is right."""
+    backend = FaultyBackend()
+    with open_cache(tmp_path, backend=backend) as cache:
+        assert_same_gradients(cache, _chain(3), randn(32, 32))
+        wait_for_writes(cache)
+        backend.error["write"] = OSError(code, "injected")
+        expected = StorageFullError if code == errno.ENOSPC else StorageError
+        with pytest.raises(expected, match=r"write 4096 bytes at offset \d+ in .*lightning_ssd") as caught:
+            for _ in range(1000):
+                assert_same_gradients(cache, _chain(3), randn(32, 32))
+        assert str(tmp_path) in str(caught.value) and errno.errorcode[code] in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_whose_write_failed_are_never_read(tmp_path: Path) -> None:
+    """Backward raises the write's error instead of reading what the file holds."""
+    backend = FaultyBackend()
+    with open_cache(tmp_path, backend=backend) as cache:
+        backend.error["write"] = OSError(errno.EIO, "injected")
+        cache.begin_micro_batch()
+        x = randn(32, 32).requires_grad_()
+        with cache.hooks():
+            loss = x.exp().sum()
+        wait_for_writes(cache)
+        with pytest.raises(StorageError, match=r"write 4096 bytes at offset \d+"):
+            loss.backward()
+        assert x.grad is None
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("eio", StorageError, r"read 4096 bytes at offset \d+ in .*injected"),
+        ("short", StorageError, r"read only 2048 of 4096 bytes at offset \d+ of"),
+        ("flip", ChecksumError, r"4096 bytes at offset \d+ of .* are not what was written"),
+    ],
+)
+def test_read_error(tmp_path: Path, fault: str, error: type[StorageError], message: str, prefetched: bool) -> None:
+    """EIO, a short read and a flipped bit stop backward before the bytes are used, and name file and offset."""
+    backend = FaultyBackend()
+    with open_cache(tmp_path, backend=backend, checksum=True) as cache:
+        backend.flip = fault == "flip"
+        cache.begin_micro_batch()
+        leaves = [randn(32, 32).requires_grad_() for _ in range(2)]
+        with cache.hooks():
+            losses = [leaf.exp().sum() for leaf in leaves]
+        wait_for_writes(cache)
+        if prefetched:  # what fails is the load that the first backward issues ahead
+            cache.window_bytes = MIB
+        if fault == "eio":
+            backend.error["read"] = OSError(errno.EIO, "injected")
+        elif fault == "short":
+            backend.short.add("read")
+        with pytest.raises(error, match=message) as caught:
+            losses[1].backward()
+        assert str(tmp_path) in str(caught.value)
+        with pytest.raises(error, match=message):
+            losses[0].backward()
+        assert [leaf.grad for leaf in leaves] == [None, None]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_scratch_space_spills(tmp_path: Path) -> None:
+    """`ssd_first`: what the SSD has no room for goes to host memory."""
+    with open_cache(tmp_path, spill="ssd_first", ssd_capacity="12KiB", host_memory="64MiB") as cache:
+        assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 5 * 4 * KIB
+        assert {name: tier.bytes_out for name, tier in cache.tiers.items()} == {"ssd": 12 * KIB, "host": 8 * KIB}
+
+
+def test_host_memory_spills(tmp_path: Path) -> None:
+    """`host_first`: what host memory has no room for goes to the SSD."""
+    with open_cache(tmp_path, host_memory="64MiB") as cache:
+        pool = cache.tiers["host"].pool  # type: ignore[attr-defined]
+        held = pool.acquire(64 * MIB - 12 * KIB)
+        assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 5 * 4 * KIB
+        assert {name: tier.bytes_out for name, tier in cache.tiers.items()} == {"host": 12 * KIB, "ssd": 8 * KIB}
+        held.release()
+
+
+def test_full_scratch_space(tmp_path: Path) -> None:
+    """With nowhere to go, a fixed amount is refused in words that name the path, and `auto` keeps the rest."""
+    with open_cache(tmp_path, ssd_capacity="12KiB") as cache:
+        with pytest.raises(BudgetError, match=f"{tmp_path}.*ssd_capacity.*offload='auto'"):
+            assert_same_gradients(cache, _chain(5), randn(32, 32))
+        wait_for_writes(cache)
+        cache.end_backward()
+        eventually(lambda: allocated(cache) == 0)
+        assert assert_same_gradients(cache, _chain(3), randn(32, 32)) == 3 * 4 * KIB
+    with open_cache(tmp_path, ssd_capacity="12KiB", offload="auto") as cache:
+        assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 3 * 4 * KIB
+
+
+def test_full_host_memory(tmp_path: Path) -> None:
+    """The host tier alone: a fixed amount that does not fit is an error that says what to change."""
+    with open_cache(tmp_path, tier="host", host_memory="64MiB") as cache:
+        held = cache.tiers["host"].pool.acquire(64 * MIB - 12 * KIB)  # type: ignore[attr-defined]
+        with pytest.raises(BudgetError, match="host tier: 64.00 MiB of 64.00 MiB in use.*host_memory"):
+            assert_same_gradients(cache, _chain(5), randn(32, 32))
+        held.release()
+        assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 5 * 4 * KIB
+
+
+def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
+    """A cache that can't be made leaves no file: here the drive fails in the first write."""
+    backend = FaultyBackend()
+    backend.error["write"] = OSError(errno.EIO, "injected")
+    with pytest.raises(StorageError, match="injected"):
+        make_tensor_cache(OffloadConfig(backend=backend), CPU, default_path=tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,136 @@
+"""`MicroBatchSwitch`: where a micro-batch stands in its accumulation window."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch import Tensor
+
+from lightning_ssd import MicroBatchSwitch
+from tests.trainings import (
+    SmallModel,
+    batches,
+    make_trainer,
+    nothing_left,  # noqa: F401
+    offloading,
+    small_model,
+)
+
+
+class Recorder(pl.Callback):
+    """Notes, batch by batch, what a switch says, and whether the optimizer then stepped."""
+
+    def __init__(self, switch: MicroBatchSwitch) -> None:
+        self.switch = switch
+        self.indices: list[list[int]] = [[]]
+        self.said_last: list[bool] = []
+        self.stepped: list[bool] = []
+        self._steps = 0
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.indices[-1]:
+            self.indices.append([])
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        current = self.switch.current
+        assert current is not None
+        assert current.next == ("step" if current.is_last else "forward")
+        self.indices[-1].append(current.index)
+        self.said_last.append(current.is_last)
+        self._steps = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.stepped.append(trainer.global_step > self._steps)
+
+
+def _record(root: Path, count: int, *others: pl.Callback, strategy: Any = None, **arguments: Any) -> Recorder:
+    switch = MicroBatchSwitch()
+    recorder = Recorder(switch)
+    model = arguments.pop("model", None) or small_model()
+    trainer = make_trainer(
+        root, strategy or offloading(), callbacks=[*others, switch, recorder], num_sanity_val_steps=0, **arguments
+    )
+    trainer.fit(model, batches(count), batches(1))
+    assert recorder.said_last == recorder.stepped
+    return recorder
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ssd_offload"])
+def test_windows_of_three_with_a_ragged_end(tmp_path: Path, strategy: str) -> None:
+    """It tells the same with and without an offloading strategy, in every epoch."""
+    recorder = _record(tmp_path, 10, strategy=strategy, accumulate_grad_batches=3, max_epochs=2)
+    assert recorder.indices == [[0, 1, 2, 0, 1, 2, 0, 1, 2, 0]] * 2
+
+
+def test_every_batch_is_a_window_without_accumulation(tmp_path: Path) -> None:
+    assert _record(tmp_path, 4).indices == [[0, 0, 0, 0]]
+
+
+def test_changing_accumulation(tmp_path: Path) -> None:
+    scheduler = GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})
+    recorder = _record(tmp_path, 6, scheduler, max_epochs=3)
+    assert recorder.indices == [[0] * 6, [0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 0, 1]]
+
+
+def test_validation_in_the_middle_of_a_window(tmp_path: Path) -> None:
+    assert _record(tmp_path, 6, accumulate_grad_batches=3, val_check_interval=2).indices == [[0, 1, 2, 0, 1, 2]]
+
+
+def test_limited_batches_end_the_window(tmp_path: Path) -> None:
+    assert _record(tmp_path, 6, accumulate_grad_batches=3, limit_train_batches=5).indices == [[0, 1, 2, 0, 1]]
+
+
+class _Manual(SmallModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_manual_optimization_is_one_window_a_batch(tmp_path: Path) -> None:
+    assert _record(tmp_path, 3, model=small_model(kind=_Manual)).indices == [[0, 0, 0]]
+
+
+def test_an_epoch_that_ends_in_the_middle_of_a_window(tmp_path: Path) -> None:
+    """`on_train_batch_start` returns -1 to skip the rest of the epoch: the next one begins a window."""
+
+    class Skipping(SmallModel):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 1 else None
+
+    switch = MicroBatchSwitch()
+    recorder = Recorder(switch)
+    make_trainer(tmp_path, offloading(), callbacks=[switch, recorder], accumulate_grad_batches=3, max_epochs=2).fit(
+        small_model(kind=Skipping), batches(6)
+    )
+    assert recorder.indices == [[0, 1], [0, 1]]
+
+
+def test_a_resumed_run_begins_a_window_also_where_the_one_before_was_cut_off(tmp_path: Path) -> None:
+    """The first run fails inside its second window; the second goes on after its first, with the same callback."""
+
+    class Failing(SmallModel):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 4:
+                raise KeyError
+
+    switch = MicroBatchSwitch()
+    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1)
+    arguments: dict[str, Any] = {"accumulate_grad_batches": 3, "enable_checkpointing": True}
+    with pytest.raises(KeyError):
+        make_trainer(tmp_path, offloading(), callbacks=[switch, checkpoint], **arguments).fit(
+            small_model(kind=Failing), batches(6)
+        )
+    recorder = Recorder(switch)
+    make_trainer(tmp_path, offloading(), callbacks=[switch, recorder], **arguments).fit(
+        small_model(), batches(6), ckpt_path=checkpoint.best_model_path, weights_only=False
+    )
+    assert recorder.indices == [[0, 1, 2]]
+    assert recorder.said_last == recorder.stepped == [False, False, True]

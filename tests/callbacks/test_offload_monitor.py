@@ -1,0 +1,160 @@
+"""`OffloadMonitor`: what it logs, when, and that it agrees with what was moved."""
+
+import csv
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import Logger
+
+from lightning_ssd import OffloadMonitor, PrefetchScheduler
+from tests.trainings import (
+    SmallModel,
+    Watch,
+    batches,
+    make_trainer,
+    nothing_left,  # noqa: F401
+    offloading,
+    small_model,
+)
+
+COUNTS = {"saved_bytes", "kept_bytes", "forwarded_bytes", "store_stall_s", "load_stall_s"}
+MOVED = {"host_bytes_out", "host_bytes_in", "ssd_bytes_out", "ssd_bytes_in"}
+SPEEDS = {"copy_out_bytes_per_s", "copy_in_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_bytes_per_s"}
+LEVELS = {"peak_pinned_bytes", "ssd_bytes_written"}
+
+
+class MemoryLogger(Logger):
+    """Keeps what the monitor logs: (step, metrics), names without their prefix."""
+
+    name = "memory"
+    version = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        prefix = "OffloadMonitor/"
+        ours = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
+        if ours:
+            assert len(ours) == len(metrics)
+            self.rows.append((step or 0, ours))
+
+    def total(self, name: str) -> float:
+        """Returns the sum of a metric over all rows."""
+        return sum(row[name] for _, row in self.rows)
+
+
+def _train(
+    root: Path,
+    logger: Any,
+    *,
+    strategy: Any = None,
+    monitor: OffloadMonitor | None = None,
+    depth: int = 3,
+    **arguments: Any,
+) -> tuple[pl.Trainer, Watch]:
+    watch = Watch()
+    callbacks = [monitor, watch] if monitor else [watch]
+    trainer = make_trainer(root, strategy or offloading(), logger=logger, callbacks=callbacks, **arguments)
+    trainer.fit(small_model(kind=partial(SmallModel, depth)), batches())
+    return trainer, watch
+
+
+def test_every_documented_key_is_logged_and_no_other(tmp_path: Path) -> None:
+    """With both tiers in use: the SSD holds eight storages, and the host takes the others."""
+    logger = MemoryLogger()
+    strategy = offloading(host_memory="64MiB", spill="ssd_first", ssd_capacity="32KiB")
+    _train(tmp_path, logger, strategy=strategy, depth=8, log_every_n_steps=1)
+    assert all(logger.total(name) > 0 for name in MOVED)
+    # A speed is logged where something moved at it; what is forwarded is not read.
+    assert all(row.keys() - SPEEDS == COUNTS | MOVED | LEVELS for _, row in logger.rows)
+    assert set().union(*(row for _, row in logger.rows)) == COUNTS | MOVED | LEVELS | SPEEDS
+    documented = OffloadMonitor.__doc__ or ""
+    assert all(f"`{name}`" in documented for name in COUNTS | MOVED | SPEEDS | LEVELS)
+
+
+@pytest.mark.parametrize("tier", ["ssd", "host"])
+def test_values_agree_with_what_the_tiers_moved(tmp_path: Path, tier: str) -> None:
+    logger = MemoryLogger()
+    _, watch = _train(tmp_path, logger, strategy=offloading(tier=tier), log_every_n_steps=2)
+    assert watch.moved > 0
+    assert logger.total(f"{tier}_bytes_out") == watch.bytes_out[tier]
+    assert logger.total(f"{tier}_bytes_in") == watch.bytes_in[tier]
+    for _, row in logger.rows:
+        assert row["saved_bytes"] - row["kept_bytes"] == row[f"{tier}_bytes_out"] > 0
+        assert row["peak_pinned_bytes"] > 0
+    if tier == "ssd":
+        assert logger.rows[-1][1]["ssd_bytes_written"] == watch.bytes_out["ssd"]
+    else:
+        assert not any(name.startswith("ssd") for _, row in logger.rows for name in row)
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(1, [0, 1, 2, 3, 4, 5]), (2, [1, 3, 5]), (4, [3]), (50, [])])
+def test_it_logs_every_n_steps(tmp_path: Path, interval: int, steps: list[int]) -> None:
+    logger = MemoryLogger()
+    _train(tmp_path, logger, log_every_n_steps=interval)
+    assert [step for step, _ in logger.rows] == steps
+
+
+def test_it_logs_a_step_of_several_micro_batches_once_and_whole(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    _, watch = _train(tmp_path, logger, log_every_n_steps=1, accumulate_grad_batches=3)
+    assert [step for step, _ in logger.rows] == [0, 1]
+    assert logger.total("ssd_bytes_out") == watch.bytes_out["ssd"]
+    # The first window has the batch in which the order was not known, and everything went out.
+    assert logger.rows[0][1]["ssd_bytes_out"] > logger.rows[1][1]["ssd_bytes_out"] > 0
+
+
+def test_a_second_fit_counts_from_zero(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    watch = Watch()
+    # A window of its own: the same goes out in every step.
+    callbacks = [PrefetchScheduler(window_bytes=0), watch]
+    trainer = make_trainer(tmp_path, offloading(), logger=logger, callbacks=callbacks, log_every_n_steps=1)
+    trainer.fit(small_model(), batches())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(small_model(), batches())
+    assert len(logger.rows) == 12
+    assert logger.total("ssd_bytes_out") == watch.bytes_out["ssd"]
+    moved = [(row["saved_bytes"], row["ssd_bytes_out"], row["ssd_bytes_written"]) for _, row in logger.rows]
+    assert moved[:6] == moved[6:]
+    assert all(out > 0 for _, out, _ in moved)
+
+
+def test_it_logs_to_every_logger_of_the_trainer(tmp_path: Path) -> None:
+    memory, file = MemoryLogger(), CSVLogger(tmp_path)
+    _train(tmp_path, [memory, file], log_every_n_steps=3)
+    with open(Path(file.log_dir) / "metrics.csv") as lines:
+        written = [row for row in csv.DictReader(lines) if row.get("OffloadMonitor/ssd_bytes_out")]
+    assert [int(row["step"]) for row in written] == [2, 5]
+    for row, (_, metrics) in zip(written, memory.rows, strict=True):
+        assert {name: float(row[f"OffloadMonitor/{name}"]) for name in metrics} == pytest.approx(metrics)
+
+
+@pytest.mark.parametrize("logger", [False, True])
+def test_the_progress_bar_gets_two_keys(tmp_path: Path, logger: bool) -> None:
+    trainer, _ = _train(tmp_path, MemoryLogger() if logger else False, log_every_n_steps=1)
+    assert set(trainer.progress_bar_metrics) == {"out_gb", "stall_s"}
+    assert trainer.progress_bar_metrics["out_gb"] > 0
+
+
+def test_the_progress_bar_can_be_left_alone(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    trainer, _ = _train(tmp_path, logger, monitor=OffloadMonitor(progress_bar=False), log_every_n_steps=1)
+    assert trainer.progress_bar_metrics == {}
+    assert len(logger.rows) == 6
+
+
+def test_it_is_inert_without_an_offloading_strategy(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    trainer, _ = _train(tmp_path, logger, strategy="auto", monitor=OffloadMonitor(), log_every_n_steps=1)
+    assert logger.rows == []
+    assert trainer.progress_bar_metrics == {}

@@ -1,0 +1,130 @@
+"""`PrefetchScheduler`: the window that it sets, and what the window does."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_ssd import MicroBatchSwitch, PrefetchScheduler
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from tests.storage.faults import ThrottledBackend
+from tests.trainings import (
+    MIN_BYTES,
+    SmallModel,
+    Watch,
+    batches,
+    make_trainer,
+    nothing_left,  # noqa: F401
+    offloading,
+    small_model,
+)
+
+
+class WindowRecorder(pl.Callback):
+    """Notes the cache's window and its depth at every batch, and the bytes out so far."""
+
+    def __init__(self) -> None:
+        self.windows: list[int] = []
+        self.depths: list[int | None] = []
+        self.bytes_out: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        cache = find_tensor_cache(trainer)
+        assert cache is not None
+        self.windows.append(cache.window_bytes)
+        self.depths.append(cache.window_depth)
+        self.bytes_out.append(sum(tier.bytes_out for tier in cache.tiers.values()))
+
+
+def _record(root: Path, scheduler: PrefetchScheduler, **offload: Any) -> WindowRecorder:
+    recorder = WindowRecorder()
+    trainer = make_trainer(root, offloading(**offload), callbacks=[scheduler, recorder])
+    trainer.fit(small_model(), batches())
+    return recorder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"window_bytes": "many"}, "window_bytes"),
+        ({"window_bytes": -1}, "window_bytes"),
+        ({"max_window_bytes": "lots"}, "max_window_bytes"),
+        ({"max_window_bytes": "auto"}, "max_window_bytes"),
+        ({"depth": 0}, "depth"),
+        ({"depth": -3}, "depth"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}="):
+        PrefetchScheduler(**arguments)
+
+
+def test_a_fixed_window_and_depth_hold_from_the_first_batch_on(tmp_path: Path) -> None:
+    recorder = _record(tmp_path, PrefetchScheduler(window_bytes="6KiB", depth=2))
+    assert recorder.windows == [6 * 1024] * 6
+    assert recorder.depths == [2] * 6
+
+
+def test_what_backward_begins_with_and_the_window_after_it_never_leave(tmp_path: Path) -> None:
+    """In the first batch, whose order is not known, everything does."""
+    for window, kept in ((0, MIN_BYTES), (2 * MIN_BYTES, 3 * MIN_BYTES), ("1GiB", 7 * MIN_BYTES)):
+        out = _record(tmp_path, PrefetchScheduler(window_bytes=window)).bytes_out
+        saved = out[0]
+        assert saved == 7 * MIN_BYTES
+        assert out == [saved + (saved - kept) * batch for batch in range(6)]
+
+
+@pytest.mark.parametrize("given_first", [True, False])
+@pytest.mark.parametrize(("depth", "share"), [(3, 0), (32, 16)])
+def test_auto_begins_with_one_and_a_half_storages_or_a_sixteenth(
+    tmp_path: Path, depth: int, share: int, given_first: bool
+) -> None:
+    """From the second batch on, wherever among the callbacks it stands. Nothing is offloaded, so nothing stalls."""
+    recorder = WindowRecorder()
+    ours = [PrefetchScheduler(), MicroBatchSwitch()]
+    trainer = make_trainer(
+        tmp_path, offloading(offload="none"), callbacks=[*(ours if given_first else ours[::-1]), recorder]
+    )
+    trainer.fit(small_model(kind=partial(SmallModel, depth)), batches(14))
+    saved = (2 * depth + 1) * MIN_BYTES
+    assert set(recorder.windows[1:]) == {saved // share if share else 3 * MIN_BYTES // 2}
+
+
+@pytest.mark.parametrize("most", [5000, 2**20])
+def test_auto_grows_where_loads_stall_and_not_above_its_maximum(tmp_path: Path, most: int) -> None:
+    """On a drive so slow that backward has to wait."""
+    scheduler = PrefetchScheduler(max_window_bytes=most)
+    recorder = WindowRecorder()
+    strategy = offloading(backend=ThrottledBackend(4e6))
+    trainer = make_trainer(tmp_path, strategy, callbacks=[scheduler, recorder, Watch()])
+    trainer.fit(small_model(kind=partial(SmallModel, 8)), batches(16))
+    windows = recorder.windows[1:]
+    assert windows[0] == 3 * MIN_BYTES // 2
+    assert min(most, 3 * MIN_BYTES) in windows
+    assert max(windows) <= most
+
+
+def test_auto_obeys_a_maximum_below_where_it_would_begin(tmp_path: Path) -> None:
+    recorder = _record(tmp_path, PrefetchScheduler(max_window_bytes=100), offload="none")
+    assert set(recorder.windows[1:]) == {100}
+
+
+def test_a_second_fit_measures_afresh(tmp_path: Path) -> None:
+    """What the first fit took is not held against the second, whose counts begin at zero."""
+    recorder = WindowRecorder()
+    trainer = make_trainer(tmp_path, offloading(offload="none"), callbacks=[PrefetchScheduler(), recorder])
+    trainer.fit(small_model(), batches(12))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(small_model(), batches(12))
+    assert len(recorder.windows) == 24
+    assert set(recorder.windows[13:]) == {3 * MIN_BYTES // 2}
+
+
+def test_it_is_inert_without_an_offloading_strategy(tmp_path: Path) -> None:
+    watch = Watch()
+    model = small_model()
+    make_trainer(tmp_path, "auto", callbacks=[PrefetchScheduler(), watch]).fit(model, batches())
+    assert len(model.losses) == 6
+    assert watch.bytes_out == {}

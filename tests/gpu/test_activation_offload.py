@@ -1,0 +1,212 @@
+"""Activation offload on a CUDA device: the same numbers, whatever the timing, and less memory."""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.activations import OffloadConfig, config, make_tensor_cache
+from lightning_ssd.activations.copies import CUDACopies, Mark
+from lightning_ssd.storage import Backend, BackendFile, PosixBackend
+from tests.parity import SharedStorages, TinyGPT, assert_same, train
+
+pytestmark = pytest.mark.gpu
+
+EVERYTHING: dict[str, Any] = {"offload": 1.0, "min_bytes": 1, "host_memory": 0, "staging_memory": "16MiB"}
+HOST: dict[str, Any] = {"offload": 1.0, "min_bytes": 1, "tier": "host", "host_memory": "1GiB"}
+SPILL: dict[str, Any] = {"offload": 1.0, "min_bytes": 1, "host_memory": "64MiB"}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # CUBLAS_WORKSPACE_CONFIG=:4096:8 is set by conftest.py
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Moved(pl.Callback):
+    """Counts what left the device."""
+
+    def __init__(self) -> None:
+        self.stored = 0
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.stored = trainer.strategy.tensor_cache.stats().stored
+
+
+@pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(("accumulate", "checkpointing"), [(1, "none"), (3, "non_reentrant"), (1, "reentrant")])
+def test_numbers_are_those_of_plain_lightning(model: Any, precision: str, accumulate: int, checkpointing: Any) -> None:
+    how: dict[str, Any] = {
+        "device": "cuda",
+        "precision": precision,
+        "accumulate": accumulate,
+        "checkpointing": checkpointing,
+        "model": model,
+    }
+    plain = train("auto", **how)
+    for arguments in (EVERYTHING, HOST, SPILL, {"min_bytes": 1}):
+        moved = Moved()
+        assert_same(plain, train(SSDOffloadStrategy(**arguments), callbacks=[moved], **how))
+        assert moved.stored > 0
+
+
+class SlowCopies(CUDACopies):
+    """Every copy, and every wait of the compute stream, is held up for a random time on the GPU."""
+
+    def mark(self) -> Mark:
+        if random.random() < 0.3:
+            torch.cuda._sleep(random.randrange(2_000_000))  # the compute stream is late
+        return super().mark()
+
+    def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        self._hold(self._out._stream)
+        return super().out(src, dst, after)
+
+    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        self._hold(self._in._stream)
+        return super().into(src, dst, after)
+
+    @staticmethod
+    def _hold(stream: torch.cuda.Stream) -> None:
+        if random.random() < 0.3:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(random.randrange(2_000_000))
+
+
+class SlowBackend(Backend):
+    """Every I/O is held up for a random time: this is the drive's own time, nothing waits for it by sleeping."""
+
+    name = "slow"
+    device_buffers = False
+
+    def __init__(self) -> None:
+        self._inner = PosixBackend()
+
+    def open(self, path: Path) -> BackendFile:
+        file = self._inner.open(path)
+
+        class Slow(BackendFile):
+            def write(self, buffer: Tensor, offset: int) -> int:
+                time.sleep(random.random() * 2e-3)
+                return file.write(buffer, offset)
+
+            def read(self, buffer: Tensor, offset: int) -> int:
+                time.sleep(random.random() * 2e-3)
+                return file.read(buffer, offset)
+
+            def close(self) -> None:
+                file.close()
+
+        return Slow()
+
+
+@pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
+@pytest.mark.parametrize("arguments", [EVERYTHING, HOST, SPILL, {"min_bytes": 1, "offload": 0.5, "host_memory": 0}])
+@pytest.mark.parametrize("seed", range(3))
+def test_numbers_do_not_move_with_the_timing(
+    model: Any, arguments: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train("auto", device="cuda", model=model)
+    random.seed(seed)
+    monkeypatch.setattr(config, "make_copies", SlowCopies)
+    slow = arguments if arguments.get("tier") == "host" else arguments | {"backend": SlowBackend(), "checksum": True}
+    assert_same(plain, train(SSDOffloadStrategy(**slow), device="cuda", model=model))
+
+
+def _chain(width: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU()))).cuda()
+
+
+@pytest.mark.parametrize("arguments", [{"tier": "host"}, {"host_memory": 0}])
+def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """With everything offloaded, the peak is the window's, and not the activations'."""
+    model, rows, width, depth = _chain(1024, 24), 16384, 1024, 24
+    cache = make_tensor_cache(OffloadConfig(offload=1.0, **arguments), torch.device("cuda"), default_path=tmp_path)
+    one = rows * width * 4
+    cache.window_bytes = 2 * one
+    x = torch.randn(rows, width, device="cuda")
+
+    def peak(offloaded: bool) -> int:
+        for parameter in model.parameters():
+            parameter.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if offloaded:
+            cache.begin_micro_batch()
+            with cache.hooks():
+                loss = model(x).square().mean()
+            loss.backward()
+            cache.end_backward()
+        else:
+            model(x).square().mean().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    kept = peak(offloaded=False)
+    peak(offloaded=True)
+    offloaded = peak(offloaded=True)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    cache.close()
+    assert kept > 2 * depth * one
+    # What is at hand: the present operation's few tensors, the window on its way out, and the one on its way back.
+    assert offloaded - gradients < 10 * one, (kept / one, offloaded / one)
+
+
+def test_memory_that_a_dead_graph_held_comes_back(tmp_path: Path) -> None:
+    """Graphs that never run backward, and prefetched tensors that nobody wants, leave nothing behind."""
+    model = _chain(512, 8)
+    cache = make_tensor_cache(
+        OffloadConfig(offload=1.0, min_bytes=1, tier="host"), torch.device("cuda"), default_path=tmp_path
+    )
+    x = torch.randn(4096, 512, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        cache.begin_micro_batch()
+        with cache.hooks():
+            loss = model(x).square().mean()
+        # Only the upper half runs: what was prefetched for the lower half dies unseen.
+        torch.autograd.grad(loss, list(model[8].parameters()))
+        del loss
+        cache.end_backward()
+    cache.begin_micro_batch()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    assert cache.tiers["host"].pool.used_bytes == 0  # type: ignore[attr-defined]
+    cache.close()
+
+
+def test_compiled_blocks_give_the_same_numbers() -> None:
+    """A submodule compiled by inductor saves its tensors through the same hooks."""
+
+    class Compiled(SharedStorages):
+        def __init__(self, checkpointing: Any) -> None:
+            super().__init__(checkpointing)
+            self.extra = torch.compile(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            extra = self.extra(batch[..., None].expand(-1, -1, 32))
+            return super().training_step(batch, batch_idx) + extra.square().mean()
+
+    plain = train("auto", device="cuda", model=Compiled)
+    assert_same(plain, train(SSDOffloadStrategy(**HOST), device="cuda", model=Compiled))
+
+
+@pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
+def test_kvikio_gives_the_same_numbers(model: Any) -> None:
+    """Device memory to the scratch file and back, by kvikio (in compat mode where there is no GPUDirect Storage)."""
+    pytest.importorskip("kvikio")
+    plain = train("auto", device="cuda", model=model)
+    moved = Moved()
+    strategy = SSDOffloadStrategy(offload=1.0, min_bytes=1, host_memory=0, backend="kvikio")
+    assert_same(plain, train(strategy, device="cuda", model=model, callbacks=[moved]))
+    assert moved.stored > 0

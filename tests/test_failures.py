@@ -1,0 +1,411 @@
+"""Bad input, failing drives and killed runs: a clear error each time, and nothing left behind."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd import ActivationOffload, PrefetchScheduler, SSDOffloadStrategy
+from lightning_ssd.activations import BudgetError
+from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
+from tests.storage.faults import FaultyBackend
+from tests.trainings import (
+    SmallModel,
+    Watch,
+    assert_same_training,
+    batches,
+    make_trainer,
+    nothing_left,  # noqa: F401
+    offloading,
+    package_threads,
+    scratch_directories,
+    script_environment,
+    small_arguments,
+    small_model,
+)
+
+
+def _plain(root: Path) -> SmallModel:
+    model = small_model()
+    make_trainer(root).fit(model, batches())
+    return model
+
+
+@pytest.mark.parametrize("kind", [SSDOffloadStrategy, ActivationOffload])
+@pytest.mark.parametrize(
+    ("argument", "value", "remedy"),
+    [
+        ("offload", 1.5, "0.0 to 1.0"),
+        ("offload", -1, "0.0 to 1.0"),
+        ("offload", -0.5, "0.0 to 1.0"),
+        ("offload", float("nan"), "0.0 to 1.0"),
+        ("offload", True, "0.0 to 1.0"),
+        ("offload", "1.5", "0.0 to 1.0"),
+        ("offload", "lots", "'8GiB'"),
+        ("tier", "ram", "'ssd', 'host'"),
+        ("spill", "both", "'host_first', 'ssd_first'"),
+        ("backend", "nvme", "'auto', 'posix', 'kvikio'"),
+        ("host_memory", "few", "'8GiB'"),
+        ("host_memory", -1, "'8GiB'"),
+        ("ssd_capacity", "much", "'8GiB'"),
+        ("min_bytes", "small", "'8GiB'"),
+        ("staging_memory", "8MiB", "at least"),
+        ("staging_memory", "some", "'8GiB'"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused_at_once(
+    kind: Callable[..., Any], argument: str, value: Any, remedy: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        kind(**{argument: value})
+    assert f"`{argument}={value!r}`" in str(refused.value)
+    assert remedy in str(refused.value)
+
+
+class TestBeforeTheFirstStep:
+    def _refused(self, root: Path, error: type[Exception], match: str, **arguments: Any) -> None:
+        """Asserts that strategy and callback refuse `arguments` before a step, and leave nothing."""
+        for strategy, callbacks in (
+            (offloading(**arguments), []),
+            ("auto", [ActivationOffload(**(small_arguments() | arguments))]),
+        ):
+            model = small_model()
+            trainer = make_trainer(root, strategy, callbacks=callbacks)
+            with pytest.raises(error, match=match):
+                trainer.fit(model, batches())
+            assert model.losses == []
+            assert scratch_directories(root) == []
+            assert package_threads() == []
+
+    def test_a_path_that_is_missing(self, tmp_path: Path) -> None:
+        self._refused(tmp_path, StorageError, "missing' does not exist.*mkdir", path=tmp_path / "missing")
+
+    def test_a_path_that_is_a_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "file"
+        file.touch()
+        self._refused(tmp_path, StorageError, "file' is not a directory", path=file)
+
+    def test_the_second_of_two_paths_is_missing(self, tmp_path: Path) -> None:
+        paths = [tmp_path, tmp_path / "missing"]
+        self._refused(tmp_path, StorageError, "missing' does not exist", path=paths)
+
+    def test_no_path_in_a_list(self, tmp_path: Path) -> None:
+        self._refused(tmp_path, ValueError, r"`path=\[\]`", path=[])
+
+    def test_a_path_on_a_filesystem_that_takes_no_directory(self, tmp_path: Path) -> None:
+        """Which holds for root too."""
+        self._refused(tmp_path, StorageError, r"`path`.*/sys/kernel: \[E(PERM|ROFS|ACCES)\].*path", path="/sys/kernel")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    def test_a_path_without_write_permission(self, tmp_path: Path) -> None:
+        locked = tmp_path / "locked"
+        locked.mkdir(mode=0o500)
+        self._refused(tmp_path, StorageError, r"`path`.*EACCES.*writable", path=locked)
+
+    def test_more_capacity_than_the_disk_has(self, tmp_path: Path) -> None:
+        self._refused(tmp_path, StorageFullError, "capacity 90.*available.*lower the capacity", ssd_capacity="99999TB")
+
+    def test_no_capacity_at_all(self, tmp_path: Path) -> None:
+        self._refused(tmp_path, ValueError, "capacity.*at least", ssd_capacity=0)
+
+    def test_host_memory_that_is_too_small_for_a_tier(self, tmp_path: Path) -> None:
+        for tier in ("host", "ssd"):
+            self._refused(tmp_path, ValueError, "`host_memory='1MiB'` is too small", host_memory="1MiB", tier=tier)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="kvikio may work here")
+    def test_kvikio_where_there_is_no_gpu(self, tmp_path: Path) -> None:
+        self._refused(tmp_path, StorageError, "kvikio.*posix", backend="kvikio")
+
+
+def test_the_capacity_is_taken_before_the_first_step(tmp_path: Path) -> None:
+    """All of it, whole pages: 100 MB is no multiple of 4096."""
+    taken: list[int] = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            (directory,) = scratch_directories(tmp_path)
+            taken.append((Path(directory) / "scratch.bin").stat().st_blocks * 512)
+
+    trainer = make_trainer(tmp_path, offloading(ssd_capacity="100MB"), callbacks=[Look()])
+    trainer.fit(small_model(), batches(1))
+    assert taken[0] == 100_000_000 // 4096 * 4096
+
+
+class _Large(pl.LightningModule):
+    """Saves one tensor of 65 MiB, more than the least host memory that a tier may have, and small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1024))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        small = (self.weight * 0.5).exp()
+        large = small.expand(65 * 256, 1024).exp().sum() * 1e-6
+        loss = large + (self.weight * 0.25).exp().sum()  # of which backward begins with the last
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class TestBudgets:
+    def _train(self, root: Path, strategy: Any) -> tuple[_Large, Watch]:
+        model, watch = _Large(), Watch()
+        make_trainer(root, strategy, callbacks=[PrefetchScheduler(window_bytes=0), watch]).fit(model, batches(3))
+        return model, watch
+
+    def test_host_memory_too_small_for_one_tensor(self, tmp_path: Path) -> None:
+        with pytest.raises(BudgetError, match=r"saved tensor of 65.00 MiB.*host tier.*`host_memory`.*'auto'"):
+            self._train(tmp_path, offloading(tier="host", host_memory="64MiB"))
+
+    def test_host_memory_too_small_for_one_tensor_under_auto_keeps_it(self, tmp_path: Path) -> None:
+        strategy = offloading(tier="host", host_memory="64MiB", offload="auto", min_bytes=4096)
+        model, _ = self._train(tmp_path, strategy)
+        assert model.losses == self._train(tmp_path, "auto")[0].losses
+
+    def test_what_is_too_large_for_the_host_goes_to_the_ssd(self, tmp_path: Path) -> None:
+        strategy = offloading(host_memory="64MiB", ssd_capacity=None, min_bytes=4096, staging_memory="128MiB")
+        model, watch = self._train(tmp_path, strategy)
+        assert model.losses == self._train(tmp_path, "auto")[0].losses
+        assert watch.bytes_out["host"] > 0
+        assert watch.bytes_out["ssd"] == 3 * 65 * 2**20
+
+    def test_ssd_capacity_too_small(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, offloading(ssd_capacity="8KiB"))
+        with pytest.raises(BudgetError, match="capacity 8.00 KiB.*`ssd_capacity`.*'auto'"):
+            trainer.fit(small_model(), batches())
+
+    def test_ssd_capacity_too_small_under_auto_keeps_the_rest(self, tmp_path: Path) -> None:
+        model, watch = small_model(), Watch()
+        strategy = offloading(ssd_capacity="8KiB", offload="auto")
+        make_trainer(tmp_path, strategy, callbacks=[watch]).fit(model, batches())
+        assert_same_training(_plain(tmp_path), model)
+        assert watch.bytes_out["ssd"] > 0
+
+
+class _BreakAt(pl.Callback):
+    """Breaks a drive when batch 2 begins."""
+
+    def __init__(self, break_it: Callable[[], object]) -> None:
+        self._break = break_it
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
+    ) -> None:
+        if batch_idx == 2:
+            self._break()
+
+
+def _io_error(operation: Any, number: int) -> Callable[[FaultyBackend], object]:
+    return lambda backend: backend.error.update({operation: OSError(number, os.strerror(number))})
+
+
+_FAULTS: dict[str, tuple[Callable[[FaultyBackend], object], type[StorageError], str]] = {
+    "disk full": (_io_error("write", errno.ENOSPC), StorageFullError, "ENOSPC.*Free space"),
+    "write error": (_io_error("write", errno.EIO), StorageError, "EIO.*dmesg"),
+    "read error": (_io_error("read", errno.EIO), StorageError, "EIO.*dmesg"),
+    "short write": (lambda backend: backend.short.add("write"), StorageError, "wrote only"),
+    "short read": (lambda backend: backend.short.add("read"), StorageError, "read only"),
+    "flipped bit": (lambda backend: setattr(backend, "flip", True), ChecksumError, "not what was written"),
+}
+
+
+@pytest.mark.parametrize("under_the_strategy", [True, False])
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_a_fault_in_the_middle_of_a_run_ends_it_before_a_wrong_number_is_used(
+    tmp_path: Path, fault: str, under_the_strategy: bool
+) -> None:
+    """The error names file and offset, the optimizer has not stepped on the batch, and the module trains again."""
+    break_drive, error, match = _FAULTS[fault]
+    backend = FaultyBackend()
+    arguments = small_arguments() | {"backend": backend}
+    callbacks = [PrefetchScheduler(window_bytes=0), Watch(), _BreakAt(lambda: break_drive(backend))]
+    if not under_the_strategy:
+        callbacks.append(ActivationOffload(**arguments))
+    trainer = make_trainer(
+        tmp_path, SSDOffloadStrategy(**arguments) if under_the_strategy else "auto", callbacks=callbacks
+    )
+    model = small_model()
+    with pytest.raises(error, match=match) as raised:
+        trainer.fit(model, batches())
+    assert raised.match(rf"at offset \d+ (in|of) {tmp_path}/lightning_ssd-.*/scratch.bin")
+    assert trainer.global_step == 2
+    assert scratch_directories(tmp_path) == []
+    assert package_threads() == []
+
+    model.load_state_dict(small_model().state_dict())
+    model.zero_grad()
+    model.losses.clear()
+    make_trainer(tmp_path, offloading()).fit(model, batches())
+    assert_same_training(_plain(tmp_path), model)
+
+
+def test_a_failed_write_is_reported_even_if_nobody_wants_the_bytes_back(tmp_path: Path) -> None:
+    """Backward is never run over what was lost; the next batch's first store tells."""
+    backend = FaultyBackend()
+
+    class Dropping(SmallModel):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.losses.append(self.loss(batch).item())
+            staging = self.trainer.strategy.tensor_cache.tiers["ssd"].staging
+            staging.acquire(staging.budget).release()  # when all writes have ended
+
+    break_drive = _BreakAt(lambda: _io_error("write", errno.EIO)(backend))
+    model = small_model(kind=Dropping)
+    trainer = make_trainer(tmp_path, offloading(backend=backend), callbacks=[break_drive])
+    with pytest.raises(StorageError, match=r"at offset \d+ in .*scratch.bin: \[EIO\]"):
+        trainer.fit(model, batches())
+    assert len(model.losses) <= 3
+
+
+def test_a_truncated_scratch_file_is_a_short_read(tmp_path: Path) -> None:
+    def truncate() -> None:
+        (directory,) = scratch_directories(tmp_path)
+        os.truncate(Path(directory) / "scratch.bin", 0)
+
+    class Truncate(pl.Callback):
+        def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+            truncate()
+
+    callbacks = [PrefetchScheduler(window_bytes=0), Watch(), Truncate()]
+    trainer = make_trainer(tmp_path, offloading(), callbacks=callbacks)
+    with pytest.raises(StorageError, match=r"read only 0 of \d+ bytes at offset \d+ of .*scratch.bin"):
+        trainer.fit(small_model(), batches())
+    assert trainer.global_step == 0
+
+
+def test_two_runs_at_once_on_one_path(tmp_path: Path) -> None:
+    """One trains wholly inside a step of the other; each has a directory of its own, and keeps to it."""
+    inner, seen = small_model(), []
+
+    class Inner(pl.Callback):
+        def on_train_batch_start(
+            self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
+        ) -> None:
+            if batch_idx == 2:
+                before = scratch_directories(tmp_path)
+                make_trainer(tmp_path, offloading(), callbacks=[Look()]).fit(inner, batches())
+                assert scratch_directories(tmp_path) == before
+                assert len(before) == 1
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.extend(scratch_directories(tmp_path))
+
+    outer = small_model()
+    make_trainer(tmp_path, offloading(), callbacks=[Inner()]).fit(outer, batches())
+    plain = _plain(tmp_path)
+    assert_same_training(plain, inner)
+    assert_same_training(plain, outer)
+    assert len(set(seen)) == 2
+
+
+_HELD = """
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.trainings import SmallModel, batches, make_trainer, offloading, small_model
+
+FORWARD = {forward!r}
+
+
+class Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if FORWARD:
+            hold()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if not FORWARD:
+            hold()
+        return grad
+
+
+def hold():
+    print("inside", flush=True)
+    sys.stdin.readline()
+
+
+class HeldModel(SmallModel):
+    def loss(self, batch):
+        hidden = self.net[:3](batch)
+        if len(self.losses) == 2:
+            hidden = Held.apply(hidden)
+        return self.net[3:](hidden).pow(2).mean()
+
+
+make_trainer(Path({root!r}), offloading()).fit(small_model(kind=HeldModel), batches())
+print("trained", flush=True)
+"""
+
+
+@contextmanager
+def _held_run(root: Path, *, forward: bool = True) -> "Iterator[subprocess.Popen[str]]":
+    """Runs a training in another process, and enters when that is inside a step, where it waits for its input."""
+    script = root / "script.py"
+    script.write_text(_HELD.format(root=str(root), forward=forward))
+    with subprocess.Popen(
+        [sys.executable, script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=script_environment(),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.strip() == "inside":
+                    break
+            else:
+                pytest.fail(process.stderr.read() if process.stderr else "")
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "forward"),
+    [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGINT, False)],
+)
+def test_a_run_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: signal.Signals, forward: bool) -> None:
+    with _held_run(tmp_path, forward=forward) as process:
+        assert len(scratch_directories(tmp_path)) == 1
+        process.send_signal(number)
+        # Ctrl-C ends the step at once; SIGTERM lets it end, as Lightning does.
+        output, errors = process.communicate("\n", timeout=60)
+    assert process.returncode in (0, 1), errors  # Lightning's: 0 after SIGTERM
+    assert "trained" not in output
+    assert scratch_directories(tmp_path) == []
+
+
+def test_the_next_run_removes_what_a_killed_one_left_and_never_a_live_ones(tmp_path: Path) -> None:
+    plain, beside, after = _plain(tmp_path), small_model(), small_model()
+    with _held_run(tmp_path) as process:
+        alive = scratch_directories(tmp_path)
+        assert len(alive) == 1
+        make_trainer(tmp_path, offloading()).fit(beside, batches())
+        assert scratch_directories(tmp_path) == alive
+        process.kill()
+        process.wait()
+    assert scratch_directories(tmp_path) == alive
+    make_trainer(tmp_path, offloading()).fit(after, batches())
+    assert scratch_directories(tmp_path) == []
+    assert_same_training(plain, beside)
+    assert_same_training(plain, after)

@@ -1,0 +1,674 @@
+"""The strategy under Lightning's Trainer: every way to run it, and what is true after each."""
+
+import csv
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_ssd import (
+    ActivationOffload,
+    MicroBatchSwitch,
+    OffloadMonitor,
+    PrefetchScheduler,
+    SSDOffloadStrategy,
+)
+from tests.trainings import (
+    MIN_BYTES,
+    WIDTH,
+    SmallModel,
+    Watch,
+    assert_same_training,
+    batches,
+    make_trainer,
+    nothing_left,  # noqa: F401
+    offloading,
+    package_threads,
+    run_script,
+    scratch_directories,
+    small_arguments,
+    small_model,
+)
+
+OURS = (MicroBatchSwitch, PrefetchScheduler, OffloadMonitor)
+
+
+def _train(root: Path, strategy: Any, *callbacks: pl.Callback, loader: Any = None, **arguments: Any) -> Any:
+    """Trains a fresh model, and returns it."""
+    model = arguments.pop("model", None) or small_model()
+    val = batches(2) if "val_check_interval" in arguments or "num_sanity_val_steps" in arguments else None
+    make_trainer(root, strategy, callbacks=list(callbacks), **arguments).fit(model, loader or batches(), val)
+    return model
+
+
+def _assert_parity(root: Path, **arguments: Any) -> None:
+    """Asserts that a training is the same with and without offload, and that bytes really moved."""
+    watch = Watch()
+    plain = _train(root, "auto", **arguments)
+    assert_same_training(plain, _train(root, offloading(), watch, **arguments))
+    assert watch.moved > 0
+
+
+class TestChoosingIt:
+    @pytest.mark.parametrize(("name", "tier"), [("ssd_offload", "ssd"), ("cpu_offload", "host")])
+    def test_a_registered_name_trains_as_plain_lightning_does(self, tmp_path: Path, name: str, tier: str) -> None:
+        trainer = make_trainer(tmp_path, name)
+        assert isinstance(trainer.strategy, SSDOffloadStrategy)
+        assert trainer.strategy.config.tier == tier
+        model = small_model()
+        trainer.fit(model, batches(2))
+        assert_same_training(_train(tmp_path, "auto", loader=batches(2)), model)
+
+    @pytest.mark.parametrize("tier", ["ssd", "host"])
+    def test_an_instance_trains_as_plain_lightning_does(self, tmp_path: Path, tier: str) -> None:
+        watch = Watch()
+        offloaded = _train(tmp_path, offloading(tier=tier), watch, max_epochs=2)
+        assert_same_training(_train(tmp_path, "auto", max_epochs=2), offloaded)
+        assert set(watch.bytes_out) == {tier}
+        assert watch.moved > 0
+
+    def test_it_trains_with_callbacks_loggers_and_checkpoints_on_as_by_default(self, tmp_path: Path) -> None:
+        model = small_model()
+        pl.Trainer(
+            strategy=offloading(),
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            default_root_dir=tmp_path,
+            logger=CSVLogger(tmp_path),
+        ).fit(model, batches(), batches(1))
+        assert_same_training(_train(tmp_path, "auto"), model)
+        assert len(list(tmp_path.rglob("*.ckpt"))) == 1
+
+    @pytest.mark.parametrize("several", [{"devices": 2}, {"num_nodes": 2}])
+    def test_two_devices_are_refused_with_the_remedy(self, tmp_path: Path, several: dict[str, int]) -> None:
+        trainer = make_trainer(tmp_path, offloading(), **several)
+        with pytest.raises(ValueError, match=r"one device.*2.*devices=1.*ActivationOffload"):
+            trainer.fit(small_model(), batches())
+
+    def test_scratch_files_lie_in_a_default_root_dir_that_does_not_exist_yet(self, tmp_path: Path) -> None:
+        seen: list[str] = []
+
+        class Look(pl.Callback):
+            def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+                seen.extend(scratch_directories(tmp_path / "new" / "root"))
+
+        _train(tmp_path / "new" / "root", offloading(), Look())
+        assert len(seen) == 1
+
+    def test_a_remote_default_root_dir_is_refused_with_the_remedy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        trainer = make_trainer(tmp_path, offloading(), default_root_dir="memory://runs")
+        with pytest.raises(ValueError, match="default_root_dir.*`path`"):
+            trainer.fit(small_model(), batches())
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestRunning:
+    def test_fit_after_fit_goes_on_as_plain_lightning_does(self, tmp_path: Path) -> None:
+        models = []
+        for strategy in ("auto", offloading()):
+            model, trainer = small_model(), make_trainer(tmp_path, strategy)
+            trainer.fit(model, batches())
+            trainer.fit_loop.max_epochs = 3
+            trainer.fit(model, batches())
+            models.append(model)
+        assert len(models[0].losses) == 18
+        assert_same_training(*models)
+
+    def test_a_second_trainer_trains_the_same_module(self, tmp_path: Path) -> None:
+        models = []
+        for strategies in (("auto", "auto", "auto"), (offloading(), offloading(tier="host"), "auto")):
+            model = small_model()
+            for strategy in strategies:
+                make_trainer(tmp_path, strategy).fit(model, batches())
+            models.append(model)
+        assert_same_training(*models)
+
+    def test_evaluation_without_a_fit_gives_the_same_results(self, tmp_path: Path) -> None:
+        results = []
+        for strategy in ("auto", offloading()):
+            model, trainer = small_model(), make_trainer(tmp_path, strategy)
+            results.append(
+                (
+                    trainer.validate(model, batches(2), verbose=False),
+                    trainer.test(model, batches(2), verbose=False),
+                    torch.cat(trainer.predict(model, batches(2))).tolist(),
+                )
+            )
+        assert results[0] == results[1]
+
+    def test_the_sanity_check_comes_before_the_first_step(self, tmp_path: Path) -> None:
+        _assert_parity(tmp_path, num_sanity_val_steps=2)
+
+    def test_validation_inside_an_epoch_changes_nothing(self, tmp_path: Path) -> None:
+        _assert_parity(tmp_path, val_check_interval=2, max_epochs=2)
+
+    def test_validation_inside_an_accumulation_window_changes_nothing(self, tmp_path: Path) -> None:
+        _assert_parity(tmp_path, val_check_interval=2, accumulate_grad_batches=3, max_epochs=2)
+
+    def test_overfit_batches(self, tmp_path: Path) -> None:
+        _assert_parity(tmp_path, overfit_batches=2, max_epochs=3)
+
+    def test_fast_dev_run(self, tmp_path: Path) -> None:
+        _assert_parity(tmp_path, fast_dev_run=3)
+
+    def test_a_ragged_last_batch(self, tmp_path: Path) -> None:
+        rows = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(1))
+        _assert_parity(tmp_path, loader=torch.utils.data.DataLoader(rows, batch_size=16), max_epochs=3)
+
+    def test_skipped_steps(self, tmp_path: Path) -> None:
+        """A training step that returns None has a graph that backward never runs over."""
+
+        class Skipping(SmallModel):
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+                loss = super().training_step(batch, batch_idx)
+                return None if batch_idx % 2 else loss
+
+        models = [
+            _train(tmp_path, strategy, model=small_model(kind=Skipping), max_epochs=2)
+            for strategy in ("auto", offloading())
+        ]
+        assert_same_training(*models)
+
+    @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.01), ("value", 0.001)])
+    def test_gradient_clipping(self, tmp_path: Path, algorithm: str, value: float) -> None:
+        clipped: dict[str, Any] = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
+        _assert_parity(tmp_path, **clipped)
+        assert _train(tmp_path, offloading(), **clipped).losses != _train(tmp_path, offloading()).losses
+
+    @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true", "64-true"])
+    def test_precisions(self, tmp_path: Path, precision: str) -> None:
+        plain = _train(tmp_path, "auto", precision=precision)
+        watch = Watch()
+        # bf16 activations have half the bytes, and still all go out.
+        offloaded = _train(tmp_path, offloading(min_bytes=MIN_BYTES // 2), watch, precision=precision)
+        assert_same_training(plain, offloaded)
+        assert watch.moved > 0
+
+    def test_data_loader_workers(self, tmp_path: Path) -> None:
+        rows = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+        loader = torch.utils.data.DataLoader(rows, batch_size=16, num_workers=2, persistent_workers=True)
+        _assert_parity(tmp_path, loader=loader, max_epochs=2)
+
+    def test_a_graph_that_outlives_the_training_says_why_it_cannot_run(self, tmp_path: Path) -> None:
+        kept: list[Tensor] = []
+
+        class Keeping(SmallModel):
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                kept.append(self.loss(batch))
+                return loss
+
+        _train(tmp_path, offloading(), model=small_model(kind=Keeping))
+        with pytest.raises(RuntimeError, match="training has ended"):
+            kept[0].backward()
+
+    def test_a_finished_training_can_be_collected(self, tmp_path: Path) -> None:
+        """No hook, thread or registry keeps the strategy and its model alive."""
+        model, trainer = small_model(), make_trainer(tmp_path, offloading())
+        trainer.fit(model, batches())
+        references = [weakref.ref(model), weakref.ref(trainer.strategy)]
+        del model, trainer
+        gc.collect()
+        assert [reference() for reference in references] == [None, None]
+
+
+class GAN(SmallModel):
+    """Manual optimization: two optimizers, in turns, over graphs that share a part."""
+
+    def __init__(self, toggle: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.toggle = toggle
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        if self.toggle:
+            self.toggle_optimizer(generator)
+        fake = self(batch)
+        loss = -self.critic(fake).mean()
+        generator.zero_grad()
+        self.manual_backward(loss)
+        generator.step()
+        if self.toggle:
+            self.untoggle_optimizer(generator)
+            self.toggle_optimizer(critic)
+        critic_loss = self.critic(fake.detach()).mean() - self.critic(batch).mean()
+        critic.zero_grad()
+        self.manual_backward(critic_loss)
+        critic.step()
+        if self.toggle:
+            self.untoggle_optimizer(critic)
+        self.losses += [loss.item(), critic_loss.item()]
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.Adam(self.net.parameters(), 1e-2),
+            torch.optim.Adam(self.critic.parameters(), 1e-2),
+        )
+
+
+class TogglingGAN(GAN):
+    def __init__(self) -> None:
+        super().__init__(toggle=True)
+
+
+@pytest.mark.parametrize("kind", [GAN, TogglingGAN])
+def test_manual_optimization_with_two_optimizers(tmp_path: Path, kind: type[GAN]) -> None:
+    watch = Watch()
+    plain = _train(tmp_path, "auto", model=small_model(kind=kind), max_epochs=2)
+    offloaded = _train(tmp_path, offloading(), watch, model=small_model(kind=kind), max_epochs=2)
+    assert_same_training(plain, offloaded)
+    assert watch.moved > 0
+
+
+class _Boom(Exception):
+    pass
+
+
+class _RaisingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise _Boom
+
+
+class _InTrainingStep(SmallModel):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise _Boom
+        return loss
+
+
+class _InBackward(SmallModel):
+    def loss(self, batch: Tensor) -> Tensor:
+        # In the middle: backward has fetched some saved tensors, and others are on their way back.
+        hidden = self.net[:3](batch)
+        if len(self.losses) == 2:
+            hidden = _RaisingBackward.apply(hidden)
+        return self.net[3:](hidden).pow(2).mean()
+
+
+class _InAfterBackward(SmallModel):
+    def on_after_backward(self) -> None:
+        if len(self.losses) == 2:
+            raise _Boom
+
+
+class _InBatchStart(SmallModel):
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise _Boom
+
+
+class _InValidation(SmallModel):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        raise _Boom
+
+
+class _InFitStart(SmallModel):
+    def on_fit_start(self) -> None:
+        raise _Boom
+
+
+class _InConfigureOptimizers(SmallModel):
+    def configure_optimizers(self) -> Any:
+        raise _Boom
+
+
+class _InTrainEnd(SmallModel):
+    def on_train_end(self) -> None:
+        raise _Boom
+
+
+_RAISING = [
+    _InTrainingStep,
+    _InBackward,
+    _InAfterBackward,
+    _InBatchStart,
+    _InValidation,
+    _InFitStart,
+    _InConfigureOptimizers,
+    _InTrainEnd,
+]
+
+
+@pytest.mark.parametrize("kind", _RAISING)
+def test_after_an_exception_nothing_is_left_and_the_module_trains_again(tmp_path: Path, kind: type[SmallModel]) -> None:
+    model = small_model(kind=kind)
+    trainer = make_trainer(tmp_path, offloading(), num_sanity_val_steps=0)
+    with pytest.raises(_Boom):
+        trainer.fit(model, batches(), batches(1))
+    assert scratch_directories(tmp_path) == []
+    assert package_threads() == []
+
+    model.__class__ = SmallModel  # the same module, healed
+    model.load_state_dict(small_model().state_dict())
+    model.zero_grad()
+    model.losses.clear()
+    assert_same_training(_train(tmp_path, "auto"), _train(tmp_path, offloading(), model=model))
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("offload_first", [True, False])
+    def test_a_run_goes_on_in_the_middle_of_an_epoch_under_the_other_strategy(
+        self, tmp_path: Path, offload_first: bool
+    ) -> None:
+        """Written by one and resumed by the other: losses and weights are those of one plain run."""
+        whole = _train(tmp_path, "auto", max_epochs=3)
+        model, resumed = small_model(), small_model(seed=1)
+
+        middle = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=8)
+        first = make_trainer(
+            tmp_path,
+            offloading() if offload_first else "auto",
+            max_steps=8,
+            max_epochs=3,
+            enable_checkpointing=True,
+            callbacks=[middle],
+        )
+        first.fit(model, batches())
+        second = make_trainer(tmp_path, "auto" if offload_first else offloading(), max_epochs=3)
+        second.fit(resumed, _SkippingLoader(2), ckpt_path=middle.best_model_path, weights_only=False)
+
+        resumed.losses = model.losses + resumed.losses
+        assert_same_training(whole, resumed)
+
+    def test_a_checkpoint_is_the_one_that_plain_lightning_writes(self, tmp_path: Path) -> None:
+        states = []
+        for strategy in ("auto", offloading()):
+            trainer = make_trainer(tmp_path, strategy)
+            trainer.fit(small_model(), batches())
+            trainer.save_checkpoint(tmp_path / "end.ckpt")
+            states.append(torch.load(tmp_path / "end.ckpt", weights_only=False))
+        plain, offloaded = states
+        assert plain.keys() == offloaded.keys()
+        for key in ("state_dict", "optimizer_states", "lr_schedulers"):
+            torch.testing.assert_close(offloaded[key], plain[key], rtol=0, atol=0)
+        SmallModel.load_from_checkpoint(tmp_path / "end.ckpt", weights_only=False)
+
+    def test_model_checkpoint_and_early_stopping_act_as_in_plain_lightning(self, tmp_path: Path) -> None:
+        found = []
+        for strategy in ("auto", offloading()):
+            root = tmp_path / str(len(found))
+            checkpoint = ModelCheckpoint(root / "checkpoints", monitor="val_loss", save_top_k=1)
+            stopping = EarlyStopping("val_loss", patience=0, min_delta=0.05)
+            trainer = make_trainer(
+                root, strategy, callbacks=[checkpoint, stopping], max_epochs=20, enable_checkpointing=True
+            )
+            trainer.fit(small_model(), batches(), batches(1))
+            assert 0 < stopping.stopped_epoch < 19
+            found.append(
+                (stopping.stopped_epoch, checkpoint.best_model_score.item(), Path(checkpoint.best_model_path).name)
+            )
+        assert found[0] == found[1]
+
+    def test_learning_rate_monitor_logs_the_same_rates(self, tmp_path: Path) -> None:
+        logged = []
+        for strategy in ("auto", offloading()):
+            logger = CSVLogger(tmp_path / str(len(logged)))
+            trainer = make_trainer(
+                tmp_path, strategy, callbacks=[LearningRateMonitor("step")], logger=logger, log_every_n_steps=1
+            )
+            trainer.fit(small_model(), batches())
+            logged.append([row["lr-AdamW"] for row in _rows(logger) if row.get("lr-AdamW")])
+        assert len(set(logged[0])) == 3
+        assert logged[0] == logged[1]
+
+
+def _rows(logger: CSVLogger) -> list[dict[str, str]]:
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+class _SkippingLoader:
+    """The six batches; the first pass, which resumes an epoch, begins after `done` of them."""
+
+    def __init__(self, done: int) -> None:
+        self._batches = list(batches())
+        self._done = done
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Any:
+        # A generator: Lightning makes an iterator that it never uses.
+        done, self._done = self._done, 0
+        yield from self._batches[done:]
+
+
+class TestCallbacksItAdds:
+    def test_those_that_the_user_did_not_give(self, tmp_path: Path) -> None:
+        mine = PrefetchScheduler(window_bytes=MIN_BYTES)
+        trainer = make_trainer(tmp_path, offloading(), callbacks=[mine])
+        trainer.fit(small_model(), batches())
+        assert [sum(type(callback) is kind for callback in trainer.callbacks) for kind in OURS] == [1, 1, 1]
+        assert mine in trainer.callbacks
+
+    def test_a_refit_adds_no_second_ones(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, offloading())
+        trainer.fit(small_model(), batches())
+        first = list(trainer.callbacks)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(small_model(), batches())
+        trainer.validate(small_model(), batches(1), verbose=False)
+        assert trainer.callbacks == first
+
+    def test_checkpoint_callbacks_stay_last_and_others_keep_their_order(self, tmp_path: Path) -> None:
+        checkpoints = [ModelCheckpoint(tmp_path / "checkpoints", every_n_epochs=epochs) for epochs in (1, 2)]
+        watches = [Watch(), Watch()]
+        trainer = make_trainer(
+            tmp_path,
+            offloading(),
+            enable_checkpointing=True,
+            callbacks=[watches[0], *checkpoints, watches[1]],
+        )
+        trainer.fit(small_model(), batches())
+        assert trainer.callbacks[-2:] == checkpoints
+        assert [callback for callback in trainer.callbacks if callback in watches] == watches
+
+    def test_those_of_the_module_replace_them(self, tmp_path: Path) -> None:
+        """`configure_callbacks` counts as given by the user."""
+        mine = OffloadMonitor(progress_bar=False)
+
+        class Configured(SmallModel):
+            def configure_callbacks(self) -> list[pl.Callback]:
+                return [mine]
+
+        trainer = make_trainer(tmp_path, offloading())
+        trainer.fit(small_model(kind=Configured), batches())
+        assert [callback for callback in trainer.callbacks if isinstance(callback, OffloadMonitor)] == [mine]
+
+    def test_activation_offload_beside_it_is_refused(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, offloading(), callbacks=[ActivationOffload()])
+        with pytest.raises(ValueError, match="SSDOffloadStrategy.*Drop the ActivationOffload callback"):
+            trainer.fit(small_model(), batches())
+
+
+class _CLIModel(SmallModel):
+    def train_dataloader(self) -> Any:
+        return batches(2)
+
+
+def _cli(root: Path, *args: str, run: bool = False) -> LightningCLI:
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(root),
+    }
+    return LightningCLI(
+        _CLIModel, args=[*args], run=run, trainer_defaults=trainer, save_config_callback=None, seed_everything_default=0
+    )
+
+
+@pytest.fixture
+def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train"])  # else LightningCLI warns of pytest's own
+
+
+@pytest.mark.usefixtures("_no_arguments")
+class TestCommandLine:
+    def test_every_argument_is_reachable_and_arrives(self, tmp_path: Path) -> None:
+        arguments = {
+            "path": str(tmp_path),
+            "tier": "ssd",
+            "offload": "0.5",
+            "host_memory": "64MiB",
+            "ssd_capacity": "1MiB",
+            "spill": "ssd_first",
+            "min_bytes": "2048",
+            "staging_memory": "16MiB",
+            "backend": "posix",
+            "checksum": "true",
+        }
+        strategy = _cli(
+            tmp_path,
+            "--trainer.strategy=lightning_ssd.SSDOffloadStrategy",
+            *(f"--trainer.strategy.{name}={value}" for name, value in arguments.items()),
+        ).trainer.strategy
+        assert isinstance(strategy, SSDOffloadStrategy)
+        config = strategy.config
+        assert config.amount() == 0.5
+        assert config.checksum is True
+        assert (config.tier, config.spill, config.backend) == ("ssd", "ssd_first", "posix")
+        assert config.paths(Path("elsewhere")) == [tmp_path]
+        assert str(config.min_bytes) == "2048"
+        assert (config.host_memory, config.ssd_capacity, config.staging_memory) == ("64MiB", "1MiB", "16MiB")
+
+    @pytest.mark.parametrize(
+        ("text", "amount"),
+        [("auto", "auto"), ("none", "none"), ("1", 1.0), ("0.25", 0.25), ("1000000", 1000000), ("8GiB", 8 * 2**30)],
+    )
+    def test_offload_means_the_same_as_in_python(self, tmp_path: Path, text: str, amount: float | int | str) -> None:
+        strategy = _cli(
+            tmp_path, "--trainer.strategy=lightning_ssd.SSDOffloadStrategy", f"--trainer.strategy.offload={text}"
+        ).trainer.strategy
+        assert strategy.config.amount() == amount
+        assert type(strategy.config.amount()) is type(amount)
+
+    def test_a_config_file_trains(self, tmp_path: Path) -> None:
+        other = tmp_path / "other"
+        other.mkdir()
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            f"""
+trainer:
+  strategy:
+    class_path: lightning_ssd.SSDOffloadStrategy
+    init_args:
+      path: [{tmp_path}, {other}]
+      offload: 1.0
+      min_bytes: {MIN_BYTES}
+      ssd_capacity: 1MiB
+      staging_memory: 16MiB
+  callbacks:
+    - class_path: lightning_ssd.PrefetchScheduler
+      init_args:
+        window_bytes: 8KiB
+        depth: 2
+    - class_path: lightning_ssd.OffloadMonitor
+      init_args:
+        progress_bar: false
+    - class_path: lightning_ssd.MicroBatchSwitch
+    - class_path: tests.trainings.Watch
+"""
+        )
+        cli = _cli(tmp_path, "fit", f"--config={config}", run=True)
+        assert len(cli.model.losses) == 2
+        watch = next(callback for callback in cli.trainer.callbacks if hasattr(callback, "moved"))
+        assert watch.moved > 0
+        assert [sum(type(callback) is kind for callback in cli.trainer.callbacks) for kind in OURS] == [1, 1, 1]
+
+    def test_help_lists_every_argument_with_its_text(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exited:
+            _cli(tmp_path, "--trainer.strategy.help", "lightning_ssd.SSDOffloadStrategy")
+        assert exited.value.code == 0
+        text = " ".join(capsys.readouterr().out.split())
+        for name, phrase in {
+            "path": "directory for scratch files",
+            "tier": "host memory alone",
+            "offload": "how much goes out",
+            "host_memory": "bytes of pinned memory",
+            "ssd_capacity": "bytes of scratch space",
+            "spill": "which one is filled first",
+            "min_bytes": "stay on the device",
+            "staging_memory": "pass data to and from",
+            "backend": "GPUDirect Storage",
+            "checksum": "check every byte",
+        }.items():
+            assert f".{name} " in text, name
+            assert phrase in text, name
+
+    def test_a_wrong_value_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises((SystemExit, ValueError)) as refused:
+            _cli(tmp_path, "--trainer.strategy=lightning_ssd.SSDOffloadStrategy", "--trainer.strategy.offload=1.5")
+        assert "offload" in capsys.readouterr().err + str(refused.value)
+
+
+def test_the_pytorch_lightning_tree_trains(tmp_path: Path) -> None:
+    """The same under `pytorch_lightning`, whose classes are others: with a name, an instance, and the callback."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import sys
+import torch
+import pytorch_lightning as pl
+from lightning_ssd import ActivationOffload, SSDOffloadStrategy
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+        self.losses = []
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).pow(2).mean()
+        self.losses.append(loss.item())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+def train(strategy, *callbacks):
+    torch.manual_seed(0)
+    model = Model()
+    loader = torch.utils.data.DataLoader(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), 16)
+    trainer = pl.Trainer(
+        strategy=strategy, callbacks=list(callbacks), accelerator="cpu", devices=1, max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir={str(tmp_path)!r},
+    )
+    trainer.fit(model, loader)
+    return model.losses
+
+small = {small_arguments()!r}
+plain = train("auto")
+assert train("ssd_offload") == plain
+assert train(SSDOffloadStrategy(**small)) == plain
+assert train("auto", ActivationOffload(**small)) == plain
+assert "lightning.pytorch" not in sys.modules
+print("trained")
+"""
+    )
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "trained"

@@ -1,0 +1,176 @@
+"""Small trainings on the CPU, and what must be true after each: for the tests of strategy, callbacks, failures."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.activations.ssd import SSDTier
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+
+WIDTH = 32
+ROWS = 16
+MIN_BYTES = ROWS * WIDTH * 4
+"""Bytes of every activation of `SmallModel` but the loss: all of them are offloaded."""
+
+
+class SmallModel(pl.LightningModule):
+    """A few linear layers; every step's loss is kept in `losses`."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        layers = (layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+        self.net = nn.Sequential(*layers)
+        self.losses: list[float] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self(batch) - batch).pow(2).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9),
+                "interval": "step",
+            },
+        }
+
+
+class Watch(pl.Callback):
+    """Sees what the tensor cache moved in its fits, and lets writes end before backward, so that it reads the files."""
+
+    def __init__(self) -> None:
+        self.bytes_out: dict[str, int] = {}
+        self.bytes_in: dict[str, int] = {}
+        self.bytes_read = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that came back: those of the SSD tier, if there is one, out of its files."""
+        return self.bytes_read if "ssd" in self.bytes_in else self.bytes_in.get("host", 0)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        cache = find_tensor_cache(trainer)
+        if cache is not None and isinstance(ssd := cache.tiers.get("ssd"), SSDTier):
+            # All staging memory is free when no write is left.
+            ssd.staging.acquire(ssd.staging.budget).release()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if (cache := find_tensor_cache(trainer)) is not None:
+            for name, tier in cache.tiers.items():
+                self.bytes_out[name] = self.bytes_out.get(name, 0) + tier.bytes_out
+                self.bytes_in[name] = self.bytes_in.get(name, 0) + tier.bytes_in
+            if (io := cache.io_stats()) is not None:
+                self.bytes_read += io.bytes_read
+
+
+def small_model(seed: int = 0, kind: type[SmallModel] = SmallModel) -> Any:
+    """Returns a model with the weights of `seed`."""
+    torch.manual_seed(seed)
+    return kind()
+
+
+def batches(count: int = 6) -> DataLoader:
+    """Returns a loader of `count` batches, always the same ones."""
+    rows = torch.randn(count * ROWS, WIDTH, generator=torch.Generator().manual_seed(count))
+    return DataLoader(rows, batch_size=ROWS)
+
+
+def offloading(**arguments: Any) -> SSDOffloadStrategy:
+    """Returns a strategy that sends everything out; its small scratch space makes the start quick."""
+    return SSDOffloadStrategy(**(small_arguments() | arguments))
+
+
+def small_arguments() -> dict[str, Any]:
+    """Returns arguments of an offload that sends everything out and starts quickly."""
+    return {
+        "offload": 1.0,
+        "min_bytes": MIN_BYTES,
+        "ssd_capacity": "256KiB",
+        "staging_memory": "16MiB",
+        "checksum": True,
+    }
+
+
+def make_trainer(root: Path, strategy: Any = "auto", **arguments: Any) -> pl.Trainer:
+    """Returns a quiet CPU Trainer that writes nothing but scratch files."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": root,
+    }
+    return pl.Trainer(strategy=strategy, **(defaults | arguments))
+
+
+def assert_same_training(one: SmallModel, other: SmallModel) -> None:
+    """Asserts that both had the same losses and have the same weights, bit for bit."""
+    assert one.losses and one.losses == other.losses
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def scratch_directories(path: Path) -> list[str]:
+    """Returns the scratch directories in or below `path`."""
+    return sorted(str(found) for found in path.rglob("lightning_ssd-*"))
+
+
+def package_threads() -> list[str]:
+    """Returns the names of the package's threads that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
+
+
+def script_environment() -> dict[str, str]:
+    """Returns an environment for Python programs that import this checkout's packages."""
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+
+
+def run_script(script: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs a Python program to its end."""
+    return subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=script_environment(), timeout=120
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """Every test that this fixture is imported for leaves no scratch directory and no thread of the package."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # quicker for tensors as small as these
+    yield
+    torch.set_num_threads(threads)
+    assert scratch_directories(tmp_path) == []
+    assert package_threads() == []
