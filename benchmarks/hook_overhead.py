@@ -2,83 +2,96 @@
 
     python -m benchmarks.hook_overhead [--device cuda]
 
-A chain of cheap operations, each of which saves tensors, is run forward and backward with and without the cache; the
-difference is divided by the saved tensors. The training thread's own time, not the GPU's: the tensors are small.
+A small GPT is run forward and backward with and without the cache, and the difference is divided by the saved tensors:
+all of them, weights and small ones too. The GPU has so little to do that the host's time is the step's.
 """
 
 import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import GPT2LMHeadModel
 
-from lightning_ssd.activations import OffloadConfig, make_tensor_cache
+from lightning_ssd.activations import OffloadConfig, make_tensor_cache, mark_weights
+from lightning_ssd.models.gpt import GPT
 
-OPERATIONS = 400
+CASES: dict[str, dict[str, Any]] = {
+    "kept: smaller than min_bytes": {"tier": "host", "offload": 1.0, "min_bytes": "1GiB"},
+    "a quarter of the bytes to host memory": {"tier": "host", "offload": 0.25},
+    "half of the bytes to host memory": {"tier": "host", "offload": 0.5},
+    "everything to host memory": {"tier": "host", "offload": 1.0},
+    "a quarter of the bytes to SSD": {"host_memory": 0, "offload": 0.25, "staging_memory": "2GiB"},
+}
 
 
-def run(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """A forward and backward that saves activations, weights and small tensors, as a transformer's does."""
-    for _ in range(OPERATIONS // 2):
-        x = torch.nn.functional.gelu(x @ weight)
-    x.sum().backward()
-
-
-def seconds(device: torch.device, x: torch.Tensor, weight: torch.Tensor) -> float:
-    """Returns the host's time of one forward and backward; the device is drained before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run(x, weight)
-    elapsed = time.perf_counter() - start
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return elapsed
+def small_gpt(device: torch.device) -> GPT2LMHeadModel:
+    """Returns a GPT of 12 layers whose blocks save tensors of 1 to 4 MiB."""
+    module = GPT(vocab_size=512, n_positions=256, n_embd=256, n_layer=12, n_head=4)
+    with device:
+        module.configure_model()
+    assert module.model is not None
+    return module.model
 
 
 def main() -> None:
-    """Prints a table: microseconds a saved tensor, by what becomes of it."""
+    """Prints a table: microseconds a saved tensor, by what becomes of the large ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", type=int, default=512, help="rows of the 512-wide activations")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    x = torch.randn(arguments.rows, 512, device=device)
-    weight = torch.nn.Parameter(torch.randn(512, 512, device=device) / 512**0.5)
-    counted = 0
+    model: Any = small_gpt(device)
+    mark_weights(model)
+    ids = torch.randint(0, 512, (4, 256), device=device)
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal counted
-        counted += 1
-        return tensor
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
 
-    with saved_tensors_hooks(count, lambda tensor: tensor):
-        run(x, weight)
-    print(f"{counted} saved tensors a pass, activations of {x.nbytes} bytes, on {device}")
-    print("| what becomes of the activations | us a saved tensor | spread |")
+    def seconds(run: Callable[[], None]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    counted: list[int] = []
+    with saved_tensors_hooks(lambda tensor: counted.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+        step()
+    print(
+        f"{len(counted)} saved tensors a pass, {sum(size >= 2**20 for size in counted)} of 1 MiB or more, on {device}"
+    )
+    print("| what becomes of them | stored a pass | us a saved tensor (quartiles) |")
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
-        for name, config in (
-            ("kept: below min_bytes", OffloadConfig(tier="host", offload=1.0, min_bytes="1GiB", host_memory="2GiB")),
-            ("a quarter to host memory", OffloadConfig(tier="host", offload=0.25, min_bytes=1, host_memory="2GiB")),
-            ("all to host memory", OffloadConfig(tier="host", offload=1.0, min_bytes=1, host_memory="2GiB")),
-        ):
-            cache = make_tensor_cache(config, device, default_path=Path(directory))
-            added = []
-            for index in range(arguments.rounds + 3):
-                plain = seconds(device, x, weight)
+        for name, config in CASES.items():
+            cache = make_tensor_cache(OffloadConfig(**config), device, default_path=Path(directory))
+            cache.window_bytes = 2**24
+
+            def cached(cache: Any = cache) -> None:
                 cache.begin_micro_batch()
                 with cache.hooks():
-                    cached = seconds(device, x, weight)
+                    step()
                 cache.end_backward()
-                if index >= 3:
-                    added.append((cached - plain) / counted * 1e6)
+
+            for _ in range(6):
+                seconds(cached)
+            before = cache.stats()
+            added = sorted(seconds(cached) - seconds(step) for _ in range(arguments.rounds))
+            stored = (cache.stats().stored - before.stored) / arguments.rounds
             cache.close()
-            print(f"| {name} | {statistics.median(added):.1f} | {min(added):.1f} to {max(added):.1f} |")
+            low, middle, high = (value * 1e6 for value in statistics.quantiles(added, n=4))
+            print(
+                f"| {name} | {stored / 2**20:.0f} MiB | {middle / len(counted):.1f} ({low / len(counted):.1f} to "
+                f"{high / len(counted):.1f}) |"
+            )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_ssd.activations.clock import make_clock
+from lightning_ssd.activations.clock import Stopwatch, make_clock
 from lightning_ssd.activations.copies import Copies
 from lightning_ssd.activations.micro_batch import MicroBatch, MicroBatchProfile, Pattern
 from lightning_ssd.activations.placement import Placement
@@ -110,7 +110,7 @@ class TensorCache:
             self._profiled.append(self._batch)
         self._read_profiles()
         last = self._patterns[-1] if self._patterns else None
-        self.placement.begin(sum(last.sizes) if last else 0)
+        self.placement.begin(last.bytes_that_may_leave(self.window_bytes) if last else 0)
         self._copied_at = 0.0
         self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self.placement.plan)
         self._stats.micro_batches += 1
@@ -192,8 +192,7 @@ class TensorCache:
     def _new_record(self, tensor: Tensor, storage: torch.UntypedStorage) -> Record:
         assert self._batch is not None, "begin_micro_batch comes first"
         self._collect()
-        with torch.no_grad():
-            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         record = Record(data, tensor._version, self._batch, len(self._batch.sizes), self._leftovers)
         attach_record(storage, record)
         self._batch.add(record)
@@ -225,14 +224,18 @@ class TensorCache:
         self._stats.stored += record.nbytes
         assert self._batch is not None
         self._copied_at = max(self._copied_at, self._batch.saved_bytes) + record.nbytes * (self._copy_lag or 0.0)
-        self._window.append(_Leaving(weakref.ref(record), data, copy, name, self._copied_at))
+        # As much margin as the storage is large: forwards are not even.
+        due_at = self._copied_at + record.nbytes
+        self._window.append(_Leaving(weakref.ref(record), data, copy, name, due_at))
         self._window_used += record.nbytes
 
     def _store(self, tier: TierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
         copy = self.tiers[tier].store(data, may_wait=False)
         if copy is None and may_wait:
-            with self._stall(tier, _OUT):
-                copy = self.tiers[tier].store(data, may_wait=True)
+            stall = self._stall(tier, _OUT)
+            start = stall.now()
+            copy = self.tiers[tier].store(data, may_wait=True)
+            stall.add(start)
         return copy
 
     def _release_window(self) -> None:
@@ -244,7 +247,7 @@ class TensorCache:
         assert self._batch is not None
         on_cpu = self.device.type == "cpu"  # its copies are done when they are issued
         while self._window:
-            due = self._copy_lag is not None and self._window[0].copied_at <= self._batch.saved_bytes
+            due = self._copy_lag is not None and self._window[0].due_at <= self._batch.saved_bytes
             # The newest stays in flight whatever its size.
             full = len(self._window) > 1 and self._window_used > self.window_bytes
             if not (due or full or on_cpu):
@@ -255,8 +258,10 @@ class TensorCache:
         """Lets go of the oldest storage on its way out: on the device's clock, whatever the host's is."""
         leaving = self._window.popleft()
         self._window_used -= leaving.data.numel()
-        with self._stall(leaving.tier, _OUT):
-            leaving.copy.wait_copied()
+        stall = self._stall(leaving.tier, _OUT)
+        start = stall.now()
+        leaving.copy.wait_copied()
+        stall.add(start)
         record = leaving.record()
         if record is not None:
             record.gone()
@@ -285,8 +290,10 @@ class TensorCache:
         self._prefetch(record.batch)
         if record.state is State.COMING:
             assert record.tier is not None
-            with self._stall(record.tier, _IN):
-                record.arrive()
+            stall = self._stall(record.tier, _IN)
+            start = stall.now()
+            record.arrive()
+            stall.add(start)
             self._stats.loaded += record.nbytes
         return saved.show()
 
@@ -308,10 +315,10 @@ class TensorCache:
                     leftover.load.wait()
             leftover.copy.free()
 
-    def _stall(self, tier: TierName, direction: int) -> contextlib.AbstractContextManager[None]:
-        """Measures how long the compute stream waits for `tier` inside the context."""
+    def _stall(self, tier: TierName, direction: int) -> Stopwatch:
+        """Returns what adds up how long the compute stream waits for `tier`."""
         assert self._batch is not None
-        return self._batch.stalls[tier][direction].span()
+        return self._batch.stalls[tier][direction]
 
     def _read_profiles(self) -> None:
         """Hears of the micro-batches that the device is through with."""
@@ -324,10 +331,10 @@ class TensorCache:
             self.placement.observe(profile)
 
     def _learn_copy_lag(self, profile: MicroBatchProfile) -> None:
-        """Learns how many bytes forward saves while one byte is copied out, with a margin for uneven forwards."""
+        """Learns how many bytes forward saves while one byte is copied out."""
         nbytes, seconds = self.copies.busy()[_OUT]
         if seconds and profile.forward_seconds:
-            self._copy_lag = 1.5 * (profile.saved_bytes / profile.forward_seconds) / (nbytes / seconds)
+            self._copy_lag = (profile.saved_bytes / profile.forward_seconds) / (nbytes / seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,8 +345,8 @@ class _Leaving:
     data: Tensor
     copy: StoredCopy
     tier: TierName
-    copied_at: float
-    """Bytes that the micro-batch has saved by the time that the copy is expected to be done."""
+    due_at: float
+    """Bytes that the micro-batch has saved by the time that the copy must be done."""
 
 
 _OUT, _IN = 0, 1

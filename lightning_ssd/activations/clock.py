@@ -3,8 +3,6 @@
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,14 +53,13 @@ class Stopwatch:
         self._open: deque[tuple[Any, Any]] = deque()
         self._seconds = 0.0
 
-    @contextmanager
-    def span(self) -> Iterator[None]:
-        """Measures the body, from and to the compute stream's present end."""
-        start = self._clock.now()
-        try:
-            yield
-        finally:
-            self._open.append((start, self._clock.now()))
+    def now(self) -> Any:
+        """Returns the compute stream's present end, to give to `add`."""
+        return self._clock.now()
+
+    def add(self, start: Any) -> None:
+        """Adds the span from `start` to the compute stream's present end."""
+        self._open.append((start, self._clock.now()))
 
     @property
     def seconds(self) -> float:

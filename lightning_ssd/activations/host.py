@@ -29,7 +29,7 @@ class HostTier(Tier):
         buffer = self.pool.try_acquire(data.numel())
         if buffer is None:
             return None
-        copied = self._copies.out(data, buffer.tensor[: data.numel()], after=self._copies.mark())
+        copied = self._copies.out(data, buffer.tensor, after=self._copies.mark())
         self.bytes_out += data.numel()
         return _HostCopy(self, buffer, copied, data.numel())
 
@@ -46,7 +46,7 @@ class HostTier(Tier):
     def _load(self, buffer: PinnedBuffer, nbytes: int) -> Load:
         self.bytes_in += nbytes
         data = self._copies.empty(nbytes)
-        arrived = self._copies.into(buffer.tensor[:nbytes], data, after=self._copies.mark())
+        arrived = self._copies.into(buffer.tensor, data, after=self._copies.mark())
         return _HostLoad(data, arrived, self._copies)
 
 

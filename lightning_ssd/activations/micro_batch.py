@@ -35,6 +35,10 @@ class Pattern:
         """Bytes of the largest storage that may leave: what backward wants first does not."""
         return max((size for index, size in enumerate(self.sizes) if index not in self.order[:1]), default=0)
 
+    def bytes_that_may_leave(self, window_bytes: int) -> int:
+        """Bytes of the storages that `is_wanted_early` does not keep on the device."""
+        return sum(size for index, size in enumerate(self.sizes) if not self.is_wanted_early(index, window_bytes))
+
     def is_wanted_early(self, index: int, window_bytes: int) -> bool:
         """Whether storage `index` is what backward wanted first, or in the `window_bytes` after that."""
         before = self._bytes_before.get(index)
@@ -140,13 +144,12 @@ class MicroBatch:
         """
         self._forget_arrived()
         early = sum(self._early.values())
-        if early >= window_bytes:
-            return None
         while self._cursor < len(self._expected):
             record = self._records[self._expected[self._cursor]]()
             if record is not None and record.state is State.AWAY:
                 full = early + self._bytes_ahead + record.nbytes > window_bytes or len(self._ahead) == window_depth
-                if self._ahead and full:
+                # One that is larger than the window comes alone.
+                if full and (self._ahead or early or not window_bytes):
                     return None
                 self._ahead.append((weakref.ref(record), record.nbytes))
                 self._bytes_ahead += record.nbytes

@@ -89,6 +89,10 @@ class Auto(Placement):
 
     #: A tier's stalls may take this share of a micro-batch before its share shrinks.
     TOLERATED_STALL = 0.005
+    #: Share of the bandwidth that is planned with: what fills it to the brim is held up by the least unevenness.
+    MARGIN = 0.9
+    #: How much more than its stalls a tier's share shrinks: stalls vanish in a few micro-batches.
+    SHRINK = 4.0
     #: The first micro-batch pays for lazy initialisation; it is not measured.
     WARM_UP = 1
 
@@ -126,8 +130,8 @@ class Auto(Placement):
             stalls = list(profile.stall_seconds.values())
             self._amounts = offload_amounts(
                 profile.saved_bytes,
-                profile.forward_seconds - sum(out for out, _ in stalls),
-                profile.backward_seconds - sum(into for _, into in stalls),
+                self.MARGIN * (profile.forward_seconds - sum(out for out, _ in stalls)),
+                self.MARGIN * (profile.backward_seconds - sum(into for _, into in stalls)),
                 self._speeds,
             )
             self.may_wait = True
@@ -137,7 +141,7 @@ class Auto(Placement):
         for tier, stalls_of_tier in profile.stall_seconds.items():
             stalled = sum(stalls_of_tier) / seconds
             if tier in self._scale and stalled > self.TOLERATED_STALL:
-                self._scale[tier] *= max(0.5, 1.0 - stalled)
+                self._scale[tier] *= max(0.5, 1.0 - self.SHRINK * stalled)
                 self.plan += 1
 
 

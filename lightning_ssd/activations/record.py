@@ -1,8 +1,8 @@
 """One saved storage: where its bytes are, and who may still ask for them.
 
 autograd holds `SavedView`s, a view holds its `Record`, and a record holds the bytes or the place where they are.
-Nothing else keeps a record alive, so its lifetime is autograd's: when the last node that saved the storage is freed, the
-record dies and its place is given back, whatever became of the graph (run, retained, never run, dropped by an
+Nothing else keeps a record alive, so its lifetime is autograd's: when the last node that saved the storage is freed,
+the record dies and its place is given back, whatever became of the graph (run, retained, never run, dropped by an
 exception).
 """
 
@@ -168,10 +168,9 @@ class SavedView:
         """Returns the saved tensor; the record's bytes are on the device."""
         record = self.record
         assert record.data is not None
-        with torch.no_grad():
-            tensor = torch.empty(0, dtype=self.dtype, device=record.data.device).set_(
-                record.data.untyped_storage(), self.offset, self.size, self.stride
-            )
+        tensor = torch.empty(0, dtype=self.dtype, device=record.data.device).set_(
+            record.data.untyped_storage(), self.offset, self.size, self.stride
+        )
         if self._last_shown != record.times_back:
             self._last_shown = record.times_back
             record.seen()

@@ -67,7 +67,7 @@ class SSDTier(Tier):
         for index, piece in enumerate(blob.pieces):
             buffer = taken[index] if taken else self.staging.acquire(piece.nbytes)
             source = data[piece.start : piece.start + piece.nbytes]
-            copy.begin(piece, buffer, self._copies.out(source, buffer.tensor[: piece.nbytes], after=produced))
+            copy.begin(piece, buffer, self._copies.out(source, buffer.tensor, after=produced))
         self.bytes_out += data.numel()
         return copy
 
@@ -276,7 +276,7 @@ class _SSDLoad(Load):
         target = self.data[piece.start : piece.start + piece.nbytes]
         with self._lock:
             # Issued and recorded under one lock, so that `_arrived` is the last copy of all on the copy-in stream.
-            self._arrived = arrived = self._copies.into(buffer.tensor[: piece.nbytes], target, after=self._allocated)
+            self._arrived = arrived = self._copies.into(buffer.tensor, target, after=self._allocated)
         self._copies.when_in(arrived, buffer.release)
         self._piece_ended()
 

@@ -17,8 +17,8 @@ class PrefetchScheduler(pl.Callback):
 
     Args:
         window_bytes: the window in bytes (or `"512MiB"`). `"auto"` begins with one and a half of the largest saved
-            tensors, or 1/16 of what a micro-batch saves if that is more, and doubles as long as the compute stream has
-            to wait and a larger window shortens that.
+            tensors, or 1/16 of what a micro-batch saves if that is more, and doubles as long as backward has to wait
+            for loads and a larger window shortens that.
         max_window_bytes: where `"auto"` ends.
         depth: saved tensors that may be on their way back at once, whatever their size; `None`: no such limit.
 
@@ -26,10 +26,10 @@ class PrefetchScheduler(pl.Callback):
         ValueError: an argument is out of range.
     """
 
-    #: Share of the time that the compute stream may wait before the window grows.
+    #: Share of the time that loads may hold the compute stream up before the window grows.
     TOLERATED_STALL = 0.005
     #: Micro-batches between two changes: a change shows in the measurements some micro-batches later.
-    PATIENCE = 4
+    PATIENCE = 8
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class PrefetchScheduler(pl.Callback):
         self._patience = self.PATIENCE
         self._last_stall = self._last_seconds = 0.0
         self._last_share: float | None = None
+        self._measured = False
         self._settled = False
 
     def _adapt(self, cache: TensorCache) -> None:
@@ -78,11 +79,15 @@ class PrefetchScheduler(pl.Callback):
             return
         self._patience = self.PATIENCE
         stats = cache.stats()
-        stall, seconds = stats.store_stall + stats.load_stall, stats.seconds
-        share = (stall - self._last_stall) / max(seconds - self._last_seconds, 1e-9)
-        self._last_stall, self._last_seconds = stall, seconds
-        if share <= self.TOLERATED_STALL:
-            return
+        stall, seconds = stats.load_stall - self._last_stall, stats.seconds - self._last_seconds
+        self._last_stall, self._last_seconds = stats.load_stall, stats.seconds
+        first, self._measured = not self._measured, True
+        # The first micro-batches wait for memory to be taken and for a plan.
+        if not first and stall > self.TOLERATED_STALL * seconds:
+            self._grow(smallest, stall / seconds)
+
+    def _grow(self, smallest: int, share: float) -> None:
+        assert self._window is not None
         if self._last_share is not None and share > 0.8 * self._last_share:
             # The last doubling did not help: what is short is bandwidth.
             self._window = max(smallest, self._window // 2)

@@ -57,6 +57,8 @@ class Slab:
         """Ends the page-locking, after the last copy to or from the GPU. Idempotent."""
         if self._pinned:
             self._pinned = False
+            # Buffers are given back in the order of the host's calls; the GPU may be a few copies behind.
+            torch.cuda.synchronize()
             del _page_locked[self.tensor.data_ptr()]
             torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(self.tensor.data_ptr())))
 

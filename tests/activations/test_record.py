@@ -99,7 +99,7 @@ def run(steps: list[tuple[str, int, int]], losses: int, hooks: Hooks) -> tuple[l
         try:
             loss.backward(retain_graph=index < len(sums) - 1)
         except RuntimeError as caught:
-            error = "in place" if "modified by an inplace operation" in str(caught) else str(caught)
+            error = "in place" if "inplace" in str(caught) else str(caught)
             break
     return [leaf.grad for leaf in leaves], error, legal
 

@@ -99,7 +99,7 @@ def test_auto_grows_where_loads_stall_and_not_above_its_maximum(tmp_path: Path, 
     recorder = WindowRecorder()
     strategy = offloading(backend=ThrottledBackend(4e6))
     trainer = make_trainer(tmp_path, strategy, callbacks=[scheduler, recorder, Watch()])
-    trainer.fit(small_model(kind=partial(SmallModel, 8)), batches(16))
+    trainer.fit(small_model(kind=partial(SmallModel, 8)), batches(3 * PrefetchScheduler.PATIENCE))
     windows = recorder.windows[1:]
     assert windows[0] == 3 * MIN_BYTES // 2
     assert min(most, 3 * MIN_BYTES) in windows
