@@ -81,7 +81,8 @@ class Auto(Placement):
     """SSDTrain's rule: as many bytes as the bandwidth carries while the forward computes (its figure 3).
 
     Until a micro-batch was measured, everything that can leave without holding the training up goes out. Then each tier
-    gets its share, and a share shrinks where the compute stream still has to wait for its tier.
+    gets its share, and a share shrinks while the compute stream still has to wait for its tier, and grows back slowly
+    while it does not.
 
     Args:
         speeds: of each tier, what it can carry; in the order in which the tiers are filled.
@@ -93,6 +94,8 @@ class Auto(Placement):
     MARGIN = 0.9
     #: How much more than its stalls a tier's share shrinks: stalls vanish in a few micro-batches.
     SHRINK = 4.0
+    #: How much a share that has shrunk grows back after a micro-batch almost without stalls.
+    GROW = 1.03
     #: The first micro-batch pays for lazy initialisation; it is not measured.
     WARM_UP = 1
 
@@ -103,6 +106,7 @@ class Auto(Placement):
         self._amounts: dict[TierName, int] | None = None
         self._shares: dict[TierName, _Share] = {}
         self._seen = 0
+        self._seen_of_plan = 0
         self.may_wait = False
 
     def begin(self, expected_bytes: int) -> None:
@@ -135,14 +139,23 @@ class Auto(Placement):
                 self._speeds,
             )
             self.may_wait = True
-            self.plan += 1
+            self._change_plan()
             return
-        seconds = profile.forward_seconds + profile.backward_seconds
+        self._seen_of_plan += 1
+        if self._seen_of_plan == 1:
+            return  # the first micro-batch of a plan pays for memory that the allocator moves
         for tier, stalls_of_tier in profile.stall_seconds.items():
-            stalled = sum(stalls_of_tier) / seconds
+            stalled = sum(stalls_of_tier) / (profile.forward_seconds + profile.backward_seconds)
             if tier in self._scale and stalled > self.TOLERATED_STALL:
                 self._scale[tier] *= max(0.5, 1.0 - self.SHRINK * stalled)
-                self.plan += 1
+                self._change_plan()
+            elif self._scale.get(tier, 1.0) < 1.0 and stalled < self.TOLERATED_STALL / 5:
+                self._scale[tier] = min(1.0, self.GROW * self._scale[tier])
+                self._change_plan()
+
+    def _change_plan(self) -> None:
+        self.plan += 1
+        self._seen_of_plan = 0
 
 
 class _Share:
