@@ -240,7 +240,7 @@ def plot(results: dict[str, Any], figure: str) -> None:
     import matplotlib.pyplot as plt
 
     shapes = results["shapes"]
-    modes = list(next(iter(shapes.values())))
+    modes = [mode for mode in MODES if all(mode in runs for runs in shapes.values())]
     _, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True)
     for index, mode in enumerate(modes):
         at = [position + (index - len(modes) / 2 + 0.5) * 0.8 / len(modes) for position in range(len(shapes))]

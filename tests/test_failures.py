@@ -313,10 +313,14 @@ def test_two_runs_at_once_on_one_path(tmp_path: Path) -> None:
 
 
 _HELD = """
+import signal
 import sys
 from pathlib import Path
 
 import torch
+
+# A shell starts a job in the background with Ctrl-C ignored, and what that job starts inherits it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.trainings import SmallModel, batches, make_trainer, offloading, small_model
 
