@@ -30,3 +30,8 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"
+
+
+def format_bytes_exactly(nbytes: int) -> str:
+    """Returns `nbytes` for a person to read, and to type: `"1.50 GiB (1610612736 bytes)"`."""
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)" if nbytes >= 1024 else f"{nbytes} bytes"

@@ -124,10 +124,12 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             return super().training_step(*args, **kwargs)
 
     def teardown(self) -> None:
-        if self.tensor_cache is not None:
-            self.tensor_cache.close()
-            self.tensor_cache = None
-        super().teardown()
+        cache, self.tensor_cache = self.tensor_cache, None
+        try:
+            if cache is not None:
+                cache.close()
+        finally:
+            super().teardown()
 
     # ---- one process: what collectives come to ----
 

@@ -672,3 +672,31 @@ print("trained")
     done = run_script(script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "trained"
+
+
+@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
+def test_lightnings_tuner_runs(tmp_path: Path, search: str) -> None:
+    """It trains without callbacks, so nobody tells the tensor cache of micro-batches."""
+    from lightning.pytorch.tuner import Tuner
+
+    class Sized(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lr, self.batch_size = 1e-3, 2
+            self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=self.batch_size)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    trainer = make_trainer(tmp_path, SSDOffloadStrategy(tmp_path, offload=1.0, min_bytes=1), max_epochs=1)
+    model = Sized()
+    if search == "lr_find":
+        assert Tuner(trainer).lr_find(model, num_training=8) is not None
+    else:
+        assert Tuner(trainer).scale_batch_size(model, max_trials=2, steps_per_trial=1) == 4

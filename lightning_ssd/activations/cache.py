@@ -34,7 +34,7 @@ from lightning_ssd.activations.record import (
 from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
 from lightning_ssd.activations.weights import is_weight
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.storage import IOStats, StorageError
+from lightning_ssd.storage import IOStats
 
 
 class BudgetError(RuntimeError):
@@ -116,7 +116,13 @@ class TensorCache:
         self._stats.micro_batches += 1
 
     def hooks(self) -> saved_tensors_hooks:
-        """Returns a context that offloads what autograd saves inside it. A micro-batch has begun before."""
+        """Returns a context that offloads what autograd saves inside it.
+
+        It belongs to the micro-batch that has begun. Where nobody begins any, as in Lightning's Tuner, which runs
+        without callbacks, one begins after every backward.
+        """
+        if self._batch is None or self._batch.ended:
+            self.begin_micro_batch()
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def end_backward(self) -> None:
@@ -311,7 +317,7 @@ class TensorCache:
                 if not leftover.load.settled:
                     self._leftovers.append(leftover)
                     continue
-                with contextlib.suppress(StorageError):  # nobody wants these bytes any more
+                with contextlib.suppress(Exception):  # nobody wants these bytes any more
                     leftover.load.wait()
             leftover.copy.free()
 

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +68,7 @@ class OffloadConfig:
         if value == "none":
             return "none"
         if isinstance(value, str):
-            if not re.fullmatch(r"\d*\.\d*", value):
+            if not re.fullmatch(r"\d+\.\d*|\.\d+", value):
                 value = parse_bytes(value, "offload")
             else:
                 value = float(value)
@@ -95,7 +95,7 @@ class OffloadConfig:
 
 
 def make_tensor_cache(
-    config: OffloadConfig, device: torch.device, *, default_path: str | Path, rank: int = 0
+    config: OffloadConfig, device: torch.device, *, default_path: str | Path, rank: int = 0, processes: int = 1
 ) -> TensorCache:
     """Makes the tensor cache that `config` asks for; nothing is left behind when it can't.
 
@@ -104,6 +104,7 @@ def make_tensor_cache(
         device: the training device.
         default_path: directory for scratch files where the user named none.
         rank: global rank of this process.
+        processes: processes of this training on this machine, which share its memory.
 
     Raises:
         ValueError: an argument does not fit this device.
@@ -111,13 +112,20 @@ def make_tensor_cache(
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    names = _tier_names(config, device)
+    if config.host_memory == "auto" and "host" in names:
+        budget = _available_memory() // (2 * processes)
+        config = replace(config, host_memory=budget)
+        if budget < _PROBE_BYTES and config.tier == "ssd":
+            log.warning("no memory is left for a host tier: activations go to the SSD tier alone")
+            names.remove("host")
     copies = make_copies(device)
     tiers: dict[TierName, Tier] = {}
     speeds: dict[TierName, TierSpeed] = {}
     amount = config.amount()
     try:
         if amount != "none":
-            for name in _tier_names(config, device):
+            for name in names:
                 make = _make_host_tier if name == "host" else _make_ssd_tier
                 tiers[name], speeds[name] = make(config, copies, default_path, rank)
     except BaseException:
@@ -165,10 +173,7 @@ def _tier_names(config: OffloadConfig, device: torch.device) -> list[TierName]:
 def _make_host_tier(
     config: OffloadConfig, copies: Copies, default_path: str | Path, rank: int
 ) -> tuple[HostTier, TierSpeed]:
-    if config.host_memory == "auto":
-        budget = _available_memory() // 2
-    else:
-        budget = parse_bytes(config.host_memory, "host_memory")
+    budget = parse_bytes(config.host_memory, "host_memory")
     slab = min(budget, 2**30)
     if slab < _PROBE_BYTES:
         raise ValueError(
@@ -176,7 +181,11 @@ def _make_host_tier(
             f"{format_bytes(_PROBE_BYTES)}, or 0 (with `tier='ssd'`) for none."
         )
     pool = PinnedPool(budget, pin=copies.device.type == "cuda", slab_bytes=slab, name="host_memory")
-    write, read = _copy_speed(copies, pool)
+    try:
+        write, read = _copy_speed(copies, pool)
+    except BaseException:
+        pool.close()
+        raise
     return HostTier(pool, copies), TierSpeed(write, read, budget)
 
 
@@ -212,8 +221,8 @@ def _make_ssd_tier(
 
 def _copy_speed(copies: Copies, pool: PinnedPool) -> tuple[float, float]:
     """Measures copies out and in, in bytes/s: the best of three of one buffer."""
-    buffer = pool.acquire(_PROBE_BYTES)
     data = copies.empty(_PROBE_BYTES)
+    buffer = pool.acquire(_PROBE_BYTES)
     clock = make_clock(copies.device)
     seconds = []
     for copy, src, dst in ((copies.out, data, buffer.tensor), (copies.into, buffer.tensor, data)):
@@ -239,7 +248,10 @@ def _available_memory() -> int:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
+        # The cache of files counts as used, and is given up when memory is asked for.
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+        available = min(available, int(text) - int(used.read_text()) + cached)
     return available
 
 

@@ -8,6 +8,7 @@ returns and a mark is `None`.
 
 import contextlib
 import ctypes
+import logging
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 Mark = torch.cuda.Event | None
 
@@ -256,7 +259,10 @@ class _EventThread:
             with contextlib.suppress(RuntimeError):  # the device is lost: training hears it, here buffers are let go
                 if mark is not None:
                     mark.synchronize()
-            then()
+            try:
+                then()
+            except Exception:  # others wait for this thread: it outlives what it runs
+                log.exception("a copy's follow-up failed")
             del item, mark, then  # an idle thread holds no buffer
 
 

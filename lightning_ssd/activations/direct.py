@@ -5,6 +5,8 @@ made when the GPU has produced the bytes (or is done with the memory they go to)
 request's until its future is done.
 """
 
+import contextlib
+import logging
 from concurrent.futures import Future, wait
 from functools import partial
 
@@ -14,6 +16,8 @@ from lightning_ssd.activations.copies import Copies
 from lightning_ssd.activations.tier import Load, StoredCopy, Tier
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
+
+log = logging.getLogger(__name__)
 
 
 class DirectTier(Tier):
@@ -30,6 +34,8 @@ class DirectTier(Tier):
         try:
             copy = _DirectCopy(self, self.blobs.allocate(data.numel()))
         except StorageFullError as error:  # another tier may have room
+            if self._full is None:
+                log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", str(error))
             self._full = str(error)  # not the error, whose frames hold tensors
             return None
         self._copies.when_out(self._copies.mark(), partial(copy.write, data))
@@ -43,8 +49,9 @@ class DirectTier(Tier):
         return (self._full or f"{format_bytes(self.blobs.stats().allocated_bytes)} in use").rstrip(".")
 
     def close(self) -> None:
-        self._copies.drain()
-        self.blobs.close()
+        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+            stack.callback(self.blobs.close)
+            stack.callback(self._copies.drain)
 
 
 class _DirectCopy(StoredCopy):
@@ -62,18 +69,22 @@ class _DirectCopy(StoredCopy):
             self._requests.set_exception(error)
 
     def wait_copied(self) -> None:
-        for request in self._requests.result():
-            request.result()
+        requests = self._requests.result()
+        wait(requests)
+        for request in requests:
+            if not request.cancelled():  # by `free`: nobody wants the bytes
+                request.result()
 
     def load(self, *, urgent: bool) -> Load:
         self.tier.bytes_in += self.blob.nbytes
         return _DirectLoad(self, urgent)
 
     def free(self) -> None:
-        requests = self._requests.result()
-        for request in requests:
-            request.cancel()
-        wait(requests)
+        if self._requests.exception() is None:
+            requests = self._requests.result()
+            for request in requests:
+                request.cancel()
+            wait(requests)
         self.tier.blobs.free(self.blob)
 
 
@@ -87,7 +98,9 @@ class _DirectLoad(Load):
 
     @property
     def settled(self) -> bool:
-        return self._requests.done() and all(request.done() for request in self._requests.result())
+        if not self._requests.done():
+            return False
+        return self._requests.exception() is not None or all(request.done() for request in self._requests.result())
 
     def wait(self) -> None:
         for request in self._requests.result():

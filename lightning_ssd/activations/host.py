@@ -24,7 +24,7 @@ class HostTier(Tier):
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
         # Never waits for room: what holds it is freed by backward, which comes later on the same thread.
-        if data.numel() > self.pool.budget:
+        if data.numel() > self.pool.largest:
             return None
         buffer = self.pool.try_acquire(data.numel())
         if buffer is None:
@@ -40,8 +40,10 @@ class HostTier(Tier):
         return f"{format_bytes(self.pool.used_bytes)} of {format_bytes(self.pool.budget)} in use"
 
     def close(self) -> None:
-        self._copies.drain()
-        self.pool.close()
+        try:
+            self._copies.drain()
+        finally:
+            self.pool.close()
 
     def _load(self, buffer: PinnedBuffer, nbytes: int) -> Load:
         self.bytes_in += nbytes

@@ -104,17 +104,19 @@ class Auto(Placement):
         self._tiers = tuple(speeds)
         self._scale: dict[TierName, float] = dict.fromkeys(speeds, 1.0)
         self._amounts: dict[TierName, int] | None = None
+        self._ratios: dict[TierName, float] | None = None
         self._shares: dict[TierName, _Share] = {}
         self._seen = 0
         self._seen_of_plan = 0
         self.may_wait = False
 
     def begin(self, expected_bytes: int) -> None:
-        if self._amounts is not None and expected_bytes:
-            self._shares = {
-                tier: _Share(min(1.0, self._scale[tier] * amount / expected_bytes))
-                for tier, amount in self._amounts.items()
-            }
+        if self._amounts is None or not expected_bytes:
+            return
+        if self._ratios is None:
+            # A ratio from here on: the forward time of a larger or smaller micro-batch goes with its bytes.
+            self._ratios = {tier: amount / expected_bytes for tier, amount in self._amounts.items()}
+        self._shares = {tier: _Share(min(1.0, self._scale[tier] * ratio)) for tier, ratio in self._ratios.items()}
 
     def place(self, nbytes: int) -> Sequence[TierName]:
         if self._amounts is None:

@@ -13,7 +13,9 @@ Nobody who holds a buffer waits for another buffer, and each hold ends by the GP
 wait for staging memory can't deadlock, down to a pool of one piece.
 """
 
+import contextlib
 import itertools
+import logging
 import queue
 import threading
 from concurrent.futures import CancelledError, Future
@@ -25,7 +27,18 @@ from torch import Tensor
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.activations.tier import Load, StoredCopy, Tier
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.storage import Blob, BlobStore, IOStats, Piece, PinnedBuffer, PinnedPool, StorageFullError
+from lightning_ssd.storage import (
+    Blob,
+    BlobStore,
+    IOStats,
+    Piece,
+    PinnedBuffer,
+    PinnedPool,
+    StorageError,
+    StorageFullError,
+)
+
+log = logging.getLogger(__name__)
 
 
 class SSDTier(Tier):
@@ -56,6 +69,8 @@ class SSDTier(Tier):
         try:
             blob = self.blobs.allocate(data.numel())
         except StorageFullError as error:  # another tier may have room
+            if self._full is None:
+                log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", str(error))
             self._full = str(error)  # not the error, whose frames hold tensors
             return None
         taken = [] if may_wait else self._take_all(blob)
@@ -83,9 +98,11 @@ class SSDTier(Tier):
     def close(self) -> None:
         self._reads.put(_PieceRead.end())
         self._reader.join()
-        self.blobs.close()
-        self._copies.drain()
-        self.staging.close()
+        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+            stack.callback(self.staging.close)
+            stack.callback(self._copies.drain)  # reads that ended have issued copies
+            stack.callback(self.blobs.close)
+            stack.callback(self._copies.drain)  # so that no copy-out hands its piece to a closed store
 
     def _take_all(self, blob: Blob) -> list[PinnedBuffer] | None:
         """Takes the staging buffers of all pieces without waiting, or none."""
@@ -103,14 +120,23 @@ class SSDTier(Tier):
         """The reader thread: gives each piece its staging buffer, in the order of the loads."""
         while (wanted := self._reads.get().wanted) is not None:
             load, piece = wanted
-            try:
-                buffer = self.staging.acquire(piece.nbytes)
-                request = self.blobs.read(piece, buffer.tensor, urgent=load.urgent)
-            except Exception as error:  # the training thread gets it from `wait`
-                load.fail(error)
-            else:
-                request.add_done_callback(partial(load.piece_read, piece, buffer))
+            self._issue_read(load, piece)
             del load, wanted  # an idle thread holds no device memory
+
+    def _issue_read(self, load: "_SSDLoad", piece: Piece) -> None:
+        """Asks for a piece; the training thread gets what goes wrong from `wait`."""
+        try:
+            buffer = self.staging.acquire(piece.nbytes)
+        except Exception as error:
+            load.fail(error)
+            return
+        try:
+            request = self.blobs.read(piece, buffer.tensor, urgent=load.urgent)
+        except Exception as error:
+            buffer.release()
+            load.fail(error)
+        else:
+            request.add_done_callback(partial(load.piece_read, piece, buffer))
 
 
 class _SSDCopy(StoredCopy):
@@ -174,8 +200,13 @@ class _PieceWrite:
             self.done.cancel()
             self._end()
             return
-        self._request = self._copy.tier.blobs.write(self.piece, self.buffer.tensor)
-        self._request.add_done_callback(self._written)
+        try:
+            self._request = self._copy.tier.blobs.write(self.piece, self.buffer.tensor)
+        except Exception as error:
+            self._fail(error)
+            self._end()
+        else:
+            self._request.add_done_callback(self._written)
 
     def cancel(self) -> None:
         """Takes a queued write back; one that runs goes on."""
@@ -186,12 +217,15 @@ class _PieceWrite:
         if request.cancelled():
             self.done.cancel()
         elif (error := request.exception()) is not None:
-            # Reported by the next store, and by whoever wants these bytes back.
-            self._copy.tier._error = self._copy.tier._error or error
-            self.done.set_exception(error)
+            self._fail(error)
         else:
             self.done.set_result(None)
         self._end()
+
+    def _fail(self, error: BaseException) -> None:
+        """Reports an error to the next store, and to whoever wants these bytes back."""
+        self._copy.tier._error = self._copy.tier._error or error
+        self.done.set_exception(error)
 
     def _end(self) -> None:
         self.buffer.release()
@@ -234,14 +268,19 @@ class _SSDLoad(Load):
         return self._issued.done()
 
     def wait(self) -> None:
-        self._issued.result()
-        self._copies.wait(self._arrived)
+        try:
+            self._issued.result()
+        finally:  # of a load that failed, too, pieces may still be on their way into `data`
+            self._copies.wait(self._arrived)
 
     def piece_read(self, piece: Piece, buffer: PinnedBuffer, request: Future[None]) -> None:
         """Called when a read request has ended; takes over its hold on `buffer`."""
         try:
             request.result()
-        except (Exception, CancelledError) as error:
+        except CancelledError:
+            buffer.release()
+            self.fail(StorageError("a saved tensor was still wanted from the SSD when training ended"))
+        except Exception as error:
             buffer.release()
             self.fail(error)
         else:
@@ -265,7 +304,7 @@ class _SSDLoad(Load):
 
     def _read(self, write: _PieceWrite) -> None:
         if write.done.cancelled():
-            self.fail(RuntimeError("a saved tensor was wanted after its store was cancelled"))
+            self.fail(StorageError("a saved tensor was wanted after its store was cancelled"))
         elif (error := write.done.exception()) is not None:
             self.fail(error)
         else:
@@ -274,11 +313,16 @@ class _SSDLoad(Load):
 
     def _copy_in(self, piece: Piece, buffer: PinnedBuffer) -> None:
         target = self.data[piece.start : piece.start + piece.nbytes]
-        with self._lock:
-            # Issued and recorded under one lock, so that `_arrived` is the last copy of all on the copy-in stream.
-            self._arrived = arrived = self._copies.into(buffer.tensor, target, after=self._allocated)
-        self._copies.when_in(arrived, buffer.release)
-        self._piece_ended()
+        try:
+            with self._lock:
+                # Issued and recorded under one lock: `_arrived` is the last copy of all on the copy-in stream.
+                self._arrived = arrived = self._copies.into(buffer.tensor, target, after=self._allocated)
+        except Exception as error:  # a device that is lost: an I/O thread must not keep that to itself
+            buffer.release()
+            self.fail(error)
+        else:
+            self._copies.when_in(arrived, buffer.release)
+            self._piece_ended()
 
     def _piece_ended(self) -> None:
         with self._lock:

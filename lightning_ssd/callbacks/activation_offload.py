@@ -58,6 +58,7 @@ class ActivationOffload(pl.Callback):
         add_default_callbacks(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close(trainer)  # what an earlier fit left, whose end was cut short by an error in another callback
         strategy = trainer.strategy
         assert strategy.model is not None
         mark_weights(strategy.model)
@@ -66,6 +67,7 @@ class ActivationOffload(pl.Callback):
             strategy.root_device,
             default_path=trainer.default_root_dir,
             rank=trainer.global_rank,
+            processes=trainer.num_devices,
         )
         self.tensor_cache = cache
         training_step = strategy.training_step
@@ -84,6 +86,6 @@ class ActivationOffload(pl.Callback):
 
     def _close(self, trainer: pl.Trainer) -> None:
         vars(trainer.strategy).pop("training_step", None)
-        if self.tensor_cache is not None:
-            self.tensor_cache.close()
-            self.tensor_cache = None
+        cache, self.tensor_cache = self.tensor_cache, None
+        if cache is not None:
+            cache.close()

@@ -88,7 +88,9 @@ class PrefetchScheduler(pl.Callback):
 
     def _grow(self, smallest: int, share: float) -> None:
         assert self._window is not None
-        if self._last_share is not None and share > 0.8 * self._last_share:
+        if self._window >= self._max:
+            self._settled = True
+        elif self._last_share is not None and share > 0.8 * self._last_share:
             # The last doubling did not help: what is short is bandwidth.
             self._window = max(smallest, self._window // 2)
             self._settled = True

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-__all__ = ["ChecksumError", "StorageError", "StorageFullError", "format_bytes", "from_os_error"]
+__all__ = ["ChecksumError", "StorageError", "StorageFullError", "from_os_error"]
 
 
 class StorageError(RuntimeError):
@@ -19,16 +19,6 @@ class StorageFullError(StorageError):
 
 class ChecksumError(StorageError):
     """The bytes read are not the bytes written."""
-
-
-def format_bytes(nbytes: int) -> str:
-    """Returns `nbytes` for a person and exactly, such as ``1.50 GiB (1610612736 bytes)``."""
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{nbytes} bytes" if unit == "B" else f"{value:.2f} {unit} ({nbytes} bytes)"
 
 
 def from_os_error(error: OSError, action: str, path: str | os.PathLike[str]) -> StorageError:

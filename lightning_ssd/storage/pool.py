@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ssd.storage.errors import StorageError, format_bytes
+from lightning_ssd.sizes import format_bytes_exactly
+from lightning_ssd.storage.errors import StorageError
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_down, align_up
 
@@ -61,6 +62,11 @@ class PinnedPool:
     def budget(self) -> int:
         """Bytes that the pool may hold."""
         return self._budget
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest buffer that can ever be had."""
+        return self._capacity
 
     @property
     def used_bytes(self) -> int:
@@ -123,8 +129,8 @@ class PinnedPool:
         need = align_up(nbytes)
         if need > self._capacity:
             raise ValueError(
-                f"{format_bytes(nbytes)} can never fit in the {self._name} pool with its budget of "
-                f"{format_bytes(self._budget)}. Raise the budget to {need} bytes, or ask for less at once."
+                f"{format_bytes_exactly(nbytes)} can never fit in the {self._name} pool with its budget of "
+                f"{format_bytes_exactly(self._budget)}. Raise the budget to {need} bytes, or ask for less at once."
             )
         return need
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.storage.errors import StorageError, format_bytes
+from lightning_ssd.sizes import format_bytes_exactly
+from lightning_ssd.storage.errors import StorageError
 
 __all__ = ["Slab"]
 
@@ -39,7 +40,8 @@ class Slab:
             mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise StorageError(
-                f"could not take {format_bytes(nbytes)} of host memory: {error.strerror}. Lower the host memory budget."
+                f"could not take {format_bytes_exactly(nbytes)} of host memory: {error.strerror}. "
+                "Lower the host memory budget."
             ) from error
         # A fork (a DataLoader worker) must not share these pages: copy-on-write would move them away from
         # under a transfer in flight, and the bytes read would be lost.
@@ -73,7 +75,8 @@ class Slab:
             torch.cuda.check_error(int(failure))
         except RuntimeError as error:
             raise StorageError(
-                f"could not page-lock {format_bytes(size)} of host memory: {error}. Lower the host memory budget."
+                f"could not page-lock {format_bytes_exactly(size)} of host memory: {error}. "
+                "Lower the host memory budget."
             ) from error
         self._pinned = True
         _page_locked[self.tensor.data_ptr()] = self.tensor

@@ -14,13 +14,14 @@ from typing import Literal
 
 import torch
 
+from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.blob import Blob, Piece
 from lightning_ssd.storage.calibration import calibrate
 from lightning_ssd.storage.checksums import Checksums
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.engine import Engine
-from lightning_ssd.storage.errors import StorageError, StorageFullError, format_bytes
+from lightning_ssd.storage.errors import StorageError, StorageFullError
 from lightning_ssd.storage.slots import PAGE, align_down, align_up
 from lightning_ssd.storage.stripes import Stripes
 from lightning_ssd.storage.volume import Volume
@@ -316,9 +317,9 @@ class BlobStore:
 
     def _full(self, action: str, needed: int, available: int) -> StorageFullError:
         where = ", ".join(str(volume.path.parent.parent) for volume in self._volumes)
-        limit = "" if self._capacity is None else f" (capacity {format_bytes(self._capacity)})"
+        limit = "" if self._capacity is None else f" (capacity {format_bytes_exactly(self._capacity)})"
         change = "raise" if action == "allocate" else "lower"
         return StorageFullError(
-            f"could not {action} {format_bytes(needed)} on {where}{limit}: "
-            f"{format_bytes(available)} available. Free space, {change} the capacity, or add a path."
+            f"could not {action} {format_bytes_exactly(needed)} on {where}{limit}: "
+            f"{format_bytes_exactly(available)} available. Free space, {change} the capacity, or add a path."
         )

@@ -114,6 +114,8 @@ class Volume:
         """Closes and removes the file and its directory. No transfer is running. Idempotent."""
         if self._open:
             self._open = False
+            # A forked DataLoader worker has the file open too: its blocks go now, not when the worker ends.
+            os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self.file.close()
         self.remove()

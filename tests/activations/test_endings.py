@@ -1,0 +1,130 @@
+"""A device that is behind the host, or lost: training ends with an error, and not with a hang."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd.activations import config
+from lightning_ssd.activations.copies import CPUCopies, Mark
+from lightning_ssd.storage import BackendFile, PosixBackend
+from tests.activations.support import open_cache, wait_for_writes
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class LateCopies(CPUCopies):
+    """Follow-ups of copies run on a thread, and not before `reach` is called: a device behind the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._reached = threading.Event()
+        self._queued: list[Callable[[], None]] = []
+
+    def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
+        if self._reached.is_set():
+            then()
+        else:
+            self._queued.append(then)
+
+    def drain(self) -> None:
+        """The device catches up while somebody waits for it."""
+        self._reached.set()
+        ran: Future[None] = Future()
+
+        def catch_up() -> None:
+            for then in self._queued:
+                then()
+            self._queued.clear()
+            ran.set_result(None)
+
+        threading.Thread(target=catch_up).start()
+        ran.result()
+
+
+def test_closing_before_the_device_has_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an exception in forward: what the device still copies out finds no closed store."""
+    monkeypatch.setattr(config, "make_copies", LateCopies)
+    with open_cache(tmp_path) as cache:
+        cache.begin_micro_batch()
+        with cache.hooks():
+            loss = torch.ones(64, 64, requires_grad=True).exp().exp().sum()
+        assert cache.stats().stored > 0
+        assert loss.requires_grad
+    assert list(tmp_path.iterdir()) == []
+
+
+class LostDevice(CPUCopies):
+    """Copies in fail where no user code can catch it: on the I/O threads."""
+
+    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the device is lost")
+        return super().into(src, dst, after)
+
+
+def test_an_error_on_an_io_thread_reaches_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "make_copies", LostDevice)
+    with open_cache(tmp_path) as cache:
+        cache.begin_micro_batch()
+        with cache.hooks():
+            loss = torch.ones(64, 64, requires_grad=True).sin().sin().sum()
+        wait_for_writes(cache)  # what is wanted back is read by an I/O thread
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            loss.backward()
+
+
+class GatedDeviceFile(BackendFile):
+    def __init__(self, inner: BackendFile, gate: threading.Event) -> None:
+        self._inner, self._gate = inner, gate
+
+    def write(self, buffer: Tensor, offset: int) -> int:
+        self._gate.wait()
+        return self._inner.write(buffer, offset)
+
+    def read(self, buffer: Tensor, offset: int) -> int:
+        return self._inner.read(buffer, offset)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class GatedDeviceBackend(PosixBackend):
+    """Takes the device's own memory, as GPUDirect Storage does; writes wait for the gate."""
+
+    device_buffers = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def open(self, path: Path) -> Any:
+        return GatedDeviceFile(super().open(path), self.gate)
+
+
+def test_what_the_direct_path_still_stores_is_handed_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storages that are wanted, or die, before they have left: queued writes are cancelled, and nothing fails."""
+    backend = GatedDeviceBackend()
+    with open_cache(tmp_path, backend=backend) as cache:
+        cache.window_bytes = 2**30
+        # As on a GPU, where a copy is done later than it is issued: the window does not empty itself.
+        monkeypatch.setattr(type(cache), "_release_window", lambda cache: None)
+        for _ in range(3):
+            backend.gate.clear()
+            cache.begin_micro_batch()
+            x = torch.randn(64, 64, requires_grad=True)
+            with cache.hooks():
+                y = x
+                for _ in range(12):
+                    y = y.sin()
+            threading.Timer(0.05, backend.gate.set).start()  # the drive wakes up while backward runs
+            y.sum().backward()
+            assert x.grad is not None and x.grad.isfinite().all()
+            cache.end_backward()
+        assert cache.stats().forwarded > 0
