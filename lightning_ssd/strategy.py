@@ -26,7 +26,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         tier: `"ssd"`, or `"host"` for host memory alone.
         offload: how much goes out of each micro-batch. `"auto"`: as much as the bandwidth carries while the device
             computes, measured in the first steps (SSDTrain's rule). A `float`: that share of the bytes, 0.0 to 1.0. An
-            `int`, or a string like `"8GiB"`: that many bytes. `"none"`: nothing.
+            `int`, or a string like `"8GiB"`: that many bytes (but 1 is everything, like 1.0). `"none"`: nothing.
         host_memory: bytes of pinned memory (or `"32GiB"`) that activations may take. `"auto"`: half of what is free
             when training starts; on a CPU device, where they are in host memory already, none (with `tier="ssd"`).
         ssd_capacity: bytes of scratch space (or `"500GB"`), taken before the first step; `None`: taken as needed.

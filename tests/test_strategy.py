@@ -32,6 +32,7 @@ from tests.trainings import (
     nothing_left,  # noqa: F401
     offloading,
     package_threads,
+    quiet,
     run_script,
     scratch_directories,
     small_arguments,
@@ -507,16 +508,7 @@ class _CLIModel(SmallModel):
 
 
 def _cli(root: Path, *args: str, run: bool = False) -> LightningCLI:
-    trainer = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": str(root),
-    }
+    trainer = quiet(root)
     return LightningCLI(
         _CLIModel, args=[*args], run=run, trainer_defaults=trainer, save_config_callback=None, seed_everything_default=0
     )

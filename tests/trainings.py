@@ -123,7 +123,12 @@ def small_arguments() -> dict[str, Any]:
 
 def make_trainer(root: Path, strategy: Any = "auto", **arguments: Any) -> pl.Trainer:
     """Returns a quiet CPU Trainer that writes nothing but scratch files."""
-    defaults: dict[str, Any] = {
+    return pl.Trainer(strategy=strategy, **(quiet(root) | arguments))
+
+
+def quiet(root: Path) -> dict[str, Any]:
+    """Returns the arguments of such a Trainer."""
+    return {
         "accelerator": "cpu",
         "devices": 1,
         "max_epochs": 1,
@@ -131,9 +136,8 @@ def make_trainer(root: Path, strategy: Any = "auto", **arguments: Any) -> pl.Tra
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "default_root_dir": root,
+        "default_root_dir": str(root),
     }
-    return pl.Trainer(strategy=strategy, **(defaults | arguments))
 
 
 def assert_same_training(one: SmallModel, other: SmallModel) -> None:

@@ -1,5 +1,6 @@
 """What a user may say about activation offload, checked, and made into a tensor cache."""
 
+import contextlib
 import logging
 import re
 from collections.abc import Sequence
@@ -123,16 +124,15 @@ def make_tensor_cache(
     tiers: dict[TierName, Tier] = {}
     speeds: dict[TierName, TierSpeed] = {}
     amount = config.amount()
-    try:
-        if amount != "none":
-            for name in names:
-                make = _make_host_tier if name == "host" else _make_ssd_tier
-                tiers[name], speeds[name] = make(config, copies, default_path, rank)
-    except BaseException:
-        for tier in tiers.values():
-            tier.close()
-        copies.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(copies.close)
+        for name in names if amount != "none" else ():
+            if name == "host":
+                tiers[name], speeds[name] = _make_host_tier(config, copies)
+            else:
+                tiers[name], speeds[name] = _make_ssd_tier(config, copies, default_path, rank)
+            undo.callback(tiers[name].close)
+        undo.pop_all()
     for name, speed in speeds.items():
         log.info(
             "activations may go to the %s tier: %s/s out, %s/s in, %s",
@@ -170,9 +170,7 @@ def _tier_names(config: OffloadConfig, device: torch.device) -> list[TierName]:
     return [name for name in order if host or name == "ssd"]
 
 
-def _make_host_tier(
-    config: OffloadConfig, copies: Copies, default_path: str | Path, rank: int
-) -> tuple[HostTier, TierSpeed]:
+def _make_host_tier(config: OffloadConfig, copies: Copies) -> tuple[HostTier, TierSpeed]:
     budget = parse_bytes(config.host_memory, "host_memory")
     slab = min(budget, 2**30)
     if slab < _PROBE_BYTES:

@@ -6,47 +6,27 @@ request's until its future is done.
 """
 
 import contextlib
-import logging
 from concurrent.futures import Future, wait
 from functools import partial
 
 from torch import Tensor
 
-from lightning_ssd.activations.copies import Copies
-from lightning_ssd.activations.tier import Load, StoredCopy, Tier
-from lightning_ssd.sizes import format_bytes
-from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
-
-log = logging.getLogger(__name__)
+from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.activations.tier import Load, StoredCopy
+from lightning_ssd.storage import Blob
 
 
-class DirectTier(Tier):
+class DirectTier(ScratchTier):
     """Scratch files as a tier, over a store whose backend takes device buffers; owns `store`."""
 
-    name = "ssd"
-
-    def __init__(self, store: BlobStore, copies: Copies) -> None:
-        self.blobs = store
-        self._copies = copies
-        self._full: str | None = None
-
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
-        try:
-            copy = _DirectCopy(self, self.blobs.allocate(data.numel()))
-        except StorageFullError as error:  # another tier may have room
-            if self._full is None:
-                log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", str(error))
-            self._full = str(error)  # not the error, whose frames hold tensors
+        blob = self._allocate(data.numel())
+        if blob is None:
             return None
+        copy = _DirectCopy(self, blob)
         self._copies.when_out(self._copies.mark(), partial(copy.write, data))
         self.bytes_out += data.numel()
         return copy
-
-    def io_stats(self) -> IOStats:
-        return self.blobs.stats()
-
-    def describe(self) -> str:
-        return (self._full or f"{format_bytes(self.blobs.stats().allocated_bytes)} in use").rstrip(".")
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others

@@ -15,7 +15,6 @@ wait for staging memory can't deadlock, down to a pool of one piece.
 
 import contextlib
 import itertools
-import logging
 import queue
 import threading
 from concurrent.futures import CancelledError, Future
@@ -25,23 +24,12 @@ from functools import partial
 from torch import Tensor
 
 from lightning_ssd.activations.copies import Copies, Mark
-from lightning_ssd.activations.tier import Load, StoredCopy, Tier
-from lightning_ssd.sizes import format_bytes
-from lightning_ssd.storage import (
-    Blob,
-    BlobStore,
-    IOStats,
-    Piece,
-    PinnedBuffer,
-    PinnedPool,
-    StorageError,
-    StorageFullError,
-)
-
-log = logging.getLogger(__name__)
+from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.activations.tier import Load, StoredCopy
+from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError
 
 
-class SSDTier(Tier):
+class SSDTier(ScratchTier):
     """Scratch files as a tier; owns `store` and `staging`.
 
     Args:
@@ -50,14 +38,10 @@ class SSDTier(Tier):
         copies: copies of the device.
     """
 
-    name = "ssd"
-
     def __init__(self, store: BlobStore, staging: PinnedPool, copies: Copies) -> None:
-        self.blobs = store
+        super().__init__(store, copies)
         self.staging = staging
-        self._copies = copies
         self._error: BaseException | None = None
-        self._full: str | None = None
         self._reads: queue.PriorityQueue[_PieceRead] = queue.PriorityQueue()
         self._sequence = itertools.count()
         self._reader = threading.Thread(target=self._issue_reads, name="lightning_ssd-reader", daemon=True)
@@ -66,12 +50,8 @@ class SSDTier(Tier):
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
         if self._error is not None:
             raise self._error
-        try:
-            blob = self.blobs.allocate(data.numel())
-        except StorageFullError as error:  # another tier may have room
-            if self._full is None:
-                log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", str(error))
-            self._full = str(error)  # not the error, whose frames hold tensors
+        blob = self._allocate(data.numel())
+        if blob is None:
             return None
         taken = [] if may_wait else self._take_all(blob)
         if taken is None:
@@ -86,14 +66,8 @@ class SSDTier(Tier):
         self.bytes_out += data.numel()
         return copy
 
-    def io_stats(self) -> IOStats:
-        return self.blobs.stats()
-
     def peak_pinned_bytes(self) -> int:
         return self.staging.peak_bytes
-
-    def describe(self) -> str:
-        return (self._full or f"{format_bytes(self.blobs.stats().allocated_bytes)} in use").rstrip(".")
 
     def close(self) -> None:
         self._reads.put(_PieceRead.end())

@@ -1,0 +1,37 @@
+"""What the two SSD tiers share: scratch space that can be full for a while."""
+
+import logging
+
+from lightning_ssd.activations.copies import Copies
+from lightning_ssd.activations.tier import Tier
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
+
+log = logging.getLogger(__name__)
+
+
+class ScratchTier(Tier):
+    """A tier in the scratch files of `store`, which it owns."""
+
+    name = "ssd"
+
+    def __init__(self, store: BlobStore, copies: Copies) -> None:
+        self.blobs = store
+        self._copies = copies
+        self._full: str | None = None
+
+    def io_stats(self) -> IOStats:
+        return self.blobs.stats()
+
+    def describe(self) -> str:
+        return (self._full or f"{format_bytes(self.blobs.stats().allocated_bytes)} in use").rstrip(".")
+
+    def _allocate(self, nbytes: int) -> Blob | None:
+        """Returns room for `nbytes`, or `None` where there is none now: another tier may have some."""
+        try:
+            return self.blobs.allocate(nbytes)
+        except StorageFullError as error:
+            if self._full is None:
+                log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", str(error))
+            self._full = str(error)  # not the error, whose frames hold tensors
+            return None
