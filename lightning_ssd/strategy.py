@@ -57,7 +57,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         ssd_capacity: int | str | None = None,
         spill: Literal["host_first", "ssd_first"] = "host_first",
         min_bytes: int | str = 2**20,
-        staging_memory: int | str = "512MiB",
+        staging_memory: int | str = "1GiB",
         backend: Literal["auto", "posix", "kvikio"] | Any = "auto",
         checksum: bool = False,
         accelerator: pl.accelerators.Accelerator | None = None,

@@ -4,12 +4,14 @@ It works below autograd, with `torch.autograd.graph.saved_tensors_hooks` (SSDTra
 instead of a tensor. Bytes are never changed, so the numbers of training stay what they are, bit for bit.
 
 Threads: `_pack` runs on the training thread, `_unpack` on autograd's thread for the device, while the training thread
-waits inside `backward`; they never run at the same time. I/O and completion threads belong to the tiers and touch no
-record.
+waits inside `backward`. A CPU operation that saved tensors of the device is unpacked on the training thread meanwhile,
+and a backward that recomputes packs on autograd's: one lock makes them take turns. Who holds it waits for transfers
+only. I/O and completion threads belong to the tiers, touch no record and never want it.
 """
 
 import contextlib
 import dataclasses
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -101,6 +103,7 @@ class TensorCache:
         self._leftovers: deque[Leftover] = deque()
         self._stats = CacheStats()
         self._closed = False
+        self._turn = threading.RLock()
 
     def begin_micro_batch(self) -> None:
         """A forward and backward begin: from here on, saved tensors belong to a new record of their order."""
@@ -185,15 +188,16 @@ class TensorCache:
         nbytes = storage.nbytes()
         if nbytes < self._min_bytes or is_weight(tensor, storage):
             return _keep(tensor)
-        record = find_record(storage)
-        if (
-            record is None
-            or record.version != tensor._version
-            or record.nbytes != nbytes  # resized, which no version tells
-            or record.batch is not self._batch
-        ):
-            record = self._new_record(tensor, storage)
-        return SavedView(tensor, record, self._empty)
+        with self._turn:
+            record = find_record(storage)
+            if (
+                record is None
+                or record.version != tensor._version
+                or record.nbytes != nbytes  # resized, which no version tells
+                or record.batch is not self._batch
+            ):
+                record = self._new_record(tensor, storage)
+            return SavedView(tensor, record, self._empty)
 
     def _new_record(self, tensor: Tensor, storage: torch.UntypedStorage) -> Record:
         assert self._batch is not None, "begin_micro_batch comes first"
@@ -285,7 +289,11 @@ class TensorCache:
                 "Call backward inside the training step, or don't keep the loss after `Trainer.fit`."
             )
         saved.check_version()
-        record = saved.record
+        with self._turn:
+            self._bring_back(saved.record)
+            return saved.show()
+
+    def _bring_back(self, record: Record) -> None:
         record.batch.want(record)
         self._collect()
         if record.state is State.LEAVING:
@@ -301,7 +309,6 @@ class TensorCache:
             record.arrive()
             stall.add(start)
             self._stats.loaded += record.nbytes
-        return saved.show()
 
     def _prefetch(self, batch: MicroBatch) -> None:
         while (record := batch.next_to_fetch(self.window_bytes, self.window_depth)) is not None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_ssd.activations.events import Event, Events
+
 
 class Clock(ABC):
     """Measures spans on the device's compute stream, host waits that leave it idle included."""
@@ -34,15 +36,13 @@ class CUDAClock(Clock):
     """The clock of a CUDA device: timing events on the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._events = Events(device)
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def now(self) -> Event:
+        return self._events.record(self._events.compute_stream(), timed=True)
 
-    def elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float | None:
-        return start.elapsed_time(end) / 1e3 if end.query() else None
+    def elapsed(self, start: Event, end: Event) -> float | None:
+        return start.seconds_until(end) if end.reached() else None
 
 
 class Stopwatch:

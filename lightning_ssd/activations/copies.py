@@ -7,7 +7,6 @@ returns and a mark is `None`.
 """
 
 import contextlib
-import ctypes
 import logging
 import queue
 import threading
@@ -22,9 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_ssd.activations.events import Event, Events
+
 log = logging.getLogger(__name__)
 
-Mark = torch.cuda.Event | None
+Mark = Event | None
 
 
 class Busy(NamedTuple):
@@ -147,13 +148,12 @@ class CUDACopies(Copies):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._out = _Lane("copied-out", device)
-        self._in = _Lane("copied-in", device)
+        self._events = Events(device)
+        self._out = _Lane("copied-out", device, self._events)
+        self._in = _Lane("copied-in", device, self._events)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(blocking=True)  # a host thread that waits for it sleeps instead of spinning
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return self._events.record(self._events.compute_stream())
 
     def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
         return self._out.copy(src, dst, src.numel(), after)
@@ -163,7 +163,7 @@ class CUDACopies(Copies):
 
     def wait(self, mark: Mark) -> None:
         if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+            self._events.wait(self._events.compute_stream(), mark)
 
     def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
         self._out.done.put(mark, then)
@@ -198,37 +198,32 @@ class _Lane:
     #: Bytes from which a copy's time is measured: shorter ones say little of the bandwidth.
     TIMED = 4 * 2**20
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, events: Events) -> None:
         self.done = _EventThread(f"lightning_ssd-{name}", device)
         self._stream = torch.cuda.Stream(device)
-        self._memcpy = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-        self._memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-        self._spans: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque()
+        self._events = events
+        self._spans: deque[tuple[Event, Event, int]] = deque()
         self._busy = Busy(0, 0.0)
 
-    def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark) -> torch.cuda.Event:
+    def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark) -> Event:
         # The stream keeps its order, so the marks of earlier copies on it are reached before this one's.
-        stream = self._stream
+        stream, events = self._stream.cuda_stream, self._events
         if after is not None:
-            stream.wait_event(after)
+            events.wait(stream, after)
         timed = nbytes >= self.TIMED
         if timed:
-            start = torch.cuda.Event(enable_timing=True)
-            start.record(stream)
+            start = events.record(stream, timed=True)
         # The driver's call and not `copy_`: it needs no current stream and no views, a third of the host's time.
-        failure = self._memcpy(dst.data_ptr(), src.data_ptr(), nbytes, stream.cuda_stream)
-        if failure:
-            raise RuntimeError(f"cuMemcpyAsync of {nbytes} bytes failed with CUDA driver error {failure}")
-        end = torch.cuda.Event(enable_timing=timed, blocking=True)
-        end.record(stream)
+        events.copy(dst.data_ptr(), src.data_ptr(), nbytes, stream)
+        end = events.record(stream, timed=timed)
         if timed:
             self._spans.append((start, end, nbytes))
         return end
 
     def busy(self) -> Busy:
-        while self._spans and self._spans[0][1].query():
+        while self._spans and self._spans[0][1].reached():
             start, end, nbytes = self._spans.popleft()
-            self._busy = self._busy.plus(nbytes, start.elapsed_time(end) / 1e3)
+            self._busy = self._busy.plus(nbytes, start.seconds_until(end))
         return self._busy
 
 

@@ -88,6 +88,7 @@ class MicroBatch:
         self._ahead: deque[tuple[weakref.ref[Record], int]] = deque()  # on their way back, not yet wanted
         self._bytes_ahead = 0
         self._early: dict[int, int] = {}  # what `keeps` kept and backward has not wanted yet, index to bytes
+        self._early_bytes = 0
         self._settled = 0  # storages that `_expected` speaks of
         self._clock = clock
         self._plan = plan
@@ -122,6 +123,7 @@ class MicroBatch:
         early = any(pattern.is_wanted_early(record.index, window_bytes) for pattern in self._candidates[:1])
         if early:
             self._early[record.index] = record.nbytes
+            self._early_bytes += record.nbytes
         return early
 
     def want(self, record: Record) -> None:
@@ -131,7 +133,7 @@ class MicroBatch:
         if record.index >= self._settled:
             self._settle_order()
         self._wanted.setdefault(record.index)
-        self._early.pop(record.index, None)
+        self._early_bytes -= self._early.pop(record.index, 0)
         position = self._position.get(record.index)
         if position is not None:
             self._cursor = max(self._cursor, position + 1)
@@ -143,7 +145,7 @@ class MicroBatch:
         forward to backward would raise the peak of memory, which is there.
         """
         self._forget_arrived()
-        early = sum(self._early.values())
+        early = self._early_bytes
         while self._cursor < len(self._expected):
             record = self._records[self._expected[self._cursor]]()
             if record is not None and record.state is State.AWAY:

@@ -40,7 +40,7 @@ class ActivationOffload(pl.Callback):
         ssd_capacity: int | str | None = None,
         spill: Literal["host_first", "ssd_first"] = "host_first",
         min_bytes: int | str = 2**20,
-        staging_memory: int | str = "512MiB",
+        staging_memory: int | str = "1GiB",
         backend: Literal["auto", "posix", "kvikio"] | Any = "auto",
         checksum: bool = False,
     ) -> None:
