@@ -9,6 +9,7 @@ import torch
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.callbacks import add_default_callbacks
+from lightning_ssd.storage import Backend
 
 
 class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
@@ -58,7 +59,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         spill: Literal["host_first", "ssd_first"] = "host_first",
         min_bytes: int | str = 2**20,
         staging_memory: int | str = "1GiB",
-        backend: Literal["auto", "posix", "kvikio"] | Any = "auto",
+        backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
         checksum: bool = False,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,

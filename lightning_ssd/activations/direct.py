@@ -20,7 +20,7 @@ class DirectTier(ScratchTier):
     """Scratch files as a tier, over a store whose backend takes device buffers; owns `store`."""
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
-        blob = self._allocate(data.numel())
+        blob = self._allocate(data.numel(), may_wait=may_wait)
         if blob is None:
             return None
         copy = _DirectCopy(self, blob)

@@ -26,12 +26,20 @@ class ScratchTier(Tier):
     def describe(self) -> str:
         return (self._full or f"{format_bytes(self.blobs.stats().allocated_bytes)} in use").rstrip(".")
 
-    def _allocate(self, nbytes: int) -> Blob | None:
-        """Returns room for `nbytes`, or `None` where there is none now: another tier may have some."""
-        try:
-            return self.blobs.allocate(nbytes)
-        except StorageFullError as error:
-            if self._full is None:
-                log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", str(error))
-            self._full = str(error)  # not the error, whose frames hold tensors
-            return None
+    def _allocate(self, nbytes: int, *, may_wait: bool) -> Blob | None:
+        """Returns room for `nbytes`, or `None` where there is none: another tier may have some."""
+        while True:
+            try:
+                return self.blobs.allocate(nbytes)
+            except StorageFullError as error:
+                full = str(error)  # not the error, whose frames hold tensors
+            if not (may_wait and self._wait_for_room()):
+                break
+        if self._full is None:
+            log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", full)
+        self._full = full
+        return None
+
+    def _wait_for_room(self) -> bool:
+        """Waits until room that was freed can be used again; False if there is none to come."""
+        return False

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import queue
 import threading
+from collections import deque
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,8 @@ class SSDTier(ScratchTier):
         super().__init__(store, copies)
         self.staging = staging
         self._error: BaseException | None = None
+        # Room of stores that were freed while a write of theirs ran: one future each, done when it can be used again.
+        self._leaving: deque[Future[None]] = deque()
         self._reads: queue.PriorityQueue[_PieceRead] = queue.PriorityQueue()
         self._sequence = itertools.count()
         self._reader = threading.Thread(target=self._issue_reads, name="lightning_ssd-reader", daemon=True)
@@ -50,7 +53,7 @@ class SSDTier(ScratchTier):
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
         if self._error is not None:
             raise self._error
-        blob = self._allocate(data.numel())
+        blob = self._allocate(data.numel(), may_wait=may_wait)
         if blob is None:
             return None
         taken = [] if may_wait else self._take_all(blob)
@@ -77,6 +80,12 @@ class SSDTier(ScratchTier):
             stack.callback(self._copies.drain)  # reads that ended have issued copies
             stack.callback(self.blobs.close)
             stack.callback(self._copies.drain)  # so that no copy-out hands its piece to a closed store
+
+    def _wait_for_room(self) -> bool:
+        if not self._leaving:
+            return False
+        self._leaving.popleft().result()  # by the SSD's progress alone, as a hold on a staging buffer
+        return True
 
     def _take_all(self, blob: Blob) -> list[PinnedBuffer] | None:
         """Takes the staging buffers of all pieces without waiting, or none."""
@@ -125,6 +134,8 @@ class _SSDCopy(StoredCopy):
         self._lock = threading.Lock()
         self._unfinished = len(blob.pieces)
         self.freed = False
+        self._left: Future[None] = Future()
+        """Done when a store that was freed while a write ran has given its room back."""
 
     def begin(self, piece: Piece, buffer: PinnedBuffer, copied: Mark) -> None:
         write = _PieceWrite(self, piece, buffer)
@@ -146,6 +157,10 @@ class _SSDCopy(StoredCopy):
         if finished:
             self.tier.blobs.free(self.blob)
         else:
+            leaving = self.tier._leaving
+            while leaving and leaving[0].done():
+                leaving.popleft()
+            leaving.append(self._left)
             for write in self.writes:
                 write.cancel()
 
@@ -155,6 +170,7 @@ class _SSDCopy(StoredCopy):
             finished = self.freed and self._unfinished == 0
         if finished:
             self.tier.blobs.free(self.blob)
+            self._left.set_result(None)
 
 
 class _PieceWrite:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.callbacks.defaults import add_default_callbacks
+from lightning_ssd.storage import Backend
 
 
 class ActivationOffload(pl.Callback):
@@ -41,7 +42,7 @@ class ActivationOffload(pl.Callback):
         spill: Literal["host_first", "ssd_first"] = "host_first",
         min_bytes: int | str = 2**20,
         staging_memory: int | str = "1GiB",
-        backend: Literal["auto", "posix", "kvikio"] | Any = "auto",
+        backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
         checksum: bool = False,
     ) -> None:
         self.config = OffloadConfig(

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_ssd.storage.errors import StorageError, from_os_error
@@ -45,21 +44,13 @@ class ScratchDirectory:
             raise StorageError(f"path {str(path)!r} does not exist: create it first (`mkdir -p {parent}`)")
         if not parent.is_dir():
             raise StorageError(f"path {str(path)!r} is not a directory: give one on the drive to use")
-        self.path = parent / f"lightning_ssd-{secrets.token_hex(8)}-rank{rank}"
         self._owner = os.getpid()
         self._lock: int | None = None
         try:
-            # The lock on the user's directory makes creating and sweeping take turns: between its mkdir and
-            # its lock, a new directory looks like a killed run's.
-            with _locked(parent):
-                _sweep(parent)
-                self.path.mkdir(mode=0o700)
-                try:
-                    self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BaseException:
-                    self.close()
-                    raise
+            _sweep(parent)
+            while self._lock is None:  # once, unless another process sweeps at this very moment
+                self.path = parent / f"lightning_ssd-{secrets.token_hex(8)}-rank{rank}"
+                self._lock = _create(self.path)
         except OSError as error:
             raise from_os_error(error, "create a scratch directory (argument `path`)", parent) from error
 
@@ -67,20 +58,34 @@ class ScratchDirectory:
         """Removes the directory and all in it. Idempotent; in a forked child it does nothing."""
         if os.getpid() != self._owner:
             return
-        _remove(self.path)
         if self._lock is not None:
-            os.close(self._lock)
+            _remove(self.path, self._lock)
             self._lock = None
 
 
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _create(directory: Path) -> int | None:
+    """Makes a directory with its lock held, and returns the lock.
+
+    Until it is locked, a new directory looks like a killed run's, and another process may sweep it: the result is
+    None then. (A lock on the parent would prevent that, but NFS locks no directories.)
+    """
+    directory.mkdir(mode=0o700)
+    lock = directory / _LOCK
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileNotFoundError:  # swept before it had a lock
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), lock.stat()):
+            return fd
+    except (BlockingIOError, FileNotFoundError):  # being swept, or swept: the sweeper removes it
+        pass
+    except BaseException:
+        _remove(directory, fd)
+        raise
+    os.close(fd)
+    return None
 
 
 def _sweep(parent: Path) -> None:
@@ -91,23 +96,45 @@ def _sweep(parent: Path) -> None:
     for directory in found:
         try:
             fd = os.open(directory / _LOCK, os.O_RDWR)
-        except FileNotFoundError:  # killed between mkdir and lock, or its owner is removing it right now
-            _remove(directory)
+        except FileNotFoundError:  # killed between mkdir and lock; or not yet locked; or being removed
+            with contextlib.suppress(OSError):
+                directory.rmdir()  # and nothing that is not empty: its owner may have made the lock by now
             continue
         except OSError:  # another user's
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _log.info("removing the scratch directory of a killed run: %s", directory)
-            _remove(directory)
         except BlockingIOError:  # a live run's
-            pass
-        finally:
             os.close(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        else:
+            _log.info("removing the scratch directory of a killed run: %s", directory)
+            _remove(directory, fd)
 
 
-def _remove(directory: Path) -> None:
-    # Errors don't stop it: another process may be removing the same entries.
-    shutil.rmtree(directory, ignore_errors=True)
-    if directory.exists():
+def _remove(directory: Path, lock: int) -> None:
+    """Removes a directory whose lock is held, and lets the lock go.
+
+    The lock file is the last to go, so that a directory with data always has one. Errors don't stop it: another
+    process may be removing the same entries.
+    """
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(directory)):
+            if entry.name == _LOCK:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    os.unlink(entry)
+    with contextlib.suppress(OSError):
+        os.unlink(directory / _LOCK)
+    os.close(lock)  # before rmdir: NFS keeps the name of a removed file that is open
+    try:
+        directory.rmdir()
+    except FileNotFoundError:
+        pass
+    except OSError:
         _log.warning("could not remove the scratch directory %s: remove it by hand", directory)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd.activations import BudgetError, OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.activations.record import find_record
-from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
+from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from tests.activations.support import (
     CPU,
     KIB,
@@ -825,11 +825,17 @@ def test_forwarding_and_cancelling(tmp_path: Path) -> None:
     """While the drive takes nothing, backward has its tensors from memory; a store that nobody needs is cancelled."""
     backend, threads = GatedBackend(), 4
     with open_cache(tmp_path, backend=backend) as cache:
+        x, chain = randn(32, 32), _chain(12)
+
+        def forward(x: Tensor) -> Tensor:
+            loss = chain(x)
+            if cache.stats().stored:
+                for _ in range(threads):
+                    backend.wait_for_arrival()  # those are beyond cancelling
+            return loss
+
         backend.hold()
-        x = randn(32, 32)
-        assert assert_same_gradients(cache, _chain(12), x) == 12 * x.nbytes
-        for _ in range(threads):
-            backend.wait_for_arrival()  # those are beyond cancelling
+        assert assert_same_gradients(cache, forward, x) == 12 * x.nbytes
         assert cache.stats().loaded == 12 * x.nbytes  # and yet nothing was read, or written
         assert backend.served == []
         cache.end_backward()
@@ -959,6 +965,37 @@ def test_full_scratch_space(tmp_path: Path) -> None:
         assert assert_same_gradients(cache, _chain(3), randn(32, 32)) == 3 * 4 * KIB
     with open_cache(tmp_path, ssd_capacity="12KiB", offload="auto") as cache:
         assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 3 * 4 * KIB
+
+
+def test_room_that_is_still_written_to_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed amount may fill the scratch space exactly, though freed stores leave it only when their writes end."""
+    backend = GatedBackend()
+    with open_cache(tmp_path, backend=backend, ssd_capacity="12KiB") as cache:
+        store = ssd(cache).blobs
+        allocate = store.allocate
+
+        def watched(nbytes: int) -> Blob:
+            try:
+                return allocate(nbytes)
+            except StorageFullError:
+                backend.release()
+                raise
+
+        monkeypatch.setattr(store, "allocate", watched)
+        x, chain = randn(32, 32), _chain(3)
+
+        def forward(x: Tensor) -> Tensor:
+            loss = chain(x)
+            if cache.stats().stored == 3 * x.nbytes and not backend.served:
+                for _ in range(3):
+                    backend.wait_for_arrival()
+            return loss
+
+        backend.hold()
+        assert assert_same_gradients(cache, forward, x) == 3 * x.nbytes
+        cache.end_backward()
+        assert allocated(cache) == 3 * x.nbytes
+        assert assert_same_gradients(cache, chain, x) == 2 * x.nbytes  # what backward wants first stays
 
 
 def test_full_host_memory(tmp_path: Path) -> None:

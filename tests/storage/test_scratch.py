@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import signal
@@ -83,6 +85,82 @@ def test_a_directory_without_its_lock_is_swept_and_other_files_are_left(tmp_path
     ScratchDirectory(tmp_path).close()
     assert not half_made.exists()
     assert sorted(tmp_path.iterdir()) == sorted(others)
+
+
+def test_processes_that_start_and_end_together(tmp_path: Path) -> None:
+    """Each sweeps while the others make and remove theirs, and none takes another's away."""
+    run = (
+        "import sys; from lightning_ssd.storage import ScratchDirectory\n"
+        "for rank in range(300):\n"
+        "    directory = ScratchDirectory(sys.argv[1], rank)\n"
+        "    (directory.path / 'data').write_bytes(b'x')\n"
+        "    assert (directory.path / 'lock').exists()\n"
+        "    directory.close()\n"
+        "    assert not directory.path.exists()\n"
+    )
+    command = [sys.executable, "-c", run, str(tmp_path)]
+    processes = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(4)]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["before the lock", "before the flock", "after it was opened and removed"])
+def test_a_directory_that_is_swept_while_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """What has no lock yet looks like a killed run's; whoever makes it notices, and makes another."""
+    swept: list[str] = []
+    flock, open_file = fcntl.flock, os.open
+
+    def interfering_open(path: Path, flags: int, *mode: int) -> int:
+        if moment == "before the lock" and flags & os.O_EXCL and not swept:
+            swept.append(path.parent.name)
+            path.parent.rmdir()
+        return open_file(path, flags, *mode)
+
+    def interfering_flock(fd: int, operation: int) -> None:
+        if moment != "before the lock" and not swept:
+            (directory,) = tmp_path.iterdir()
+            swept.append(directory.name)
+            if moment == "before the flock":
+                raise BlockingIOError  # a sweeper holds it, and removes the directory later
+            (directory / "lock").unlink()
+            directory.rmdir()
+        flock(fd, operation)
+
+    monkeypatch.setattr(os, "open", interfering_open)
+    monkeypatch.setattr(fcntl, "flock", interfering_flock)
+    ours = ScratchDirectory(tmp_path)
+    assert len(swept) == 1 and ours.path.name != swept[0]
+    assert ours.path.is_dir()
+    monkeypatch.undo()
+    ScratchDirectory(tmp_path).close()  # sweeps what the sweeper of the second case left
+    assert list(tmp_path.iterdir()) == [ours.path]
+    ours.close()
+
+
+def test_only_files_are_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS takes locks on files that are open for writing only: no directory can be locked there."""
+    flock = fcntl.flock
+
+    def nfs_flock(fd: int, operation: int) -> None:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+            raise OSError(errno.EBADF, "a lock needs write access")
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", nfs_flock)
+    ScratchDirectory(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(StorageError, match=f"`path`.*{tmp_path}.*No locks"):
+        ScratchDirectory(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
