@@ -1,6 +1,8 @@
 """What the two SSD tiers share: scratch space that can be full for a while."""
 
 import logging
+from collections import deque
+from concurrent.futures import Future
 
 from lightning_ssd.activations.copies import Copies
 from lightning_ssd.activations.tier import Tier
@@ -19,6 +21,8 @@ class ScratchTier(Tier):
         self.blobs = store
         self._copies = copies
         self._full: str | None = None
+        # Room of stores that were freed while a write of theirs ran: one future each, done when it can be used again.
+        self._leaving: deque[Future[None]] = deque()
 
     def io_stats(self) -> IOStats:
         return self.blobs.stats()
@@ -33,13 +37,12 @@ class ScratchTier(Tier):
                 return self.blobs.allocate(nbytes)
             except StorageFullError as error:
                 full = str(error)  # not the error, whose frames hold tensors
-            if not (may_wait and self._wait_for_room()):
+            if not self._leaving:
                 break
+            if not may_wait:
+                return None
+            self._leaving.popleft().result()  # by the SSD's progress alone
         if self._full is None:
             log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", full)
         self._full = full
         return None
-
-    def _wait_for_room(self) -> bool:
-        """Waits until room that was freed can be used again; False if there is none to come."""
-        return False

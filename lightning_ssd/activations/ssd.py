@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import queue
 import threading
-from collections import deque
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +42,6 @@ class SSDTier(ScratchTier):
         super().__init__(store, copies)
         self.staging = staging
         self._error: BaseException | None = None
-        # Room of stores that were freed while a write of theirs ran: one future each, done when it can be used again.
-        self._leaving: deque[Future[None]] = deque()
         self._reads: queue.PriorityQueue[_PieceRead] = queue.PriorityQueue()
         self._sequence = itertools.count()
         self._reader = threading.Thread(target=self._issue_reads, name="lightning_ssd-reader", daemon=True)
@@ -80,12 +77,6 @@ class SSDTier(ScratchTier):
             stack.callback(self._copies.drain)  # reads that ended have issued copies
             stack.callback(self.blobs.close)
             stack.callback(self._copies.drain)  # so that no copy-out hands its piece to a closed store
-
-    def _wait_for_room(self) -> bool:
-        if not self._leaving:
-            return False
-        self._leaving.popleft().result()  # by the SSD's progress alone, as a hold on a staging buffer
-        return True
 
     def _take_all(self, blob: Blob) -> list[PinnedBuffer] | None:
         """Takes the staging buffers of all pieces without waiting, or none."""
