@@ -1,5 +1,6 @@
 """`SSDOffloadStrategy`: the only file that knows Lightning's Strategy contract."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,9 @@ import torch
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.callbacks import add_default_callbacks
+from lightning_ssd.precision import autocast_dtype, streaming_precision
+from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.states import ModelStates, StatesConfig, leaving_parameters, make_model_states
 from lightning_ssd.storage import Backend
 
 
@@ -37,6 +41,15 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`, which takes
             kvikio where GPUDirect Storage really works and says in the log what it took.
         checksum: check every byte that comes back from the SSDs.
+        states: where weights, gradients and optimizer states are: `"gpu"`, the training device; or `"host"`: the
+            device has a unit's weights only around their use, gradients leave as they appear, and the optimizer steps
+            them on the CPU while the device computes. With `precision="32-true"` or `"bf16-mixed"`.
+            In bf16-mixed a weight that one forward uses several times has its gradients summed in bf16.
+        gpu_memory: with `states="host"`, bytes of the device that weights may take; the units in use at one time stay
+            whatever it is. `"auto"`: a tenth of the device's memory (of the free memory, on a CPU).
+        units: what is fetched and stepped together: class names of modules. `None`: the repeated blocks of the model.
+        overlap: `"optimized"`: a unit is stepped as soon as its gradient is complete. `"none"`: when backward has
+            ended, and the training step waits for it.
         accelerator: as in Lightning's strategies, like the four that follow.
         parallel_devices: the one device.
         cluster_environment: who this process is.
@@ -61,6 +74,10 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         staging_memory: int | str = "1GiB",
         backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
         checksum: bool = False,
+        states: Literal["gpu", "host"] = "gpu",
+        gpu_memory: int | str = "auto",
+        units: Sequence[str] | None = None,
+        overlap: Literal["optimized", "none"] = "optimized",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: fabric.plugins.environments.ClusterEnvironment | None = None,
@@ -77,7 +94,10 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
+        self.states_config = StatesConfig(states, gpu_memory, units, overlap)
         self.tensor_cache: TensorCache | None = None
+        self.model_states: ModelStates | None = None
+        self._leaving: set[torch.nn.Parameter] = set()
         self.num_nodes = 1  # the Trainer sets it
 
     # ---- the device ----
@@ -99,7 +119,12 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        self.model.to(self.root_device)
+        if not self._leaving:
+            self.model.to(self.root_device)
+            return
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor not in self._leaving:
+                tensor.data = tensor.data.to(self.root_device)
 
     # ---- a training, from start to end ----
 
@@ -108,8 +133,12 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         add_default_callbacks(model.trainer)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
+        fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        if fitting and self.states_config.states != "gpu":
+            self._setup_with_states(trainer)
+        else:
+            super().setup(trainer)
+        if fitting:
             assert self.model is not None
             mark_weights(self.model)
             self.tensor_cache = make_tensor_cache(
@@ -119,18 +148,65 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 rank=self.global_rank,
             )
 
+    def _setup_with_states(self, trainer: pl.Trainer) -> None:
+        """Sets up as ever, and takes the model's states out of the device before they are all there."""
+        assert self.model is not None
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, _READS_WEIGHTS):
+                raise ValueError(
+                    f"{type(callback).__name__} reads all weights on the device at every step, and with "
+                    f"`states={self.states_config.states!r}` they are not there. Remove it, or set `states='gpu'`."
+                )
+        autocast = autocast_dtype(self.precision_plugin)
+        self._leaving = leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"))
+        try:
+            super().setup(trainer)
+            hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
+            self.model_states = make_model_states(
+                self.model,
+                self.optimizers,
+                self._leaving,
+                self.root_device,
+                config=self.states_config,
+                autocast=autocast,
+                clips=bool(trainer.gradient_clip_val),
+                hold=hold,
+            )
+        finally:
+            self._leaving = set()
+        for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
+            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
+        self.precision_plugin = streaming_precision(self.precision_plugin, self.model_states, lend=hold)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.states_config.states != "gpu"  # weights go straight to where they are kept
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.tensor_cache is not None
+        if self.model_states is not None:
+            self.model_states.begin("train")
         with self.tensor_cache.hooks():
             return super().training_step(*args, **kwargs)
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model_states is not None:
+            self.model_states.begin("evaluate")
+        return super().validation_step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        if self.model_states is not None:
+            self.model_states.end_backward()
+
     def teardown(self) -> None:
         cache, self.tensor_cache = self.tensor_cache, None
-        try:
+        states, self.model_states = self.model_states, None
+        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+            stack.callback(super().teardown)
             if cache is not None:
-                cache.close()
-        finally:
-            super().teardown()
+                stack.callback(cache.close)
+            if states is not None:
+                stack.callback(states.close)
 
     # ---- one process: what collectives come to ----
 
@@ -145,3 +221,24 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
+
+
+_READS_WEIGHTS = (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)
+
+
+def _user_sees_gradients(trainer: pl.Trainer) -> bool:
+    """Whether user code runs between backward and step, which may look at gradients or change them."""
+    module = trainer.lightning_module
+    hooks = ("on_after_backward", "on_before_optimizer_step")
+    if any(_overridden(hook, module, pl.LightningModule) for hook in (*hooks, "configure_gradient_clipping")):
+        return True
+    return any(
+        _overridden(hook, callback, pl.Callback)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if not type(callback).__module__.startswith("lightning_ssd.")
+        for hook in hooks
+    )
+
+
+def _overridden(hook: str, what: object, base: type) -> bool:
+    return getattr(type(what), hook) is not getattr(base, hook)

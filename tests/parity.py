@@ -117,6 +117,8 @@ class _Recorder(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._run.losses.append(outputs["loss"].detach().cpu().clone())
 
+
+class _GradientRecorder(_Recorder):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self._run.gradients.append(
             {
@@ -137,6 +139,8 @@ def train(
     steps: int = 20,
     callbacks: Sequence[pl.Callback] = (),
     model: Model = TinyGPT,
+    clip: float | None = None,
+    recorded: bool = True,
 ) -> Run:
     """Trains with Lightning's Trainer, the same way at every call.
 
@@ -149,6 +153,8 @@ def train(
         steps: optimizer steps.
         callbacks: more callbacks.
         model: makes the model.
+        clip: largest norm of the gradients.
+        recorded: whether gradients are.
 
     Returns:
         All numbers, on the CPU.
@@ -167,8 +173,9 @@ def train(
             devices=1,
             precision=precision,
             accumulate_grad_batches=accumulate,
+            gradient_clip_val=clip,
             max_steps=steps,
-            callbacks=[*callbacks, _Recorder(run)],
+            callbacks=[*callbacks, _GradientRecorder(run) if recorded else _Recorder(run)],
             default_root_dir=root,
             logger=False,
             enable_checkpointing=False,
@@ -176,7 +183,8 @@ def train(
             enable_model_summary=False,
         )
         trainer.fit(module, DataLoader(data, batch_size=2))
-        assert trainer.global_step == steps == len(run.gradients)
+        assert trainer.global_step == steps
+        assert len(run.gradients) == (steps if recorded else 0)
         assert list(Path(root).iterdir()) == []
     run.weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
     return run

@@ -14,7 +14,7 @@ import dataclasses
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,12 @@ from lightning_ssd.activations.record import (
     find_record,
 )
 from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
-from lightning_ssd.activations.weights import is_weight
+from lightning_ssd.activations.weights import fetch_of, is_weight
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import IOStats
+
+Kept = tuple[Tensor, int, Callable[[], None] | None]
+"""A saved tensor that stays where it is, its version, and what brings its memory back if that may be gone."""
 
 
 class BudgetError(RuntimeError):
@@ -171,11 +174,15 @@ class TensorCache:
 
     # ---- forward ----
 
-    def _pack(self, tensor: Tensor) -> "tuple[Tensor, int] | SavedView":
+    def _pack(self, tensor: Tensor) -> "Kept | SavedView":
+        if tensor.layout is not torch.strided:
+            return _keep(tensor)
+        storage = tensor.untyped_storage()
+        if (fetch := fetch_of(storage)) is not None:
+            return *_keep(tensor)[:2], fetch
         if (
             tensor.device != self.device
             or type(tensor) not in (Tensor, nn.Parameter)
-            or tensor.layout is not torch.strided
             # More, or less, than bytes, shape and strides.
             or tensor.is_conj()
             or tensor.is_neg()
@@ -184,7 +191,6 @@ class TensorCache:
             or torch._C._current_graph_task_id() != -1  # recomputed, or made by a double backward: wanted at once
         ):
             return _keep(tensor)
-        storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if nbytes < self._min_bytes or is_weight(tensor, storage):
             return _keep(tensor)
@@ -278,9 +284,12 @@ class TensorCache:
 
     # ---- backward ----
 
-    def _unpack(self, saved: "tuple[Tensor, int] | SavedView") -> Tensor:
+    def _unpack(self, saved: "Kept | SavedView") -> Tensor:
         if isinstance(saved, tuple):
-            tensor, version = saved
+            tensor, version, fetch = saved
+            if fetch is not None:
+                with self._turn:
+                    fetch()
             check_version(tensor, version, tensor.dtype, tensor.size())
             return tensor
         if self._closed:
@@ -365,6 +374,6 @@ class _Leaving:
 _OUT, _IN = 0, 1
 
 
-def _keep(tensor: Tensor) -> tuple[Tensor, int]:
+def _keep(tensor: Tensor) -> "Kept":
     # Detached: the node that saves its own output would else own itself, and never be freed.
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version, None

@@ -1,5 +1,7 @@
 """Which saved tensors are weights: they live on the device anyway, so storing them would free nothing."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,16 @@ def mark_weights(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
             setattr(tensor.untyped_storage(), _WEIGHT, True)
+
+
+def mark_streamed(storage: torch.UntypedStorage, fetch: Callable[[], None]) -> None:
+    """Marks the storage of weights that leave: `fetch` is called before backward uses what was saved of it."""
+    setattr(storage, _FETCH, fetch)
+
+
+def fetch_of(storage: torch.UntypedStorage) -> Callable[[], None] | None:
+    """Returns what brings the memory of `storage` back, if it is one of `mark_streamed`."""
+    return getattr(storage, _FETCH, None)
 
 
 def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
@@ -34,3 +46,4 @@ def _is_cast_of_parameter(tensor: Tensor) -> bool:
 
 # On the storage's Python object, which lives as long as the storage (see `record.attach_record`).
 _WEIGHT = "_lightning_ssd_weight"
+_FETCH = "_lightning_ssd_fetch"

@@ -1,0 +1,7 @@
+"""Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
+
+from lightning_ssd.states.build import StatesConfig, leaving_parameters, make_model_states
+from lightning_ssd.states.model_states import ModelStates
+from lightning_ssd.states.units import Unit, find_units
+
+__all__ = ["ModelStates", "StatesConfig", "Unit", "find_units", "leaving_parameters", "make_model_states"]

@@ -1,0 +1,46 @@
+"""Small things that concurrent.futures lacks."""
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def finished(result: T) -> "Future[T]":
+    """Returns a future that is done."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":
+    """Returns a future that is done when all are, with the first error of theirs if there is one.
+
+    Its callbacks run on the thread that ends the last of them.
+    """
+    waiting = list(futures)
+    result: Future[None] = Future()
+    lock = threading.Lock()  # guards the two below
+    left = len(waiting) + 1
+    failure: BaseException | None = None
+
+    def count(future: "Future[Any] | None" = None) -> None:
+        nonlocal left, failure
+        error = None
+        if future is not None:
+            error = CancelledError() if future.cancelled() else future.exception()
+        with lock:
+            failure = failure or error
+            left -= 1
+            last = left == 0
+        if last and failure is not None:
+            result.set_exception(failure)
+        elif last:
+            result.set_result(None)
+
+    for future in waiting:
+        future.add_done_callback(count)
+    count()
+    return result

@@ -1,0 +1,230 @@
+"""The user's optimizer on the host's flats: its class, its settings as they are now, its state by the same names."""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.home import Opened
+
+Options = Mapping[str, Any]
+"""A parameter group without its parameters."""
+
+
+class Rule(ABC):
+    """How one optimizer class steps a flat.
+
+    Args:
+        flat: what it steps.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+
+    @abstractmethod
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        """Returns the names of the states that have an fp32 element for each weight."""
+
+    @abstractmethod
+    def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+        """Steps the master weights and rounds them to the compute weights.
+
+        Args:
+            options: the parameter group's settings.
+            opened: the flat's values; changed in place.
+            gradient: `flat.numel` elements in any floating dtype.
+            has: of each parameter, whether it has a gradient; those without are left alone, as torch does.
+            scale: what the gradient, taken to fp32, is multiplied with.
+        """
+
+    @abstractmethod
+    def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
+        """Returns the state of parameter `index` as torch's optimizer would keep it; tensors may be views."""
+
+    @abstractmethod
+    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
+        """Takes a state over that torch's optimizer (or `state_of`) made."""
+
+
+class ElementwiseRule(Rule):
+    """AdamW, Adam and SGD: what they do to an element does not depend on others, so a flat is stepped as one.
+
+    Torch's fused CPU kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32
+    and of the master weights to the compute weights.
+    """
+
+    #: Elements of a chunk: 4 MiB of fp32.
+    CHUNK = 2**20
+
+    def __init__(self, flat: Flat) -> None:
+        super().__init__(flat)
+        self._steps = [0] * len(flat.slices)
+
+    def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+        for start, end, step in self._ranges(has):
+            for low in range(start, end, self.CHUNK):
+                high = min(low + self.CHUNK, end)
+                part = gradient[low:high].float()
+                if scale != 1.0:
+                    part = part * scale
+                states = {name: values[low:high] for name, values in opened.states.items()}
+                self._kernel(options, opened.master[low:high], part, states, step)
+                if opened.weights is not opened.master:
+                    opened.weights[low:high].copy_(opened.master[low:high])
+        self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has, strict=True)]
+
+    def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
+        if self._steps[index] == 0:
+            return {}
+        item = self.flat.slices[index]
+        return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in opened.states.items()}
+
+    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
+        if not state:
+            return
+        item = self.flat.slices[index]
+        for name, row in opened.states.items():
+            if (value := state.get(name)) is not None:
+                item.of(row).copy_(value)
+        self._steps[index] = int(state.get("step", 1))
+
+    @abstractmethod
+    def _kernel(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], step: int
+    ) -> None:
+        """Makes step `step` (0 is the first) in place."""
+
+    def _step_state(self, step: int) -> dict[str, Any]:
+        return {"step": torch.tensor(float(step))}
+
+    def _ranges(self, has: Sequence[bool]) -> list[tuple[int, int, int]]:
+        """Returns start and end, in elements, of runs of parameters with a gradient and the same step."""
+        ranges: list[tuple[int, int, int]] = []
+        for index, item in enumerate(self.flat.slices):
+            last = index + 1 == len(self.flat.slices)
+            end = self.flat.numel if last else self.flat.slices[index + 1].start
+            if not has[index]:
+                continue
+            if ranges and ranges[-1][1] == item.start and ranges[-1][2] == self._steps[index]:
+                ranges[-1] = (ranges[-1][0], end, ranges[-1][2])
+            else:
+                ranges.append((item.start, end, self._steps[index]))
+        return ranges
+
+
+class AdamRule(ElementwiseRule):
+    """`torch.optim.Adam` and `AdamW`."""
+
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _kernel(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], step: int
+    ) -> None:
+        kernel = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
+        kernel(
+            [weights],
+            [gradient],
+            [states["exp_avg"]],
+            [states["exp_avg_sq"]],
+            [states["max_exp_avg_sq"]] if options["amsgrad"] else [],
+            [torch.tensor(float(step + 1))],
+            amsgrad=options["amsgrad"],
+            lr=float(options["lr"]),
+            beta1=float(options["betas"][0]),
+            beta2=float(options["betas"][1]),
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=options["maximize"],
+        )
+
+
+class SGDRule(ElementwiseRule):
+    """`torch.optim.SGD`."""
+
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        return ("momentum_buffer",) if options["momentum"] else ()
+
+    def _kernel(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], step: int
+    ) -> None:
+        torch._fused_sgd_(
+            [weights],
+            [gradient],
+            list(states.values()),
+            weight_decay=options["weight_decay"],
+            momentum=options["momentum"],
+            lr=float(options["lr"]),
+            dampening=options["dampening"],
+            nesterov=options["nesterov"],
+            maximize=options["maximize"],
+            is_first_step=step == 0,
+        )
+
+    def _step_state(self, step: int) -> dict[str, Any]:
+        return {}
+
+
+class OwnStepRule(Rule):
+    """Any other optimizer whose parameters don't depend on each other: its own `step`, on the flat's host tensors.
+
+    Its states, whatever they are, stay in host memory.
+    """
+
+    def __init__(self, flat: Flat, optimizer: Optimizer) -> None:
+        super().__init__(flat)
+        self._parameters = [nn.Parameter(torch.empty(0)) for _ in flat.slices]
+        # Not a copy: `Optimizer.__getstate__` would leave out what subclasses keep.
+        self._optimizer: Optimizer = object.__new__(type(optimizer))
+        self._optimizer.__dict__.update(optimizer.__dict__)
+        self._optimizer._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
+        self._optimizer._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+        self._optimizer.state = defaultdict(dict)
+
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        return ()
+
+    def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+        for item, parameter, has_gradient in zip(self.flat.slices, self._parameters, has, strict=True):
+            parameter.data = item.of(opened.master)
+            parameter.grad = item.of(gradient).float() * scale if has_gradient else None
+        self._optimizer.param_groups = [{**options, "params": self._parameters}]
+        type(self._optimizer).step(self._optimizer)
+        if opened.weights is not opened.master:
+            opened.weights.copy_(opened.master)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
+        return dict(self._optimizer.state[self._parameters[index]])
+
+    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
+        self._optimizer.state[self._parameters[index]] = dict(state)
+
+
+def rule_for(optimizer: Optimizer, flat: Flat) -> Rule:
+    """Returns how `optimizer` steps `flat`."""
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
+        return AdamRule(flat)
+    if type(optimizer) is torch.optim.SGD:
+        return SGDRule(flat)
+    return OwnStepRule(flat, optimizer)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuses what can't be stepped unit by unit.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if type(optimizer) in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        raise ValueError(
+            f"{type(optimizer).__name__} can't step one unit after the other on the host. "
+            "Take another optimizer (AdamW, Adam, SGD, or any whose parameters don't depend on each other), or set "
+            "`states='gpu'`, which leaves weights, gradients and optimizer states to it."
+        )

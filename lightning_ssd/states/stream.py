@@ -1,0 +1,189 @@
+"""Weights on the device around their use: fetched ahead in recorded order, within a byte budget, and released.
+
+A *use* is a unit whose forward begins, or whose saved weights backward wants. The uses of the last micro-batch tell
+what comes next: from the present use on, as many units as the budget holds are kept or fetched, and the rest is
+released (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time, never numbers.
+
+Threads: the training thread, and autograd's while the training thread waits in `backward`.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from lightning_ssd.activations.copies import Copies, Mark
+from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.home import Home
+
+
+class WeightStream:
+    """Fetches and releases the flats of units.
+
+    Args:
+        units: of each unit, its flats.
+        homes: where each flat lives.
+        copies: copies of the device.
+        budget: bytes of the device that compute weights may take; the units in use at one time stay, whatever it is.
+    """
+
+    def __init__(
+        self, units: Sequence[Sequence[Flat]], homes: Mapping[Flat, Home], copies: Copies, budget: int
+    ) -> None:
+        self._units = units
+        self._unit_of = {flat: index for index, flats in enumerate(units) for flat in flats}
+        self._nbytes = [sum(flat.nbytes for flat in flats) for flats in units]
+        self._homes = homes
+        self._copies = copies
+        self._budget = budget
+        self._loads: dict[Flat, _Load] = {}
+        """Of every flat that is resident."""
+        self._open: list[int] = [0] * len(units)
+        """How often each unit's forward is running."""
+        self._node = -1
+        self._units_of_node: set[int] = set()
+        """Units whose weights the running autograd node has been given: it may still have to launch its kernels."""
+        self._retired: set[Flat] = set()
+        forward = list(range(len(units)))
+        self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
+        self._kind = "evaluate"
+        self._uses: list[int] = []
+        self._cursor = 0
+
+    def begin(self, kind: str) -> None:
+        """A micro-batch begins: `kind` is "train" or "evaluate"."""
+        if self._uses:
+            self._expected[self._kind] = self._uses
+        self._kind = kind
+        self._node = -1
+        self._units_of_node.clear()
+        self._uses = []
+        self._cursor = 0
+
+    def enter(self, unit: int) -> None:
+        """The forward of `unit` begins; returns when the compute stream is ordered after its weights' arrival."""
+        self._open[unit] += 1
+        self._use(unit)
+
+    def exit(self, unit: int) -> None:
+        """The forward of `unit` has ended, or failed."""
+        self._open[unit] -= 1
+
+    def want(self, flat: Flat) -> None:
+        """Backward is given a saved weight of `flat`, or something is computed with a weight of it, at once.
+
+        Raises:
+            RuntimeError: the weights were stepped already.
+        """
+        if flat in self._retired:
+            raise RuntimeError(
+                f"backward wants the weights of {flat.name} after their gradient was complete and their step had "
+                "begun: they are used where no gradient flows (detached). Set `overlap='none'`."
+            )
+        unit = self._unit_of[flat]
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            if (number := node._sequence_nr()) != self._node:
+                self._node = number
+                self._units_of_node.clear()
+            self._units_of_node.add(unit)
+        self._use(unit)
+
+    def retire(self, flat: Flat) -> None:
+        """The step of `flat` begins: what is on the device is of the past, and is not fetched before `renew`."""
+        self._retired.add(flat)
+        self._release(flat)
+
+    def renew(self) -> None:
+        """The step is made, or on its way: weights are fetched again, each once its step is done."""
+        self._retired.clear()
+
+    def prefetch(self) -> None:
+        """Begins to fetch what comes next."""
+        self._fill(self._window())
+
+    def forget(self, flat: Flat) -> None:
+        """What is on the device is of the past: another fetch brings what the home has by then."""
+        self._release(flat)
+
+    def release_all(self) -> None:
+        """Releases everything; nothing is in use."""
+        for flat in list(self._loads):
+            self._release(flat)
+
+    def _use(self, unit: int) -> None:
+        if not self._uses or self._uses[-1] != unit:
+            self._uses.append(unit)
+            expected = self._expected[self._kind]
+            if unit in expected[self._cursor :]:
+                self._cursor = expected.index(unit, self._cursor) + 1
+            wanted = self._window()
+            for flat in [flat for flat in self._loads if self._may_leave(flat, wanted)]:
+                self._release(flat)
+            self._fetch(unit)
+            self._fill(wanted)
+        else:
+            self._fetch(unit)
+        for flat in self._units[unit]:
+            if flat in self._loads:
+                self._loads[flat].wait()
+
+    def _window(self) -> list[int]:
+        """Returns the units of the last use and of those to come that the budget holds, soonest first."""
+        expected = self._expected[self._kind]
+        units = dict.fromkeys(self._uses[-1:])
+        taken = sum(self._nbytes[unit] for unit in units)
+        for unit in expected[self._cursor :] + expected[: self._cursor]:
+            if unit in units:
+                continue
+            taken += self._nbytes[unit]
+            if taken > self._budget:
+                break
+            units[unit] = None
+        return list(units)
+
+    def _fill(self, wanted: Sequence[int]) -> None:
+        for unit in wanted:
+            self._fetch(unit)
+
+    def _fetch(self, unit: int) -> None:
+        for flat in self._units[unit]:
+            if flat not in self._loads and flat not in self._retired:
+                target = flat.allocate()
+                # The memory is the compute stream's: nothing is copied in before that is done with its last owner.
+                arrived = self._homes[flat].copy_in(target, self._copies.mark())
+                self._loads[flat] = _Load(arrived, self._copies)
+
+    def _may_leave(self, flat: Flat, wanted: Sequence[int]) -> bool:
+        unit = self._unit_of[flat]
+        in_use = self._open[unit] or unit in self._units_of_node
+        # A load that is under way would write memory that is somebody else's: it stays until it has arrived.
+        return not in_use and unit not in wanted and self._loads[flat].settled
+
+    def _release(self, flat: Flat) -> None:
+        load = self._loads.pop(flat, None)
+        if load is not None:
+            try:
+                load.wait()
+            finally:
+                flat.release()
+
+
+class _Load:
+    """Weights on their way in."""
+
+    def __init__(self, issued: "Future[Mark]", copies: Copies) -> None:
+        self._issued = issued
+        self._copies = copies
+        self._waited = False
+
+    @property
+    def settled(self) -> bool:
+        return self._issued.done()
+
+    def wait(self) -> None:
+        """Orders the compute stream after the arrival; the host waits until the copy was issued."""
+        mark = self._issued.result()
+        if not self._waited:
+            self._waited = True
+            self._copies.wait(mark)

@@ -1,0 +1,133 @@
+"""Weights, gradients and optimizer states in host memory, on a CUDA device: the same numbers, and less memory."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.states import build
+from tests.gpu.test_activation_offload import SlowCopies
+from tests.parity import Run, SharedStorages, TinyGPT, train
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # CUBLAS_WORKSPACE_CONFIG=:4096:8 is set by conftest.py
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def exact(model: Any) -> Any:
+    """The model with SGD by a power of two, whose steps are the same on every machine, bit for bit."""
+
+    class Exact(model):  # type: ignore[misc]
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=2**-5)
+
+    return Exact
+
+
+def host(**arguments: Any) -> SSDOffloadStrategy:
+    return SSDOffloadStrategy(states="host", min_bytes=1, tier="host", host_memory="1GiB", **arguments)
+
+
+def same(a: Run, b: Run) -> None:
+    assert len(a.losses) == len(b.losses) > 0
+    for one, other in zip(a.losses, b.losses, strict=True):
+        assert torch.isfinite(one) and torch.equal(one, other), (one, other)
+    for name, weight in a.weights.items():
+        assert torch.equal(weight, b.weights[name]), name
+
+
+# SharedStorages uses one weight twice in a forward: see `build._compute_dtypes` for bf16.
+@pytest.mark.parametrize(
+    ("model", "precision"), [(TinyGPT, "32-true"), (TinyGPT, "bf16-mixed"), (SharedStorages, "32-true")]
+)
+@pytest.mark.parametrize(("accumulate", "checkpointing"), [(1, "none"), (3, "non_reentrant"), (1, "reentrant")])
+@pytest.mark.parametrize("gpu_memory", [1, "auto"])
+def test_numbers_are_those_of_plain_lightning(
+    model: Any, precision: str, accumulate: int, checkpointing: Any, gpu_memory: Any
+) -> None:
+    how: dict[str, Any] = {
+        "device": "cuda",
+        "precision": precision,
+        "accumulate": accumulate,
+        "checkpointing": checkpointing,
+        "model": exact(model),
+        "recorded": False,
+    }
+    same(train("auto", **how), train(host(gpu_memory=gpu_memory), **how))
+
+
+@pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("gpu_memory", [1, 40_000, "auto"])
+def test_numbers_do_not_move_with_the_timing(
+    model: Any, precision: str, clip: float | None, gpu_memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW on the CPU while the device computes, and clipping that waits for no one: delays change nothing."""
+    how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": clip, "model": model, "recorded": False}
+    expected = train(host(gpu_memory=gpu_memory, overlap="none"), **how)
+    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    for seed in range(3):
+        random.seed(seed)
+        same(expected, train(host(gpu_memory=gpu_memory), **how))
+
+
+def test_hooks_see_gradients() -> None:
+    """With a callback that looks at gradients before the step, all it sees is plain Lightning's."""
+    how: dict[str, Any] = {"device": "cuda", "model": exact(SharedStorages)}
+    plain, streamed = train("auto", **how), train(host(), **how)
+    same(plain, streamed)
+    for ones, others in zip(plain.gradients, streamed.gradients, strict=True):
+        assert ones.keys() == others.keys()
+        assert all(torch.equal(ones[name], others[name]) for name in ones)
+
+
+class Wide(pl.LightningModule):
+    """16 blocks of 64 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(16))
+        self.peaks: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch).relu()
+        return batch.square().mean()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peaks.append(torch.cuda.max_memory_allocated())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def test_memory_is_that_of_the_units_at_hand(tmp_path: Path) -> None:
+    """Of 4 GiB of weights, gradients and states the device has a few units."""
+    torch.use_deterministic_algorithms(False)
+    model = Wide()
+    before = torch.cuda.memory_allocated()
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, max_steps=4, strategy=SSDOffloadStrategy(
+            states="host", offload="none", gpu_memory="256MiB"
+        ), logger=False, enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(model, torch.utils.data.DataLoader(torch.randn(64, 4096), batch_size=16))
+    one = 4096 * 4096 * 4
+    # Weights as told, gradients on their way out, and what one block computes.
+    assert max(model.peaks) - before < (4 + 4 + 4) * one
+    assert torch.cuda.memory_allocated() - before < one
