@@ -119,12 +119,12 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        if not self._leaving:
-            self.model.to(self.root_device)
-            return
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if tensor not in self._leaving:
-                tensor.data = tensor.data.to(self.root_device)
+        held = {parameter: parameter.data for parameter in self._leaving}
+        for parameter in held:
+            parameter.data = parameter.data.new_empty(0)
+        self.model.to(self.root_device)
+        for parameter, data in held.items():
+            parameter.data = data
 
     # ---- a training, from start to end ----
 

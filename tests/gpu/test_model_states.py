@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import build
@@ -99,12 +100,16 @@ class Wide(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(16))
+        self.mean = MeanMetric()
         self.peaks: list[int] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for block in self.blocks:
             batch = block(batch).relu()
-        return batch.square().mean()
+        loss = batch.square().mean()
+        self.mean.update(loss.detach())  # the rest of the model is where it always is
+        assert self.device.type == self.mean.compute().device.type == "cuda"
+        return loss
 
     def on_train_batch_start(self, *_: Any) -> None:
         torch.cuda.reset_peak_memory_stats()
