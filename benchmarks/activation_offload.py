@@ -135,17 +135,14 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
     raise SystemExit(f"unknown mode {mode!r}; modes are {', '.join(MODES)}")
 
 
-def fit(model: BenchmarkGPT, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int) -> dict[str, float]:
-    """Trains `model` for `warm_up + steps` steps and returns what was measured."""
-    if model.model is not None:
-        model.recompute(mode == "recompute")
-    probe = Probe(warm_up)
-    trainer = pl.Trainer(
+def quiet_trainer(precision: Any, strategy: Any, max_steps: int, probe: pl.Callback, path: str | Path) -> pl.Trainer:
+    """Returns a Trainer on one GPU that does nothing beside training and `probe`."""
+    return pl.Trainer(
         accelerator="gpu",
         devices=1,
-        precision="bf16-true",
-        strategy=strategy_for(mode, path, ssd_speed),
-        max_steps=warm_up + steps,
+        precision=precision,
+        strategy=strategy,
+        max_steps=max_steps,
         callbacks=[probe],
         logger=False,
         enable_checkpointing=False,
@@ -153,6 +150,14 @@ def fit(model: BenchmarkGPT, mode: str, path: Path, ssd_speed: float, steps: int
         enable_model_summary=False,
         default_root_dir=path,
     )
+
+
+def fit(model: BenchmarkGPT, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int) -> dict[str, float]:
+    """Trains `model` for `warm_up + steps` steps and returns what was measured."""
+    if model.model is not None:
+        model.recompute(mode == "recompute")
+    probe = Probe(warm_up)
+    trainer = quiet_trainer("bf16-true", strategy_for(mode, path, ssd_speed), warm_up + steps, probe, path)
     trainer.fit(model, DataLoader(RandomTokens(BATCH * (warm_up + steps)), batch_size=BATCH))
     for parameter in model.parameters():
         parameter.grad = None

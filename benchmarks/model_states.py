@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.activation_offload import TOKENS, VOCABULARY, RandomTokens
+from benchmarks.activation_offload import TOKENS, VOCABULARY, RandomTokens, quiet_trainer
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
 from lightning_ssd.models.gpt import GPT
@@ -71,19 +71,7 @@ def fit(mode: str, hidden: int, layers: int, batch: int, steps: int, path: str) 
         overlap: Any = "none" if mode == "host-end" else "optimized"
         strategy = SSDOffloadStrategy(states="host", offload="none", overlap=overlap)
     probe = Probe()
-    trainer = pl.Trainer(
-        accelerator="gpu",
-        devices=1,
-        precision="bf16-mixed",
-        strategy=strategy,
-        max_steps=WARM_UP + steps + 1,
-        callbacks=[probe],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=path,
-    )
+    trainer = quiet_trainer("bf16-mixed", strategy, WARM_UP + steps + 1, probe, path)
     model = BenchmarkGPT(VOCABULARY, TOKENS, hidden, layers, hidden // 128)
     trainer.fit(model, DataLoader(RandomTokens(batch * (WARM_UP + steps + 1)), batch_size=batch))
     del trainer, model

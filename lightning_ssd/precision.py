@@ -23,7 +23,7 @@ def streaming_precision(precision: pl.plugins.Precision, states: ModelStates, *,
     if isinstance(precision, pl.plugins.MixedPrecision):
         streaming = _StreamingMixedPrecision("bf16-mixed", precision.device)
     else:
-        streaming = _StreamingFullPrecision()
+        streaming = _StreamingPrecision()
     streaming.states = states
     streaming.lend = lend
     return streaming
@@ -66,10 +66,6 @@ class _StreamingPrecision(pl.plugins.Precision):
 
     def _lent(self) -> AbstractContextManager[None]:
         return self.states.lend_gradients() if self.lend else nullcontext()
-
-
-class _StreamingFullPrecision(_StreamingPrecision):
-    pass
 
 
 class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):

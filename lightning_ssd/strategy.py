@@ -46,7 +46,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             them on the CPU while the device computes. With `precision="32-true"` or `"bf16-mixed"`.
             In bf16-mixed a weight that one forward uses several times has its gradients summed in bf16.
         gpu_memory: with `states="host"`, bytes of the device that weights may take; the units in use at one time stay
-            whatever it is. `"auto"`: a tenth of the device's memory (of the free memory, on a CPU).
+            whatever it is. `"auto"`: a tenth of the device's memory; 1 GiB on a CPU.
         units: what is fetched and stepped together: class names of modules. `None`: the repeated blocks of the model.
         overlap: `"optimized"`: a unit is stepped as soon as its gradient is complete. `"none"`: when backward has
             ended, and the training step waits for it.
@@ -193,10 +193,6 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         if self.model_states is not None:
             self.model_states.begin("evaluate")
         return super().validation_step(*args, **kwargs)
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        if self.model_states is not None:
-            self.model_states.end_backward()
 
     def teardown(self) -> None:
         cache, self.tensor_cache = self.tensor_cache, None

@@ -179,7 +179,7 @@ class TensorCache:
             return _keep(tensor)
         storage = tensor.untyped_storage()
         if (fetch := fetch_of(storage)) is not None:
-            return *_keep(tensor)[:2], fetch
+            return _keep(tensor, fetch)
         if (
             tensor.device != self.device
             or type(tensor) not in (Tensor, nn.Parameter)
@@ -374,6 +374,6 @@ class _Leaving:
 _OUT, _IN = 0, 1
 
 
-def _keep(tensor: Tensor) -> "Kept":
+def _keep(tensor: Tensor, fetch: Callable[[], None] | None = None) -> "Kept":
     # Detached: the node that saves its own output would else own itself, and never be freed.
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version, None
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version, fetch

@@ -45,10 +45,10 @@ class OffloadConfig:
     checksum: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("tier", self.tier, ("ssd", "host"))
-        _check_choice("spill", self.spill, ("host_first", "ssd_first"))
+        check_choice("tier", self.tier, ("ssd", "host"))
+        check_choice("spill", self.spill, ("host_first", "ssd_first"))
         if not isinstance(self.backend, Backend):
-            _check_choice("backend", self.backend, ("auto", "posix", "kvikio"))
+            check_choice("backend", self.backend, ("auto", "posix", "kvikio"))
         self.amount()
         parse_bytes(self.min_bytes, "min_bytes")
         if self.host_memory != "auto":
@@ -253,6 +253,7 @@ def _available_memory() -> int:
     return available
 
 
-def _check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises a ValueError that names the argument, unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"`{argument}={value!r}` is not one of {', '.join(map(repr, choices))}.")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ssd.activations.config import check_choice
 from lightning_ssd.activations.copies import make_copies
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states.flat import Flat
@@ -37,9 +38,8 @@ class StatesConfig:
     overlap: Overlap
 
     def __post_init__(self) -> None:
-        for name, choices in (("states", ("gpu", "host")), ("overlap", ("optimized", "none"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}={getattr(self, name)!r}` is not one of {', '.join(map(repr, choices))}.")
+        check_choice("states", self.states, ("gpu", "host"))
+        check_choice("overlap", self.overlap, ("optimized", "none"))
         if self.gpu_memory != "auto":
             parse_bytes(self.gpu_memory, "gpu_memory")
 
@@ -91,7 +91,7 @@ def make_model_states(
         module: the model; the parameters to leave are whole, anywhere.
         optimizers: the model's; none of them has stepped.
         leaving: parameters to take, as `leaving_parameters` finds them. Those that want a gradient and are in no
-            optimizer are moved to the device and stay.
+            optimizer, or are in two, are moved to the device and stay.
         device: where the model computes.
         config: what the user wants.
         autocast: the dtype that matrix products compute in, if it is not that of the weights.
@@ -102,22 +102,24 @@ def make_model_states(
         ValueError: an optimizer can't step on the host; or `units` is wrong.
     """
     groups: dict[nn.Parameter, tuple[Optimizer, int]] = {}
+    stay: set[nn.Parameter] = set()
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if groups.setdefault(parameter, (optimizer, number))[0] is not optimizer:
-                    leaving = leaving - {parameter}  # stepped by two
-    for parameter in leaving:
-        if parameter.requires_grad and parameter not in groups:
-            parameter.data = parameter.data.to(device)
-    leaving = {parameter for parameter in leaving if parameter in groups or not parameter.requires_grad}
+                    stay.add(parameter)  # stepped by two
+    stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
+    for parameter in leaving & stay:
+        parameter.data = parameter.data.to(device)
+    leaving = leaving - stay
     for optimizer in {id(groups[p][0]): groups[p][0] for p in leaving if p in groups}.values():
         check_optimizer(optimizer)
     dtypes = _compute_dtypes(module, autocast)
-    copies = make_copies(device)
+    units = find_units(module, config.units)
+    copies = make_copies(device)  # its threads stay unless it is closed: nothing that checks arguments comes after
     flats: dict[Flat, list[nn.Parameter]] = {}
     of_units: list[tuple[Sequence[nn.Module], list[Flat]]] = []
-    for unit in find_units(module, config.units):
+    for unit in units:
         members: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
             if parameter in leaving:
@@ -139,8 +141,7 @@ def make_model_states(
         values = home.open().result()
         for item in flat.slices:
             item.of(values.master).copy_(item.parameter.data)
-        if values.weights is not values.master:
-            values.weights.copy_(values.master)
+        values.round()
         home.close(values, changed=True)
         flat.attach()  # frees the parameter's own memory: the model is never in RAM twice
     return ModelStates(

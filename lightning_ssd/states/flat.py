@@ -34,14 +34,9 @@ class Slice:
         """Elements of the parameter."""
         return self.parameter.numel()
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the parameter."""
-        return self.parameter.shape
-
     def of(self, flat: Tensor) -> Tensor:
         """Returns the parameter's view of `flat`, any tensor with one element for each of the flat's."""
-        return flat[self.start : self.start + self.numel].view(self.shape)
+        return flat[self.start : self.start + self.numel].view(self.parameter.shape)
 
 
 class Flat:
@@ -65,18 +60,12 @@ class Flat:
             self.slices.append(Slice(qualified_name, parameter, self.numel))
             self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.nbytes = self.numel * dtype.itemsize
-        self.requires_grad = any(item.parameter.requires_grad for item in self.slices)
         self.weights = torch.empty(self.numel, dtype=dtype, device=device)
         """The compute weights on the device; without memory while released."""
         self._views = [item.of(self.weights) for item in self.slices]
         self._storage = self.weights.untyped_storage()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(self._storage)
         self._storage.resize_(0)
-
-    @property
-    def resident(self) -> bool:
-        """Whether the storage has memory."""
-        return self._storage.nbytes() > 0
 
     def allocate(self) -> Tensor:
         """Gives the storage memory, of the compute stream, and returns its bytes; their contents are undefined."""

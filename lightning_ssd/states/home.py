@@ -28,6 +28,11 @@ class Opened:
     master: Tensor
     states: dict[str, Tensor]
 
+    def round(self) -> None:
+        """Rounds the master weights to the compute weights."""
+        if self.weights is not self.master:
+            self.weights.copy_(self.master)
+
 
 class Home(ABC):
     """Keeps one flat. Who has it open may read and write it until `close`; one at a time.
@@ -36,12 +41,10 @@ class Home(ABC):
 
     Args:
         flat: the device's side.
-        state_names: of the optimizer's states that have an element for each weight.
     """
 
-    def __init__(self, flat: Flat, state_names: tuple[str, ...]) -> None:
+    def __init__(self, flat: Flat) -> None:
         self.flat = flat
-        self.state_names = state_names
         self._stepped: Future[Any] = finished(None)
 
     def reserve(self, stepped: "Future[Any]") -> None:
@@ -97,10 +100,15 @@ class HostHome(Home):
     Why the compute weights may be overwritten while the device computes: a step begins when the last gradient has
     landed, which the compute stream produced after its last read of the weights on the device, and that came after
     their copy-in.
+
+    Args:
+        flat: the device's side.
+        state_names: of the optimizer's states that have an element for each weight.
+        copies: copies of the device.
     """
 
     def __init__(self, flat: Flat, state_names: tuple[str, ...], copies: Copies) -> None:
-        super().__init__(flat, state_names)
+        super().__init__(flat)
         self._copies = copies
         self._slab = Slab(flat.nbytes, pin=copies.device.type == "cuda")
         weights = self._slab.tensor.view(flat.dtype)

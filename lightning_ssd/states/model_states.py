@@ -7,7 +7,7 @@ on the device (small ones) are stepped by the user's optimizer as ever: those th
 `step` looks.
 
 Threads: the training thread and, while it waits in `backward`, autograd's threads call in here, one at a time; the
-stepper's thread runs what `_submit_sum` and `_submit_step` hand to it, with the buffers that these name; completion and
+stepper's thread runs what `_submit_sum` and `_launch` hand to it, with the buffers that these name; completion and
 I/O threads only move bytes and futures.
 """
 
@@ -79,7 +79,6 @@ class ModelStates:
         self._clips = clips
         self._hold = hold
         self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
-        self._stepper = Stepper()
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
         self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda") for flat in rules}
         self._expected: dict[tuple[Flat, tuple[bool, ...]], int] = {}
@@ -98,6 +97,7 @@ class ModelStates:
         """Whether the norm of the step that has begun was taken: the gate opens when it is known."""
         self._lent = False
         self._closed = False
+        self._stepper = Stepper()  # after all that may find no memory: its thread would stay
         self._where = {item.parameter: (flat, index) for flat in homes for index, item in enumerate(flat.slices)}
         for flat in homes:
             mark_streamed(flat.storage(), partial(self._stream.want, flat))
@@ -111,14 +111,15 @@ class ModelStates:
         for flat in homes:
             for index, item in enumerate(flat.slices):
                 hook = partial(self._landed, flat, index) if flat in rules else partial(self._refuse, item.name)
-                if item.parameter.requires_grad:
-                    self._handles.append(item.parameter.register_post_accumulate_grad_hook(hook))
+                wants = item.parameter.requires_grad
+                item.parameter.requires_grad_(True)  # torch takes the hook of no other, and a frozen one may thaw
+                self._handles.append(item.parameter.register_post_accumulate_grad_hook(hook))
+                item.parameter.requires_grad_(wants)
         for optimizer in {id(optimizer): optimizer for optimizer, _ in groups.values()}.values():
             self._handles.append(optimizer.register_step_pre_hook(self._step_begins))
             self._handles.append(optimizer.register_step_post_hook(self._step_ends))
             self._handles.append(optimizer.register_state_dict_post_hook(self._add_states))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take_states))
-        for optimizer in {id(optimizer): optimizer for optimizer, _ in groups.values()}.values():
             self._watch_zero_grad(optimizer)
         self._borrowed: dict[Flat, tuple[Opened, int]] = {}
         """Of flats whose parameters are whole on the CPU while a state dict is loaded: how many modules load."""
@@ -229,8 +230,7 @@ class ModelStates:
             self._lent = False
             for flat, values in opened.items():
                 flat.attach()
-                if values.weights is not values.master:
-                    values.weights.copy_(values.master)
+                values.round()
                 self.homes[flat].close(values, changed=True)
 
     def close(self) -> None:
@@ -252,14 +252,14 @@ class ModelStates:
             stack.callback(self._coefficient.close)
             stack.callback(self._copies.close)
             stack.callback(self._give_back)
-            stack.callback(self._stream.release_all)
+            for flat in self.homes:
+                stack.callback(self._stream.release, flat)
             stack.callback(self._stepper.close)
             for gradient in self._gradients.values():  # steps that have begun are made
                 stack.callback(wait, [gradient.settled])
             stack.callback(self._copies.drain)
-            if (
-                not self._clipped and not self._gate.done()
-            ):  # training failed between backward and step: the step is not made
+            # Training failed between backward and step: the step is not made.
+            if not self._clipped and not self._gate.done():
                 self._gate.set_exception(RuntimeError("training ended before this optimizer step was made"))
 
     # ---- weights ----
@@ -340,12 +340,16 @@ class ModelStates:
         data = grad.detach().contiguous().view(-1).view(torch.uint8)
         mark = self._copies.out(data, gradient.target(index), self._copies.mark())
         gradient.mark = mark
-        self._leaving.append((data, mark))
-        self._leaving_bytes += data.numel()
+        self._leave(data, mark)
         while self._leaving_bytes > self.WINDOW and len(self._leaving) > 1:
             self._let_go()
         if complete:
             self._launch(flat)
+
+    def _leave(self, data: Tensor, mark: Mark) -> None:
+        """Keeps device bytes alive until their copy out, whose mark is given, was made."""
+        self._leaving.append((data, mark))
+        self._leaving_bytes += data.numel()
 
     def _let_go(self) -> None:
         data, mark = self._leaving.popleft()
@@ -425,8 +429,9 @@ class ModelStates:
             torch._foreach_mul_(grads, coefficient)
         self._clipped = True
         gate, host = self._gate, self._coefficient.tensor
-        mark = self._copies.out(coefficient.view(1).view(torch.uint8), host, self._copies.mark())
-        self._leaving.append((coefficient, mark))  # until its copy was made
+        data = coefficient.view(1).view(torch.uint8)
+        mark = self._copies.out(data, host, self._copies.mark())
+        self._leave(data, mark)
         self._copies.when_out(mark, lambda: gate.set_result(float(host[:4].view(torch.float32))))
 
     def _launch(self, flat: Flat) -> None:
@@ -488,7 +493,7 @@ class ModelStates:
                 values, loading = self._borrowed[flat]
             else:
                 values, loading = self.homes[flat].open().result(), 0
-                self._stream.forget(flat)
+                self._stream.release(flat)
                 for item in flat.slices:
                     item.parameter.data = item.of(values.master)
             self._borrowed[flat] = (values, loading + 1)
@@ -500,8 +505,7 @@ class ModelStates:
                 self._borrowed[flat] = (values, loading - 1)
                 continue
             flat.attach()
-            if values.weights is not values.master:
-                values.weights.copy_(values.master)
+            values.round()
             self.homes[flat].close(values, changed=True)
 
     def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

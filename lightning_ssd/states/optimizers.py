@@ -195,8 +195,7 @@ class OwnStepRule(Rule):
             parameter.grad = item.of(gradient).float() * scale if has_gradient else None
         self._optimizer.param_groups = [{**options, "params": self._parameters}]
         type(self._optimizer).step(self._optimizer)
-        if opened.weights is not opened.master:
-            opened.weights.copy_(opened.master)
+        opened.round()
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -92,7 +92,7 @@ class WeightStream:
     def retire(self, flat: Flat) -> None:
         """The step of `flat` begins: what is on the device is of the past, and is not fetched before `renew`."""
         self._retired.add(flat)
-        self._release(flat)
+        self.release(flat)
 
     def renew(self) -> None:
         """The step is made, or on its way: weights are fetched again, each once its step is done."""
@@ -102,14 +102,19 @@ class WeightStream:
         """Begins to fetch what comes next."""
         self._fill(self._window())
 
-    def forget(self, flat: Flat) -> None:
-        """What is on the device is of the past: another fetch brings what the home has by then."""
-        self._release(flat)
+    def release(self, flat: Flat) -> None:
+        """Takes the device's memory away; another fetch brings what the home has by then."""
+        load = self._loads.pop(flat, None)
+        if load is not None:
+            try:
+                load.wait()
+            finally:
+                flat.release()
 
     def release_all(self) -> None:
         """Releases everything; nothing is in use."""
         for flat in list(self._loads):
-            self._release(flat)
+            self.release(flat)
 
     def _use(self, unit: int) -> None:
         if not self._uses or self._uses[-1] != unit:
@@ -119,9 +124,8 @@ class WeightStream:
                 self._cursor = expected.index(unit, self._cursor) + 1
             wanted = self._window()
             for flat in [flat for flat in self._loads if self._may_leave(flat, wanted)]:
-                self._release(flat)
-            self._fetch(unit)
-            self._fill(wanted)
+                self.release(flat)
+            self._fill(wanted)  # the unit itself is the first
         else:
             self._fetch(unit)
         for flat in self._units[unit]:
@@ -159,14 +163,6 @@ class WeightStream:
         in_use = self._open[unit] or unit in self._units_of_node
         # A load that is under way would write memory that is somebody else's: it stays until it has arrived.
         return not in_use and unit not in wanted and self._loads[flat].settled
-
-    def _release(self, flat: Flat) -> None:
-        load = self._loads.pop(flat, None)
-        if load is not None:
-            try:
-                load.wait()
-            finally:
-                flat.release()
 
 
 class _Load:
