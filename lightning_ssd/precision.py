@@ -1,7 +1,8 @@
 """Precision plugins for gradients that are not where Lightning looks: lent to the user's hooks, and clipped."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +22,10 @@ def streaming_precision(precision: pl.plugins.Precision, states: ModelStates, *,
     """
     streaming: _StreamingPrecision
     if isinstance(precision, pl.plugins.MixedPrecision):
-        streaming = _StreamingMixedPrecision("bf16-mixed", precision.device)
+        mixed: Literal["16-mixed", "bf16-mixed"] = "bf16-mixed" if precision.precision == "bf16-mixed" else "16-mixed"
+        streaming = _StreamingMixedPrecision(mixed, precision.device, precision.scaler)
+    elif isinstance(precision, pl.plugins.HalfPrecision):
+        streaming = _StreamingHalfPrecision("bf16-true")
     else:
         streaming = _StreamingPrecision()
     streaming.states = states
@@ -29,19 +33,25 @@ def streaming_precision(precision: pl.plugins.Precision, states: ModelStates, *,
     return streaming
 
 
-def autocast_dtype(precision: pl.plugins.Precision) -> torch.dtype | None:
+def autocast_dtype(precision: pl.plugins.Precision, states: str) -> torch.dtype | None:
     """Returns the dtype that matrix products are cast to.
+
+    Args:
+        precision: the Trainer's plugin.
+        states: the argument of that name, for the message.
 
     Raises:
         ValueError: model states can't be streamed with this plugin.
     """
     if type(precision) is pl.plugins.Precision:
         return None
-    if type(precision) is pl.plugins.MixedPrecision and precision.precision == "bf16-mixed":
-        return torch.bfloat16
+    if type(precision) is pl.plugins.MixedPrecision:
+        return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
+    if type(precision) is pl.plugins.HalfPrecision and precision.precision == "bf16-true":
+        return None
     raise ValueError(
-        f"`states='host'` trains with `precision='32-true'` or `'bf16-mixed'`, and the Trainer has "
-        f"{precision.precision!r}. Take one of those, or set `states='gpu'`."
+        f"`states={states!r}` trains with `precision='32-true'`, `'bf16-mixed'`, `'16-mixed'` or `'bf16-true'`, and "
+        f"the Trainer has {precision.precision!r}. Take one of those, or set `states='gpu'`."
     )
 
 
@@ -68,5 +78,30 @@ class _StreamingPrecision(pl.plugins.Precision):
         return self.states.lend_gradients() if self.lend else nullcontext()
 
 
-class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
+class _StreamingHalfPrecision(_StreamingPrecision, pl.plugins.HalfPrecision):
     pass
+
+
+class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        # As in Lightning's, but that the step begins before backward, and that gradients are unscaled where they are.
+        torch_optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
+        if not self.lend:
+            self.states.begin_step(torch_optimizer)
+        result = closure()
+        skipped = result is None and model.automatic_optimization
+        if not skipped and self.lend:
+            with self.states.lend_gradients():
+                self.scaler.unscale_(torch_optimizer)
+        elif not skipped:
+            self.states.unscale(torch_optimizer, self.scaler)
+        self._after_closure(model, optimizer)
+        if not skipped:
+            result = self.scaler.step(torch_optimizer, **kwargs)
+            self.scaler.update()
+        self.states.end_step(torch_optimizer)  # whose `step` was not called
+        return result

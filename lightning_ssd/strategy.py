@@ -1,7 +1,7 @@
 """`SSDOffloadStrategy`: the only file that knows Lightning's Strategy contract."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,14 @@ from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_ca
 from lightning_ssd.callbacks import add_default_callbacks
 from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.states import ModelStates, StatesConfig, leaving_parameters, make_model_states
+from lightning_ssd.states import (
+    ModelStates,
+    StatesConfig,
+    Unborn,
+    leaving_parameters,
+    make_model_states,
+    take_off_meta,
+)
 from lightning_ssd.storage import Backend
 
 
@@ -41,15 +48,23 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`, which takes
             kvikio where GPUDirect Storage really works and says in the log what it took.
         checksum: check every byte that comes back from the SSDs.
-        states: where weights, gradients and optimizer states are: `"gpu"`, the training device; or `"host"`: the
-            device has a unit's weights only around their use, gradients leave as they appear, and the optimizer steps
-            them on the CPU while the device computes. With `precision="32-true"` or `"bf16-mixed"`.
-            In bf16-mixed a weight that one forward uses several times has its gradients summed in bf16.
-        gpu_memory: with `states="host"`, bytes of the device that weights may take; the units in use at one time stay
-            whatever it is. `"auto"`: a tenth of the device's memory; 1 GiB on a CPU.
+        states: where weights, gradients and optimizer states are. `"gpu"`: on the training device. `"host"`: in host
+            memory: the device has a unit's weights only around their use, gradients leave as they appear, and the
+            optimizer steps them on the CPU while the device computes. `"ssd"`: the same, with all but the gradients on
+            the SSDs of `path`. `"auto"`: what `gpu_memory` (if it is given) has room for stays on the device, then
+            what `host_memory` has room for in host memory (by default 85 % of what is free), and the rest is on SSDs.
+            Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
+            would cast them, and in fp32 elsewhere; a weight that one forward uses several times has its gradients
+            summed in 16 bits. Under `bf16-true` all weights compute in bf16 and are stepped in fp32 (Lightning's own
+            bf16-true steps them in bf16, and loses what is smaller than a 256th of a weight).
+        gpu_memory: unless `states="gpu"`, bytes of the device that weights may take, and what stays there with them;
+            the units in use at one time stay whatever it is. `"auto"`: a tenth of the device's memory, 1 GiB on a CPU.
         units: what is fetched and stepped together: class names of modules. `None`: the repeated blocks of the model.
-        overlap: `"optimized"`: a unit is stepped as soon as its gradient is complete. `"none"`: when backward has
-            ended, and the training step waits for it.
+        overlap: `"optimized"`: a unit is stepped as soon as its gradient is complete, and reads, steps and writes of
+            several overlap. `"naive"`: one after the other. `"none"`: when backward has ended, and the training step
+            waits for it.
+        state_format: `"fp32"`: 16-bit weights beside fp32 master weights. `"split"`: bf16 weights as the upper half of
+            their master weights, which saves 2 bytes a parameter; exact, but ties are rounded away from zero.
         accelerator: as in Lightning's strategies, like the four that follow.
         parallel_devices: the one device.
         cluster_environment: who this process is.
@@ -74,10 +89,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         staging_memory: int | str = "1GiB",
         backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
         checksum: bool = False,
-        states: Literal["gpu", "host"] = "gpu",
+        states: Literal["gpu", "host", "ssd", "auto"] = "gpu",
         gpu_memory: int | str = "auto",
         units: Sequence[str] | None = None,
-        overlap: Literal["optimized", "none"] = "optimized",
+        overlap: Literal["optimized", "naive", "none"] = "optimized",
+        state_format: Literal["fp32", "split"] = "fp32",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: fabric.plugins.environments.ClusterEnvironment | None = None,
@@ -94,10 +110,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
-        self.states_config = StatesConfig(states, gpu_memory, units, overlap)
+        self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format)
         self.tensor_cache: TensorCache | None = None
         self.model_states: ModelStates | None = None
         self._leaving: set[torch.nn.Parameter] = set()
+        self._unborn = Unborn(set(), set())
         self.num_nodes = 1  # the Trainer sets it
 
     # ---- the device ----
@@ -119,12 +136,26 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        held = {parameter: parameter.data for parameter in self._leaving}
-        for parameter in held:
-            parameter.data = parameter.data.new_empty(0)
-        self.model.to(self.root_device)
-        for parameter, data in held.items():
-            parameter.data = data
+        if self.states_config.states == "gpu":
+            self.model.to(self.root_device)
+            return
+        self._unborn = take_off_meta(self.model)
+        self._leaving = leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"))
+        held = self._leaving | self._unborn.parameters
+        self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
+        for module in self.model.modules():  # what `to` does beside
+            if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
+                module._device = self.root_device
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        if self.states_config.states == "gpu":
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        # Never whole on the device; and nowhere, if asked for: values come a unit at a time.
+        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
 
     # ---- a training, from start to end ----
 
@@ -134,8 +165,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-        if fitting and self.states_config.states != "gpu":
-            self._setup_with_states(trainer)
+        if self.states_config.states != "gpu":
+            self._setup_with_states(trainer, fitting=fitting)
         else:
             super().setup(trainer)
         if fitting:
@@ -148,32 +179,37 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 rank=self.global_rank,
             )
 
-    def _setup_with_states(self, trainer: pl.Trainer) -> None:
+    def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Sets up as ever, and takes the model's states out of the device before they are all there."""
         assert self.model is not None
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, _READS_WEIGHTS):
+            if fitting and isinstance(callback, _READS_WEIGHTS):
                 raise ValueError(
                     f"{type(callback).__name__} reads all weights on the device at every step, and with "
                     f"`states={self.states_config.states!r}` they are not there. Remove it, or set `states='gpu'`."
                 )
-        autocast = autocast_dtype(self.precision_plugin)
-        self._leaving = leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"))
+        autocast = autocast_dtype(self.precision_plugin, self.states_config.states)
         try:
             super().setup(trainer)
             hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
             self.model_states = make_model_states(
                 self.model,
-                self.optimizers,
+                self.optimizers if fitting else [],
                 self._leaving,
+                self._unborn,
                 self.root_device,
                 config=self.states_config,
+                storage=self.config,
+                default_path=trainer.default_root_dir,
                 autocast=autocast,
-                clips=bool(trainer.gradient_clip_val),
+                gated=bool(trainer.gradient_clip_val),
                 hold=hold,
             )
         finally:
             self._leaving = set()
+            self._unborn = Unborn(set(), set())
+        if not fitting:
+            return
         for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         self.precision_plugin = streaming_precision(self.precision_plugin, self.model_states, lend=hold)
@@ -193,6 +229,16 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         if self.model_states is not None:
             self.model_states.begin("evaluate")
         return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model_states is not None:
+            self.model_states.begin("evaluate")
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model_states is not None:
+            self.model_states.begin("evaluate")
+        return super().predict_step(*args, **kwargs)
 
     def teardown(self) -> None:
         cache, self.tensor_cache = self.tensor_cache, None

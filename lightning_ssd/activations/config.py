@@ -21,6 +21,7 @@ from lightning_ssd.activations.tier import Tier, TierName
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
+from lightning_ssd.storage.memory import available_memory
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def make_tensor_cache(
         device = torch.device("cuda", torch.cuda.current_device())
     names = _tier_names(config, device)
     if config.host_memory == "auto" and "host" in names:
-        budget = _available_memory() // (2 * processes)
+        budget = available_memory() // (2 * processes)
         config = replace(config, host_memory=budget)
         if budget < _PROBE_BYTES and config.tier == "ssd":
             log.warning("no memory is left for a host tier: activations go to the SSD tier alone")
@@ -238,19 +239,6 @@ def _copy_speed(copies: Copies, pool: PinnedPool) -> tuple[float, float]:
 
 _PIECE_BYTES = 16 * 2**20  # one I/O: long enough for a drive's full speed, short enough to stage
 _PROBE_BYTES = 64 * 2**20
-
-
-def _available_memory() -> int:
-    """Returns the bytes of RAM that this process could still take."""
-    with open("/proc/meminfo") as lines:
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        # The cache of files counts as used, and is given up when memory is asked for.
-        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])
-        available = min(available, int(text) - int(used.read_text()) + cached)
-    return available
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:

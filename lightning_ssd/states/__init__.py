@@ -1,7 +1,17 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
 from lightning_ssd.states.build import StatesConfig, leaving_parameters, make_model_states
+from lightning_ssd.states.materialize import Unborn, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.units import Unit, find_units
 
-__all__ = ["ModelStates", "StatesConfig", "Unit", "find_units", "leaving_parameters", "make_model_states"]
+__all__ = [
+    "ModelStates",
+    "StatesConfig",
+    "Unborn",
+    "Unit",
+    "find_units",
+    "leaving_parameters",
+    "make_model_states",
+    "take_off_meta",
+]

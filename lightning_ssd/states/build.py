@@ -1,50 +1,60 @@
 """From a model and its optimizers to `ModelStates`: which parameters leave the device, in which flats and dtypes."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ssd.activations.config import check_choice
+from lightning_ssd.activations.config import OffloadConfig, check_choice
 from lightning_ssd.activations.copies import make_copies
 from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.home import HostHome
+from lightning_ssd.states.home import Home, Layout
+from lightning_ssd.states.materialize import Unborn, check_buffers, materialize
 from lightning_ssd.states.model_states import ModelStates, Overlap
-from lightning_ssd.states.optimizers import check_optimizer, rule_for
+from lightning_ssd.states.optimizers import Rule, check_optimizer, rule_for
+from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
+from lightning_ssd.states.worker import Worker
+from lightning_ssd.storage import BlobStore, PinnedPool
+from lightning_ssd.storage.memory import available_memory
+
+FLAT_ELEMENTS = 2**26
+"""Elements from which on a unit has another flat: what is stepped, read and written at once stays small."""
+
+Groups = dict[nn.Parameter, tuple[Optimizer, int]]
+"""Of parameters, their optimizer and the index of their group."""
 
 
 @dataclass(frozen=True)
 class StatesConfig:
-    """What the user wants of the model states.
-
-    Attributes:
-        states: "gpu": they stay on the device; "host": they leave it.
-        gpu_memory: bytes of the device that fetched weights may take, or "auto".
-        units: as in `find_units`.
-        overlap: as in `ModelStates`.
+    """What the user wants of the model states. `SSDOffloadStrategy` documents the fields.
 
     Raises:
-        ValueError: an attribute is none of those.
+        ValueError: a field is out of range; the message names it and says what it may be.
     """
 
-    states: Literal["gpu", "host"]
+    states: Literal["gpu", "host", "ssd", "auto"]
     gpu_memory: int | str
     units: Sequence[str] | None
     overlap: Overlap
+    state_format: Literal["fp32", "split"]
 
     def __post_init__(self) -> None:
-        check_choice("states", self.states, ("gpu", "host"))
-        check_choice("overlap", self.overlap, ("optimized", "none"))
+        check_choice("states", self.states, ("gpu", "host", "ssd", "auto"))
+        check_choice("overlap", self.overlap, ("optimized", "naive", "none"))
+        check_choice("state_format", self.state_format, ("fp32", "split"))
         if self.gpu_memory != "auto":
             parse_bytes(self.gpu_memory, "gpu_memory")
 
     def budget(self, device: torch.device) -> int:
-        """Returns the bytes of `device` that fetched weights may take."""
+        """Returns the bytes of `device` that weights, and what stays there with them, may take."""
         if self.gpu_memory != "auto":
             return parse_bytes(self.gpu_memory, "gpu_memory")
         if device.type == "cuda":
@@ -53,11 +63,11 @@ class StatesConfig:
 
 
 def leaving_parameters(module: nn.Module, min_bytes: int) -> set[nn.Parameter]:
-    """Returns the parameters that do not stay on the device: dense fp32 ones that are large enough.
+    """Returns the parameters that do not stay on the device: dense ones that are large enough.
 
     Args:
         module: the model.
-        min_bytes: smaller parameters stay.
+        min_bytes: smaller fp32 parameters stay. (Of bf16 weights none do: only elsewhere have they fp32 masters.)
     """
     stays: set[nn.Parameter] = set()
     for owner in module.modules():
@@ -69,8 +79,10 @@ def leaving_parameters(module: nn.Module, min_bytes: int) -> set[nn.Parameter]:
         if parameter not in stays
         and type(parameter) is nn.Parameter
         and parameter.layout is torch.strided
-        and parameter.dtype == torch.float32
-        and parameter.numel() * 4 >= max(1, min_bytes)
+        and (
+            (parameter.dtype == torch.float32 and parameter.numel() * 4 >= max(1, min_bytes))
+            or (parameter.dtype == torch.bfloat16 and parameter.numel() > 0)
+        )
     }
 
 
@@ -78,84 +90,221 @@ def make_model_states(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     leaving: set[nn.Parameter],
+    unborn: Unborn,
     device: torch.device,
     *,
     config: StatesConfig,
+    storage: OffloadConfig,
+    default_path: str | Path,
     autocast: torch.dtype | None,
-    clips: bool,
+    gated: bool,
     hold: bool,
 ) -> ModelStates:
     """Takes the parameters `leaving` out of the device, with their gradients and optimizer states.
 
+    Nothing is left behind when it can't: the parameters are whole on the CPU then.
+
     Args:
-        module: the model; the parameters to leave are whole, anywhere.
-        optimizers: the model's; none of them has stepped.
+        module: the model; the parameters to leave are whole, anywhere, or unborn.
+        optimizers: the model's, none of which has stepped; none: the model is evaluated only.
         leaving: parameters to take, as `leaving_parameters` finds them. Those that want a gradient and are in no
             optimizer, or are in two, are moved to the device and stay.
+        unborn: parameters and buffers that have no values yet; they get them here.
         device: where the model computes.
         config: what the user wants.
+        storage: budgets and paths.
+        default_path: directory for scratch files where the user named none.
         autocast: the dtype that matrix products compute in, if it is not that of the weights.
-        clips: as in `ModelStates`.
+        gated: as in `ModelStates`.
         hold: as in `ModelStates`.
 
     Raises:
-        ValueError: an optimizer can't step on the host; or `units` is wrong.
+        ValueError: an optimizer can't step on the host; or `units` is wrong, or a budget too small.
+        StorageError: host memory or scratch space can't be had.
     """
-    groups: dict[nn.Parameter, tuple[Optimizer, int]] = {}
-    stay: set[nn.Parameter] = set()
+    groups, stay = _groups_of(optimizers)
+    if optimizers:
+        stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
+    leaving = leaving - stay
+    for optimizer in {id(groups[p][0]): groups[p][0] for p in leaving if p in groups}.values():
+        check_optimizer(optimizer)
+    units = find_units(module, config.units)
+    if config.states == "auto" and config.gpu_memory != "auto":
+        resident = _residents(units, leaving, groups, config.budget(device), autocast)
+        stay |= resident
+        leaving -= resident
+    with contextlib.ExitStack() as undo:
+        copies = make_copies(device)
+        undo.callback(copies.close)
+        of_units = _make_flats(module, units, leaving, groups, device, autocast)
+        rules: dict[Flat, Rule] = {}
+        of_flats: dict[Flat, tuple[Optimizer, int]] = {}
+        layouts: list[Layout] = []
+        for flat in (flat for _, flats in of_units for flat in flats):
+            names: tuple[str, ...] = ()
+            if (group := groups.get(flat.slices[0].parameter)) is not None:
+                of_flats[flat] = group
+                rules[flat] = rule_for(group[0], flat)
+                names = rules[flat].state_names(group[0].param_groups[group[1]])
+            split = config.state_format == "split" and flat.dtype == torch.bfloat16
+            layouts.append(Layout(flat, split, names, flat in rules))
+        assert config.states != "gpu"
+        places = choose_places(layouts, config.states, _host_budget(config, storage))
+        scratch = _make_scratch(places, storage, default_path, device)
+        if scratch is not None:
+            undo.callback(scratch.close)
+        homes: dict[Flat, Home] = {}
+        for layout, of_weights, of_rest in zip(layouts, places.weights, places.rest, strict=True):
+            weights: Place = _make_place(layout.flat.nbytes, of_weights, scratch, pin=device.type == "cuda")
+            undo.callback(weights.free)
+            rest = _make_place(layout.rest_bytes, of_rest, scratch, pin=False) if layout.rest_bytes else None
+            home = homes[layout.flat] = Home(layout, weights, rest, copies, scratch)
+            undo.callback(home.give_back)
+        for unit, (_, flats) in zip(units, of_units, strict=True):
+            materialize(module, unit, unborn)
+            for _, parameter in unit.parameters:
+                if parameter not in leaving:
+                    parameter.data = parameter.data.to(device)
+            for flat in flats:
+                homes[flat].fill()
+        check_buffers(unborn)
+        states = ModelStates(
+            module,
+            of_units,
+            homes,
+            rules,
+            of_flats,
+            copies,
+            scratch,
+            budget=config.budget(device),
+            overlap=config.overlap,
+            gated=gated or autocast == torch.float16,
+            scaled=autocast == torch.float16,
+            hold=hold,
+        )
+        undo.pop_all()
+    return states
+
+
+def _groups_of(optimizers: Sequence[Optimizer]) -> tuple[Groups, set[nn.Parameter]]:
+    """Returns the group of every parameter, and the parameters that two optimizers step."""
+    groups: Groups = {}
+    twice: set[nn.Parameter] = set()
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if groups.setdefault(parameter, (optimizer, number))[0] is not optimizer:
-                    stay.add(parameter)  # stepped by two
-    stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
-    for parameter in leaving & stay:
-        parameter.data = parameter.data.to(device)
-    leaving = leaving - stay
-    for optimizer in {id(groups[p][0]): groups[p][0] for p in leaving if p in groups}.values():
-        check_optimizer(optimizer)
+                    twice.add(parameter)
+    return groups, twice
+
+
+def _residents(
+    units: Sequence[Unit], leaving: set[nn.Parameter], groups: Groups, budget: int, autocast: torch.dtype | None
+) -> set[nn.Parameter]:
+    """Returns the parameters that the device has room for, with gradients and states, beside the weights that pass.
+
+    Whole units, the first of the forward first: their step comes last and is wanted first, so that no time would hide
+    it on the CPU.
+    """
+
+    def of(unit: Unit) -> list[nn.Parameter]:
+        return [parameter for _, parameter in unit.parameters if parameter in leaving]
+
+    compute = 4 if autocast is None else autocast.itemsize
+    sizes = sorted((sum(compute * parameter.numel() for parameter in of(unit)) for unit in units), reverse=True)
+    left = budget - sum(sizes[:3])  # one computes, one comes, one goes
+    chosen: set[nn.Parameter] = set()
+    for unit in units:
+        # fp32 weight, gradient and two states, and autocast's copy
+        need = sum(
+            parameter.numel() * ((16 if parameter in groups else 4) + (compute if autocast else 0))
+            for parameter in of(unit)
+        )
+        if any(parameter.dtype != torch.float32 for parameter in of(unit)):
+            continue  # it has master weights only on the host
+        if need > left:
+            break
+        left -= need
+        chosen.update(of(unit))
+    return chosen
+
+
+def _make_flats(
+    module: nn.Module,
+    units: Sequence[Unit],
+    leaving: set[nn.Parameter],
+    groups: Groups,
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> list[tuple[Sequence[nn.Module], list[Flat]]]:
+    """Returns, of each unit, its modules and flats."""
     dtypes = _compute_dtypes(module, autocast)
-    units = find_units(module, config.units)
-    copies = make_copies(device)  # its threads stay unless it is closed: nothing that checks arguments comes after
-    flats: dict[Flat, list[nn.Parameter]] = {}
     of_units: list[tuple[Sequence[nn.Module], list[Flat]]] = []
     for unit in units:
         members: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
             if parameter in leaving:
-                optimizer_of, number = groups.get(parameter, (None, 0))
-                members.setdefault((dtypes[parameter], id(optimizer_of), number), []).append((name, parameter))
-        of_units.append((unit.modules, []))
-        for index, chosen in enumerate(members.values()):
-            flat = Flat(_name(unit, index), chosen, dtypes[chosen[0][1]], device)
-            flats[flat] = [parameter for _, parameter in chosen]
-            of_units[-1][1].append(flat)
-    homes, rules, of_flats = {}, {}, {}
-    for flat, parameters in flats.items():
-        names: tuple[str, ...] = ()
-        if parameters[0] in groups:
-            optimizer, number = of_flats[flat] = groups[parameters[0]]
-            rule = rules[flat] = rule_for(optimizer, flat)
-            names = rule.state_names(optimizer.param_groups[number])
-        home = homes[flat] = HostHome(flat, names, copies)
-        values = home.open().result()
-        for item in flat.slices:
-            item.of(values.master).copy_(item.parameter.data)
-        values.round()
-        home.close(values, changed=True)
-        flat.attach()  # frees the parameter's own memory: the model is never in RAM twice
-    return ModelStates(
-        module,
-        of_units,
-        homes,
-        rules,
-        of_flats,
-        copies,
-        budget=config.budget(device),
-        overlap=config.overlap,
-        clips=clips,
-        hold=hold,
-    )
+                optimizer, number = groups.get(parameter, (None, 0))
+                members.setdefault((dtypes[parameter], id(optimizer), number), []).append((name, parameter))
+        flats: list[Flat] = []
+        for chosen in members.values():
+            for part in _parts(chosen):
+                name = unit.name if not flats else f"{unit.name} (part {len(flats) + 1})"
+                flats.append(Flat(name, part, dtypes[part[0][1]], device))
+        of_units.append((unit.modules, flats))
+    return of_units
+
+
+def _parts(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    part: list[tuple[str, nn.Parameter]] = []
+    numel = 0
+    for name, parameter in parameters:
+        if part and numel + parameter.numel() > FLAT_ELEMENTS:
+            yield part
+            part, numel = [], 0
+        part.append((name, parameter))
+        numel += parameter.numel()
+    yield part
+
+
+def _host_budget(config: StatesConfig, storage: OffloadConfig) -> int | None:
+    """Returns the bytes of host memory for model states; None: as many as needed."""
+    if storage.host_memory != "auto":
+        return parse_bytes(storage.host_memory, "host_memory")
+    return int(0.85 * available_memory()) if config.states == "auto" else None
+
+
+def _make_scratch(
+    places: Places, storage: OffloadConfig, default_path: str | Path, device: torch.device
+) -> Scratch | None:
+    """Makes what the flats on SSDs share, if there are any."""
+    if places.ssd == 0:
+        return None
+    with contextlib.ExitStack() as undo:
+        store = BlobStore(
+            storage.paths(default_path),
+            device=device,
+            backend=storage.backend,
+            capacity=None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity"),
+            checksum=storage.checksum,
+        )
+        undo.callback(store.close)
+        store.reserve(places.ssd)
+        pin = device.type == "cuda"
+        window = PinnedPool(max(places.window, 4096), pin=pin, name="model states' window")
+        undo.callback(window.close)
+        staging = PinnedPool(places.staging, pin=False, name="model states' staging")
+        undo.callback(staging.close)
+        scratch = Scratch(store, window, Worker("fetcher"), staging, Worker("opener"))
+        undo.pop_all()
+    return scratch
+
+
+def _make_place(nbytes: int, where: Literal["host", "ssd"], scratch: Scratch | None, *, pin: bool) -> Place:
+    if where == "host":
+        return HostPlace(nbytes, pin=pin)
+    assert scratch is not None
+    return SSDPlace(nbytes, scratch.store)
 
 
 def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:
@@ -169,10 +318,6 @@ def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.
     for owner in module.modules():
         casts = isinstance(owner, (nn.Linear, nn.modules.conv._ConvNd)) or type(owner).__name__ == "Conv1D"
         for parameter in owner.parameters(recurse=False):
-            dtype = autocast if autocast is not None and casts else torch.float32
-            dtypes[parameter] = dtype if dtypes.get(parameter, dtype) == dtype else torch.float32
+            dtype = autocast if autocast is not None and casts and parameter.dtype == torch.float32 else parameter.dtype
+            dtypes[parameter] = dtype if dtypes.get(parameter, dtype) == dtype else parameter.dtype
     return dtypes
-
-
-def _name(unit: Unit, index: int) -> str:
-    return unit.name if index == 0 else f"{unit.name} (part {index + 1})"

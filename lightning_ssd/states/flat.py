@@ -23,11 +23,13 @@ class Slice:
         name: its qualified name.
         parameter: the module's parameter.
         start: where it begins in the flat, in elements.
+        dtype: of the parameter as the model was built.
     """
 
     name: str
     parameter: nn.Parameter
     start: int
+    dtype: torch.dtype
 
     @property
     def numel(self) -> int:
@@ -57,11 +59,13 @@ class Flat:
         self.slices: list[Slice] = []
         self.numel = 0
         for qualified_name, parameter in parameters:
-            self.slices.append(Slice(qualified_name, parameter, self.numel))
+            self.slices.append(Slice(qualified_name, parameter, self.numel, parameter.dtype))
             self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.nbytes = self.numel * dtype.itemsize
         self.weights = torch.empty(self.numel, dtype=dtype, device=device)
         """The compute weights on the device; without memory while released."""
+        self.attached = False
+        """Whether the parameters are views of the flat."""
         self._views = [item.of(self.weights) for item in self.slices]
         self._storage = self.weights.untyped_storage()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(self._storage)
@@ -80,6 +84,7 @@ class Flat:
         """Makes the parameters views of the flat."""
         for item, view in zip(self.slices, self._views, strict=True):
             item.parameter.data = view
+        self.attached = True
 
     def storage(self) -> torch.UntypedStorage:
         """Returns the storage that the parameters share."""

@@ -1,7 +1,7 @@
 """Small things that concurrent.futures lacks."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -13,6 +13,26 @@ def finished(result: T) -> "Future[T]":
     future: Future[T] = Future()
     future.set_result(result)
     return future
+
+
+def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]":
+    """Returns a future of what `make`, called with the result of `first`, has its future of."""
+    result: Future[T] = Future()
+
+    def pass_on(future: "Future[T]") -> None:
+        if (error := future.exception()) is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(future.result())
+
+    def go(future: "Future[Any]") -> None:
+        try:
+            make(future.result()).add_done_callback(pass_on)
+        except BaseException as error:
+            result.set_exception(error)
+
+    first.add_done_callback(go)
+    return result
 
 
 def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":

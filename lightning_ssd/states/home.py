@@ -1,6 +1,6 @@
-"""Where a flat lives between its uses: its compute weights, master weights and optimizer states, in host memory."""
+"""Where a flat lives between its uses: its compute weights, master weights and optimizer states, off the device."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,11 @@ from torch import Tensor
 
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.futures import finished
-from lightning_ssd.storage.slab import Slab
+from lightning_ssd.states.futures import all_of, finished
+from lightning_ssd.states.place import HostPlace, Place, Scratch
+from lightning_ssd.states.split import join, split
+from lightning_ssd.storage import PinnedBuffer
+from lightning_ssd.storage.slots import align_up
 
 
 @dataclass
@@ -19,32 +22,121 @@ class Opened:
     """A flat's values on the host, for one optimizer step or to be read. One-dimensional, `flat.numel` elements each.
 
     Attributes:
-        weights: compute weights, in the flat's dtype.
-        master: fp32 master weights; `weights` itself where those are fp32.
+        weights: compute weights, in the flat's dtype; undefined where `master` is another tensor.
+        master: fp32 master weights; `weights` itself where those are fp32, None where they are split.
+        low: of split master weights, what is not in `weights`, int16.
         states: fp32 optimizer states by name, zero before the first step.
+        buffer: staging memory that it all lies in.
     """
 
     weights: Tensor
-    master: Tensor
+    master: Tensor | None
+    low: Tensor | None
     states: dict[str, Tensor]
+    buffer: PinnedBuffer | None = None
+
+    def masters(self) -> Tensor:
+        """Returns the fp32 master weights: a copy where they are split."""
+        if self.master is not None:
+            return self.master
+        assert self.low is not None
+        return join(self.weights, self.low)
+
+    def take(self, masters: Tensor) -> None:
+        """Takes over master weights, which may be those of `masters`, and rounds them to the compute weights."""
+        if self.low is not None:
+            split(masters, self.weights, self.low)
+            return
+        assert self.master is not None
+        if masters is not self.master:
+            self.master.copy_(masters)
+        self.round()
 
     def round(self) -> None:
-        """Rounds the master weights to the compute weights."""
-        if self.weights is not self.master:
+        """Makes the compute weights anew from whole master weights beside them."""
+        if self.master is not None and self.weights is not self.master:
             self.weights.copy_(self.master)
 
 
-class Home(ABC):
+@dataclass(frozen=True)
+class Layout:
+    """How a flat's values lie in memory: the compute weights in one place, all others side by side in another.
+
+    Attributes:
+        flat: whose.
+        split: whether its master weights are split; only those of bf16 weights can be.
+        state_names: of the optimizer's states that have an element for each weight.
+        steps: whether it is stepped, and has gradients.
+    """
+
+    flat: Flat
+    split: bool
+    state_names: Sequence[str]
+    steps: bool
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient as it lands."""
+        return self.flat.nbytes if self.steps else 0
+
+    @property
+    def whole_master(self) -> bool:
+        """Whether there are fp32 master weights beside the compute weights."""
+        return self.flat.dtype != torch.float32 and not self.split
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of all but the compute weights."""
+        master = 4 if self.whole_master else 2 if self.split else 0
+        return self.flat.numel * (master + 4 * len(self.state_names))
+
+    def opened(self, weights: Tensor, rest: Tensor | None, buffer: PinnedBuffer | None = None) -> Opened:
+        """Returns the values that lie in `weights` and `rest`, bytes."""
+        compute = weights[: self.flat.nbytes].view(self.flat.dtype)
+        start = 0
+
+        def row(dtype: torch.dtype) -> Tensor:
+            nonlocal start
+            assert rest is not None
+            end = start + self.flat.numel * dtype.itemsize
+            values, start = rest[start:end].view(dtype), end
+            return values
+
+        states = {name: row(torch.float32) for name in self.state_names}
+        master = row(torch.float32) if self.whole_master else None if self.split else compute
+        low = row(torch.int16) if self.split else None
+        return Opened(compute, master, low, states, buffer)
+
+
+class Home:
     """Keeps one flat. Who has it open may read and write it until `close`; one at a time.
 
     A step that was announced by `reserve` comes before every `copy_in` that follows the call.
 
+    Why weights in host memory may be overwritten while the device computes: a step begins when the last gradient has
+    landed, which the compute stream produced after its last read of the weights on the device, and that came after
+    their copy-in.
+
+    Who owns staging memory until when: the reads, then the copy-in or whoever opened the flat, then the writes until
+    all of them have ended. All that an opened flat needs is taken at once, so that nobody holds a part and waits.
+
     Args:
-        flat: the device's side.
+        layout: how the flat's values lie.
+        weights: keeps the compute weights.
+        rest: keeps all others; None where there are none.
+        copies: copies of the device.
+        scratch: memory and threads for what is on SSDs; None where nothing is.
     """
 
-    def __init__(self, flat: Flat) -> None:
-        self.flat = flat
+    def __init__(
+        self, layout: Layout, weights: Place, rest: Place | None, copies: Copies, scratch: Scratch | None
+    ) -> None:
+        self.flat = layout.flat
+        self.layout = layout
+        self._places = (weights,) if rest is None else (weights, rest)
+        self._copies = copies
+        self._scratch = scratch
+        self._staging_bytes = sum(place.staging_bytes for place in self._places)
         self._stepped: Future[Any] = finished(None)
 
     def reserve(self, stepped: "Future[Any]") -> None:
@@ -57,29 +149,92 @@ class Home(ABC):
         The future is done when the copy was issued; the target is the copy's until the mark is reached.
         """
         issued: Future[Mark] = Future()
+        weights = self._places[0]
+
+        def fetch() -> None:
+            assert self._scratch is not None
+            buffer = self._scratch.window.acquire(weights.staging_bytes)
+            values, read = weights.open(buffer.tensor, read=True)
+            read.add_done_callback(lambda read: arrived(read, values, buffer))
+
+        def arrived(read: "Future[None]", values: Tensor, buffer: PinnedBuffer) -> None:
+            try:
+                read.result()
+                mark = self._copies.into(values, target, after)
+            except BaseException as error:
+                buffer.release()
+                issued.set_exception(error)
+            else:
+                self._copies.when_in(mark, buffer.release)
+                issued.set_result(mark)
 
         def go(stepped: "Future[Any]") -> None:
-            if (error := stepped.exception()) is not None:
-                issued.set_exception(error)
-                return
             try:
-                self._copy_in(target, after, issued)
+                stepped.result()
+                if isinstance(weights, HostPlace):
+                    issued.set_result(self._copies.into(weights.tensor, target, after))
+                    return
+                assert self._scratch is not None
+                fetched = self._scratch.fetcher.submit(fetch, [weights.settled()])
             except BaseException as error:
                 issued.set_exception(error)
+            else:
+                fetched.add_done_callback(lambda fetched: _pass_on(fetched, issued))
 
         self._stepped.add_done_callback(go)
         return issued
 
-    @abstractmethod
-    def _copy_in(self, target: Tensor, after: Mark, issued: "Future[Mark]") -> None: ...
+    def open(self, *, priority: int = -1) -> "Future[Opened]":
+        """Brings the values to the host.
 
-    @abstractmethod
-    def open(self) -> "Future[Opened]":
-        """Brings the values to the host."""
+        Args:
+            priority: of those that wait for staging memory, the lowest goes first.
+        """
+        if self._staging_bytes == 0:
+            return finished(self.layout.opened(*self._bytes_in_host_memory()))
+        opened: Future[Opened] = Future()
 
-    @abstractmethod
+        def take() -> None:
+            assert self._scratch is not None
+            buffer = self._scratch.staging.acquire(self._staging_bytes)
+            start = 0
+            parts: list[Tensor] = []
+            reads: list[Future[None]] = []
+            for place in self._places:
+                memory = buffer.tensor[start : start + place.staging_bytes]
+                start += place.staging_bytes
+                # The compute weights are made anew from whole masters.
+                read = place is not self._places[0] or not self.layout.whole_master
+                part, done = place.open(memory, read=read)
+                parts.append(part)
+                reads.append(done)
+            values = self.layout.opened(parts[0], parts[1] if len(parts) > 1 else None, buffer)
+            all_of(reads).add_done_callback(lambda read: hand_over(values, read))
+
+        def hand_over(values: Opened, read: "Future[None]") -> None:
+            if (error := read.exception()) is not None:
+                self._release(values)
+                opened.set_exception(error)
+            else:
+                opened.set_result(values)
+
+        assert self._scratch is not None
+        taken = self._scratch.opener.submit(take, [place.settled() for place in self._places], priority=priority)
+        taken.add_done_callback(lambda taken: _pass_on(taken, opened))
+        return opened
+
     def close(self, opened: Opened, *, changed: bool) -> None:
         """Takes the values back."""
+        if not changed or opened.buffer is None:
+            self._release(opened)
+            return
+        start = 0
+        writes: list[Future[None]] = []
+        for place in self._places:
+            if place.staging_bytes:
+                writes.append(place.write(opened.buffer.tensor[start : start + place.nbytes]))
+                start += align_up(place.nbytes)
+        all_of(writes).add_done_callback(lambda _: self._release(opened))
 
     def drain(self) -> None:
         """Returns when the step that was announced is made and its result is where it belongs.
@@ -88,46 +243,70 @@ class Home(ABC):
             StorageError: it could not be written.
         """
         self._stepped.result()
+        self.written()
+
+    def written(self) -> None:
+        """Returns when what was closed last is where it belongs.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        for place in self._places:
+            place.settled().result()
+
+    def borrow(self) -> Tensor:
+        """Returns the fp32 master weights, `flat.numel` of them, to be changed until `restore`."""
+        values = self.open().result()
+        masters = values.masters()
+        # In host memory they are lent as they are; what is opened from an SSD can't be held for long.
+        if values.buffer is not None:
+            masters = masters.clone()
+            self.close(values, changed=False)
+        return masters
+
+    def restore(self, masters: Tensor) -> None:
+        """Takes what was borrowed back."""
+        values = self.open().result()
+        values.take(masters)
+        self.close(values, changed=True)
+
+    def fill(self) -> None:
+        """Takes the parameters' values over, whose own memory is freed, and points them to the flat."""
+        values = self.open().result()
+        masters = values.master if values.master is not None else torch.zeros(self.flat.numel)
+        for item in self.flat.slices:
+            item.of(masters).copy_(item.parameter.data)
+        values.take(masters)
+        self.close(values, changed=True)
+        self.flat.attach()
+
+    def give_back(self) -> None:
+        """Makes the parameters whole again, on the CPU and in their own dtype, if they point to the flat."""
+        if not self.flat.attached:
+            return
+        self.flat.attached = False
+        values = self.open().result()
+        masters = values.masters()
+        for item in self.flat.slices:
+            item.parameter.data = item.of(masters).to(item.dtype, copy=True)
+        self.close(values, changed=False)
 
     def free(self) -> None:
-        """Gives its place back."""
-        return None
+        """Gives its places back."""
+        for place in self._places:
+            place.free()
+
+    def _bytes_in_host_memory(self) -> tuple[Tensor, Tensor | None]:
+        parts = [place.open(None, read=True)[0] for place in self._places]
+        return parts[0], parts[1] if len(parts) > 1 else None
+
+    @staticmethod
+    def _release(opened: Opened) -> None:
+        if opened.buffer is not None:
+            opened.buffer.release()
 
 
-class HostHome(Home):
-    """In host memory: the compute weights page-locked, the rest not.
-
-    Why the compute weights may be overwritten while the device computes: a step begins when the last gradient has
-    landed, which the compute stream produced after its last read of the weights on the device, and that came after
-    their copy-in.
-
-    Args:
-        flat: the device's side.
-        state_names: of the optimizer's states that have an element for each weight.
-        copies: copies of the device.
-    """
-
-    def __init__(self, flat: Flat, state_names: tuple[str, ...], copies: Copies) -> None:
-        super().__init__(flat)
-        self._copies = copies
-        self._slab = Slab(flat.nbytes, pin=copies.device.type == "cuda")
-        weights = self._slab.tensor.view(flat.dtype)
-        master = weights if flat.dtype == torch.float32 else _zeros(flat.numel)
-        self._opened = Opened(weights, master, {name: _zeros(flat.numel) for name in state_names})
-
-    def _copy_in(self, target: Tensor, after: Mark, issued: "Future[Mark]") -> None:
-        issued.set_result(self._copies.into(self._slab.tensor, target, after))
-
-    def open(self) -> "Future[Opened]":
-        return finished(self._opened)
-
-    def close(self, opened: Opened, *, changed: bool) -> None:
-        return None
-
-    def free(self) -> None:
-        self._slab.close()
-
-
-def _zeros(numel: int) -> Tensor:
-    """Returns fp32 zeros on huge pages, which are taken now."""
-    return Slab(4 * numel, pin=False).tensor.view(torch.float32).zero_()
+def _pass_on(done: "Future[None]", result: "Future[Any]") -> None:
+    """Gives `result` the error of what was to make it, if there is one."""
+    if (error := done.exception()) is not None and not result.done():
+        result.set_exception(error)

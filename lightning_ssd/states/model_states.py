@@ -26,16 +26,18 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.activations.weights import mark_streamed
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.futures import finished
+from lightning_ssd.states.futures import finished, then
 from lightning_ssd.states.gradient import Gradient
-from lightning_ssd.states.home import Home, Opened
+from lightning_ssd.states.home import Home
 from lightning_ssd.states.optimizers import Rule
 from lightning_ssd.states.parameter import StreamedParameter
-from lightning_ssd.states.stepper import Stepper
+from lightning_ssd.states.place import Scratch
+from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.stream import WeightStream
+from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage.slab import Slab
 
-Overlap = Literal["none", "optimized"]
+Overlap = Literal["none", "naive", "optimized"]
 
 
 class ModelStates:
@@ -48,9 +50,13 @@ class ModelStates:
         rules: how each flat is stepped; none for those without gradients.
         groups: of each flat with a rule, its optimizer and the index of its parameter group.
         copies: copies of the device; owned.
+        scratch: what the homes on SSDs share, if there are any; owned.
         budget: bytes of the device that fetched weights may take.
-        overlap: "none": a step's jobs run when backward has ended, and the step waits for them.
-        clips: whether gradients are clipped in every step, which holds the jobs back until the norm is known.
+        overlap: "none": a step's jobs run when backward has ended, and the step waits for them. "naive": a flat's job
+            reads, steps and writes back before the next begins (LoHan's figure 3b). "optimized": the three overlap.
+        gated: whether a step needs to know all gradients before it is made: their norm, which clips them, or whether
+            all are finite. Jobs wait for that.
+        scaled: whether losses are scaled, and a step is skipped if a gradient is not finite.
         hold: whether user code may look at gradients or settings between backward and step: nothing begins earlier.
     """
 
@@ -65,18 +71,21 @@ class ModelStates:
         rules: Mapping[Flat, Rule],
         groups: Mapping[Flat, tuple[Optimizer, int]],
         copies: Copies,
+        scratch: Scratch | None,
         *,
         budget: int,
         overlap: Overlap,
-        clips: bool,
+        gated: bool,
+        scaled: bool,
         hold: bool,
     ) -> None:
         self.homes = homes
         self._rules = rules
         self._groups = groups
         self._copies = copies
+        self._scratch = scratch
         self._overlap = overlap
-        self._clips = clips
+        self._gated = gated
         self._hold = hold
         self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
@@ -91,13 +100,19 @@ class ModelStates:
         self._sums: dict[Flat, Future[None]] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._stepping: Optimizer | None = None
-        self._gate: Future[float] = finished(1.0)
+        self._gate: Future[float | None] = finished(1.0)
+        """What the step's jobs multiply gradients with; None: the step is skipped."""
+        self._opening = True
+        """Whether the gate is open, or opens by the device's progress alone."""
+        self._factor: Tensor | None = None
+        """On the device, what gradients are multiplied with in the step that has begun."""
+        self._scaled = scaled
+        self._not_finite = torch.zeros(1, device=copies.device)
+        """On the device, whether a gradient of the step was not finite."""
         self._coefficient = Slab(4096, pin=copies.device.type == "cuda")
-        self._clipped = False
-        """Whether the norm of the step that has begun was taken: the gate opens when it is known."""
         self._lent = False
         self._closed = False
-        self._stepper = Stepper()  # after all that may find no memory: its thread would stay
+        self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay
         self._where = {item.parameter: (flat, index) for flat in homes for index, item in enumerate(flat.slices)}
         for flat in homes:
             mark_streamed(flat.storage(), partial(self._stream.want, flat))
@@ -115,24 +130,20 @@ class ModelStates:
                 item.parameter.requires_grad_(True)  # torch takes the hook of no other, and a frozen one may thaw
                 self._handles.append(item.parameter.register_post_accumulate_grad_hook(hook))
                 item.parameter.requires_grad_(wants)
-        for optimizer in {id(optimizer): optimizer for optimizer, _ in groups.values()}.values():
-            self._handles.append(optimizer.register_step_pre_hook(self._step_begins))
-            self._handles.append(optimizer.register_step_post_hook(self._step_ends))
-            self._handles.append(optimizer.register_state_dict_post_hook(self._add_states))
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take_states))
+        optimizers = list({id(optimizer): optimizer for optimizer, _ in groups.values()}.values())
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(lambda optimizer, *_: self.begin_step(optimizer)))
+            self._handles.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.end_step(optimizer)))
             self._watch_zero_grad(optimizer)
-        self._borrowed: dict[Flat, tuple[Opened, int]] = {}
-        """Of flats whose parameters are whole on the CPU while a state dict is loaded: how many modules load."""
-        for owner in module.modules():
-            if self._streamed(owner):
-                self._handles.append(owner._register_state_dict_hook(self._after_state_dict))
-                self._handles.append(owner.register_load_state_dict_pre_hook(self._before_load))
-                self._handles.append(owner.register_load_state_dict_post_hook(self._after_load))
+        self._state_dicts = StateDicts(
+            module, homes, rules, self._where, optimizers, settle=self._settle, release=self._stream.release
+        )
 
     # ---- a micro-batch ----
 
     def begin(self, kind: Literal["train", "evaluate"]) -> None:
         """A forward begins, with a backward ("train") or without."""
+        self._state_dicts.put_away()
         self._stream.begin(kind)
 
     def end_backward(self) -> None:
@@ -217,27 +228,29 @@ class ModelStates:
     @contextlib.contextmanager
     def _lend_weights(self) -> Iterator[None]:
         """Makes every parameter that has left a whole fp32 tensor on the CPU."""
+        self._state_dicts.put_away()
         self.drain()
         self._stream.release_all()
-        opened = {flat: home.open().result() for flat, home in self.homes.items()}
+        lent = {flat: home.borrow() for flat, home in self.homes.items()}
         self._lent = True
         try:
-            for flat, values in opened.items():
+            for flat, masters in lent.items():
                 for item in flat.slices:
-                    item.parameter.data = item.of(values.master)
+                    item.parameter.data = item.of(masters)
             yield
         finally:
             self._lent = False
-            for flat, values in opened.items():
+            for flat, masters in lent.items():
                 flat.attach()
-                values.round()
-                self.homes[flat].close(values, changed=True)
+                self.homes[flat].restore(masters)
 
     def close(self) -> None:
         """Gives the parameters back, whole and on the CPU, and ends threads and hooks."""
         if self._closed:
             return
         self._closed = True
+        with contextlib.suppress(Exception):  # what was being loaded when training failed
+            self._state_dicts.remove()
         for handle in self._handles:
             handle.remove()
         for parameter in self._where:
@@ -245,6 +258,8 @@ class ModelStates:
         for restore in self._restore:
             restore()
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+            if self._scratch is not None:
+                stack.callback(self._scratch.close)
             for home in self.homes.values():
                 stack.callback(home.free)
             for gradient in self._gradients.values():
@@ -259,7 +274,7 @@ class ModelStates:
                 stack.callback(wait, [gradient.settled])
             stack.callback(self._copies.drain)
             # Training failed between backward and step: the step is not made.
-            if not self._clipped and not self._gate.done():
+            if not self._opening:
                 self._gate.set_exception(RuntimeError("training ended before this optimizer step was made"))
 
     # ---- weights ----
@@ -283,10 +298,7 @@ class ModelStates:
             with contextlib.suppress(Exception):  # a step that was not made; its weights are those before it
                 home.drain()
             with contextlib.suppress(Exception):
-                values = home.open().result()
-                for item in home.flat.slices:
-                    item.parameter.data = item.of(values.master).clone()
-                home.close(values, changed=False)
+                home.give_back()
 
     # ---- gradients ----
 
@@ -298,6 +310,8 @@ class ModelStates:
             for flat, gradient in self._gradients.items():
                 if self._groups[flat][0] is optimizer:
                     gradient.forget()
+            if self._scaled:
+                self._not_finite = torch.zeros_like(self._not_finite)
             zero_grad(*args, **kwargs)
 
         optimizer.zero_grad = forget_and_zero_grad  # type: ignore[method-assign]
@@ -333,7 +347,11 @@ class ModelStates:
             # Each once, and in the last backward, too: a gradient that comes in parts is complete at the end only.
             and gradient.landings == self._expected.get((flat, _wants(flat))) == sum(_wants(flat))
         )
-        if self._clips and not gradient.summing:
+        if self._scaled and not self._hold:
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [grad], self._not_finite, torch.ones_like(self._not_finite)
+            )
+        if self._gated and not gradient.summing:
             self._norms[parameter] = torch._foreach_norm([grad.float()])[0]
         if complete:
             self._stream.retire(flat)
@@ -366,7 +384,7 @@ class ModelStates:
         """Has what has landed added to what was summed up."""
         gradient = self._gradients[flat]
         landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
-        norms = self._clips
+        norms = self._gated
 
         def add() -> None:
             gradient.add(landed)
@@ -382,22 +400,38 @@ class ModelStates:
 
     # ---- the step ----
 
-    def _step_begins(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """`optimizer.step` was called; its closure, if any, is still to run."""
-        self._stepping = optimizer
-        self._clipped = False
-        self._gate = Future() if self._clips and not self._hold else finished(1.0)
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """A step of `optimizer` begins: what backward completes from here on is stepped at once."""
+        if self._stepping is None:
+            self._stepping = optimizer
+            self._opening = not self._gated or self._hold
+            self._gate = finished(1.0) if self._opening else Future()
 
-    def _step_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """`optimizer.step` has stepped what is on the device."""
+    def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Has gradients divided by the scale of `scaler` in the step that has begun, and skipped if one is not finite.
+
+        Does for what has left what `scaler.unscale_` does, which it is told of.
+        """
+        scaler.unscale_(optimizer)
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        device = self._not_finite.device
+        found[device] = found[device] + self._not_finite if device in found else self._not_finite.clone()
+        assert scaler._scale is not None
+        self._factor = scaler._scale.double().reciprocal().float().view(1)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """The step of `optimizer` has ended on the device; on the CPU it goes on."""
+        if self._stepping is not optimizer:
+            return
         self.end_backward()  # of a user who called `loss.backward` without Lightning
-        if not self._clipped and not self._gate.done():
-            self._gate.set_result(1.0)
+        if not self._gate.done():
+            self._open_gate()
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer and flat not in self._launched and gradient.summing:
                 self._launch(flat)
         launched, self._launched = self._launched, {}
         self._stepping = None
+        self._factor = None
         self._norms.clear()
         self._sums.clear()
         self._stream.renew()
@@ -407,8 +441,27 @@ class ModelStates:
         if launched:
             self._stream.prefetch()
 
+    def _open_gate(self) -> None:
+        """Lets the jobs of the step go, once the device knows what they multiply gradients with, or that none goes."""
+        gate, self._opening = self._gate, True
+        if self._factor is None and not self._scaled:
+            gate.set_result(1.0)
+            return
+        factor = torch.ones_like(self._not_finite) if self._factor is None else self._factor
+        data = torch.cat((factor, self._not_finite)).view(torch.uint8)
+        host = self._coefficient.tensor
+        mark = self._copies.out(data, host, self._copies.mark())
+        self._leave(data, mark)
+        self._not_finite = torch.zeros_like(self._not_finite)
+
+        def known() -> None:
+            coefficient, not_finite = host[:8].view(torch.float32).tolist()
+            gate.set_result(None if not_finite else coefficient)
+
+        self._copies.when_out(mark, known)
+
     def _clip_launched(self, optimizer: Optimizer, limit: float) -> None:
-        """Opens the gate with what `clip_grad_norm_` would multiply gradients with, once the device knows it."""
+        """Clips by norm in the step that has begun: nobody waits for what the device knows of it."""
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer:
                 # What is summed on the host has its norm taken there. A launched step waits for the gate: not for it.
@@ -420,19 +473,19 @@ class ModelStates:
         grads = [parameter.grad for parameter in resident if parameter.grad is not None]
         norms = dict(zip(resident, torch._foreach_norm(grads), strict=True)) if grads else {}
         device = self._copies.device
-        every = [norm.to(device) for p in parameters if (norm := norms.get(p, self._norms.get(p))) is not None]
+        scale = 1.0 if self._factor is None else self._factor.squeeze(0)  # of those that are not yet unscaled
+        every = [
+            norms[p].to(device) if p in norms else self._norms[p].to(device) * scale
+            for p in parameters
+            if p in norms or p in self._norms
+        ]
         if not every:
             return
         total = torch.linalg.vector_norm(torch.stack(every))
         coefficient = torch.clamp(limit / (total + 1e-6), max=1.0).float()
         if grads:
             torch._foreach_mul_(grads, coefficient)
-        self._clipped = True
-        gate, host = self._gate, self._coefficient.tensor
-        data = coefficient.view(1).view(torch.uint8)
-        mark = self._copies.out(data, host, self._copies.mark())
-        self._leave(data, mark)
-        self._copies.when_out(mark, lambda: gate.set_result(float(host[:4].view(torch.float32))))
+        self._factor = (coefficient * scale).view(1)
 
     def _launch(self, flat: Flat) -> None:
         """Hands the step of `flat` to the CPU."""
@@ -447,107 +500,38 @@ class ModelStates:
         else:
             arrived = self._arrival(gradient)
             landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
-        opened = home.open()
-        gate = self._gate
+        gate, order = self._gate, self._order[flat]
+        naive = self._overlap == "naive"
+        # What is opened is held until the step is made: before the gate is open it would keep others from being opened,
+        # which the next forward wants first.
+        opened = None if naive else then(gate, lambda _: home.open(priority=order))
 
         def step() -> None:
-            values = opened.result()
+            values = home.open().result() if opened is None else opened.result()
             changed = False
             try:
                 whole = gradient.landing if landed is not None else gradient.total
                 assert whole is not None
-                rule.step(options, values, whole, landed or gradient.summed, gate.result())
-                changed = True
+                if (scale := gate.result()) is not None:
+                    rule.step(options, values, whole, landed or gradient.summed, scale)
+                    changed = True
             finally:
                 gradient.summed = [False] * len(flat.slices)
                 home.close(values, changed=changed)
+            if naive:
+                home.written()
 
         gradient.summing = False
-        done = self._stepper.submit(step, [arrived, gate, opened], priority=self._order[flat])
+        needed: list[Future[Any]] = [arrived, gate] if opened is None else [arrived, gate, opened]
+        done = self._stepper.submit(step, needed, priority=order)
         gradient.settled = done
         home.reserve(done)
         self._launched[flat] = done
 
-    # ---- checkpoints ----
-
-    def _streamed(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters of `owner` itself that have left, by their names in it."""
-        return [
-            (name, value) for name, value in owner._parameters.items() if value is not None and value in self._where
-        ]
-
-    def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        """Puts the master weights, copied, where the module has put what is on the device."""
-        self._settle()
-        for name, parameter in self._streamed(owner):
-            if prefix + name in state:
-                flat, index = self._where[parameter]
-                with self._read(flat) as values:
-                    state[prefix + name] = flat.slices[index].of(values.master).clone()
-
-    def _before_load(self, owner: nn.Module, *_: object) -> None:
-        """Makes the parameters of `owner` whole on the CPU, to be loaded into."""
-        self._settle()
-        for flat in {self._where[parameter][0]: None for _, parameter in self._streamed(owner)}:
-            if flat in self._borrowed:
-                values, loading = self._borrowed[flat]
-            else:
-                values, loading = self.homes[flat].open().result(), 0
-                self._stream.release(flat)
-                for item in flat.slices:
-                    item.parameter.data = item.of(values.master)
-            self._borrowed[flat] = (values, loading + 1)
-
-    def _after_load(self, owner: nn.Module, keys: object) -> None:
-        for flat in {self._where[parameter][0]: None for _, parameter in self._streamed(owner)}:
-            values, loading = self._borrowed.pop(flat)
-            if loading > 1:
-                self._borrowed[flat] = (values, loading - 1)
-                continue
-            flat.attach()
-            values.round()
-            self.homes[flat].close(values, changed=True)
-
-    def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Adds, copied, the optimizer states of the parameters that have left."""
-        self._settle()
-        for number, flat, index in self._numbers(optimizer):
-            with self._read(flat) as values:
-                of_parameter = self._rules[flat].state_of(index, values)
-                if of_parameter:
-                    state["state"][number] = {
-                        name: value.clone() if isinstance(value, Tensor) else value
-                        for name, value in of_parameter.items()
-                    }
-
-    def _take_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Takes over, and out, the optimizer states of the parameters that have left."""
-        self._settle()
-        states = dict(state["state"])
-        for number, flat, index in self._numbers(optimizer):
-            values = self.homes[flat].open().result()
-            self._rules[flat].load_state(index, states.pop(number, {}), values)
-            self.homes[flat].close(values, changed=True)
-        return {**state, "state": states}
-
-    def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, Flat, int]]:
-        """Yields, of the optimizer's parameters that have left, the number in its state dict, and flat and index."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(parameters):
-            if parameter in self._where:
-                yield number, *self._where[parameter]
-
     def _settle(self) -> None:
+        """Makes the steps that have begun, before values are read."""
         if not self._lent:
             self.drain()
-
-    @contextlib.contextmanager
-    def _read(self, flat: Flat) -> Iterator[Opened]:
-        values = self.homes[flat].open().result()
-        try:
-            yield values
-        finally:
-            self.homes[flat].close(values, changed=False)
 
 
 def _wants(flat: Flat) -> tuple[bool, ...]:

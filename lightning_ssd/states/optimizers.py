@@ -1,5 +1,7 @@
 """The user's optimizer on the host's flats: its class, its settings as they are now, its state by the same names."""
 
+import ctypes
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ssd.states.compiled import Settings, adam_library
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Opened
+from lightning_ssd.states.split import join, split
 
 Options = Mapping[str, Any]
 """A parameter group without its parameters."""
@@ -52,11 +56,7 @@ class Rule(ABC):
 
 
 class ElementwiseRule(Rule):
-    """AdamW, Adam and SGD: what they do to an element does not depend on others, so a flat is stepped as one.
-
-    Torch's fused CPU kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32
-    and of the master weights to the compute weights.
-    """
+    """AdamW, Adam and SGD: what they do to an element does not depend on others, so a flat is stepped as one."""
 
     #: Elements of a chunk: 4 MiB of fp32.
     CHUNK = 2**20
@@ -67,15 +67,9 @@ class ElementwiseRule(Rule):
 
     def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
         for start, end, step in self._ranges(has):
-            for low in range(start, end, self.CHUNK):
-                high = min(low + self.CHUNK, end)
-                part = gradient[low:high].float()
-                if scale != 1.0:
-                    part = part * scale
-                states = {name: values[low:high] for name, values in opened.states.items()}
-                self._kernel(options, opened.master[low:high], part, states, step)
-                if opened.weights is not opened.master:
-                    opened.weights[low:high].copy_(opened.master[low:high])
+            self._step_range(options, opened, gradient, slice(start, end), step, scale)
+        if not all(has):
+            opened.round()
         self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has, strict=True)]
 
     def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
@@ -93,11 +87,37 @@ class ElementwiseRule(Rule):
                 item.of(row).copy_(value)
         self._steps[index] = int(state.get("step", 1))
 
+    def _step_range(
+        self, options: Options, opened: Opened, gradient: Tensor, where: slice, step: int, scale: float
+    ) -> None:
+        """Makes step `step` (0 is the first) of the elements `where`.
+
+        Torch's fused CPU kernels run over chunks that stay in the cache, between the conversions of the gradient to
+        fp32 and of the master weights to the compute weights.
+        """
+        for low in range(where.start, where.stop, self.CHUNK):
+            chunk = slice(low, min(low + self.CHUNK, where.stop))
+            part = gradient[chunk].float()
+            if scale != 1.0:
+                part = part * scale
+            states = {name: values[chunk] for name, values in opened.states.items()}
+            weights = opened.weights[chunk]
+            if opened.low is not None:
+                master = join(weights, opened.low[chunk])
+                self._kernel(options, master, part, states, step)
+                split(master, weights, opened.low[chunk])
+            else:
+                assert opened.master is not None
+                master = opened.master[chunk]
+                self._kernel(options, master, part, states, step)
+                if opened.master is not opened.weights:
+                    weights.copy_(master)
+
     @abstractmethod
     def _kernel(
         self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], step: int
     ) -> None:
-        """Makes step `step` (0 is the first) in place."""
+        """Makes a step of whole fp32 weights in place."""
 
     def _step_state(self, step: int) -> dict[str, Any]:
         return {"step": torch.tensor(float(step))}
@@ -118,10 +138,51 @@ class ElementwiseRule(Rule):
 
 
 class AdamRule(ElementwiseRule):
-    """`torch.optim.Adam` and `AdamW`."""
+    """`torch.optim.Adam` and `AdamW`: in one pass by our own kernel (adam.c), where it was compiled."""
+
+    def __init__(self, flat: Flat, *, compiled: bool = True) -> None:
+        super().__init__(flat)
+        self._library = adam_library() if compiled else None
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _step_range(
+        self, options: Options, opened: Opened, gradient: Tensor, where: slice, step: int, scale: float
+    ) -> None:
+        name = self._function(opened, gradient)
+        beta1, beta2 = map(float, options["betas"])
+        lr, decay = float(options["lr"]), float(options["weight_decay"])
+        if self._library is None or name is None or options["amsgrad"] or beta1 <= 0.5:
+            super()._step_range(options, opened, gradient, where, step, scale)
+            return
+        decoupled = options["decoupled_weight_decay"] or not decay
+        settings = Settings(
+            scale=-scale if options["maximize"] else scale,
+            decay=1 - lr * decay if decoupled else decay,
+            lerp=1 - beta1,
+            beta2=beta2,
+            one_minus_beta2=1 - beta2,
+            correction=math.sqrt(1 - beta2 ** (step + 1)),
+            eps=options["eps"],
+            step_size=-(lr / (1 - beta1 ** (step + 1))),
+            decoupled=decoupled,
+            threads=torch.get_num_threads(),
+        )
+        kept = opened.low if opened.low is not None else opened.master
+        arrays = (opened.weights, kept, opened.states["exp_avg"], opened.states["exp_avg_sq"], gradient)
+        addresses = [ctypes.c_void_p(array[where].data_ptr()) for array in arrays if array is not None]
+        getattr(self._library, name)(ctypes.c_int64(where.stop - where.start), *addresses, ctypes.byref(settings))
+
+    def _function(self, opened: Opened, gradient: Tensor) -> str | None:
+        """Returns the name of the function in adam.c for these dtypes."""
+        kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+        kind = kinds.get(gradient.dtype)
+        if opened.master is opened.weights and kind == "fp32":
+            return "adam_fp32"
+        if opened.weights.dtype != torch.bfloat16 or kind is None:
+            return None
+        return f"adam_whole_{kind}" if opened.low is None else f"adam_split_{kind}"
 
     def _kernel(
         self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], step: int
@@ -190,12 +251,13 @@ class OwnStepRule(Rule):
         return ()
 
     def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+        masters = opened.masters()
         for item, parameter, has_gradient in zip(self.flat.slices, self._parameters, has, strict=True):
-            parameter.data = item.of(opened.master)
+            parameter.data = item.of(masters)
             parameter.grad = item.of(gradient).float() * scale if has_gradient else None
         self._optimizer.param_groups = [{**options, "params": self._parameters}]
         type(self._optimizer).step(self._optimizer)
-        opened.round()
+        opened.take(masters)
         for parameter in self._parameters:
             parameter.grad = None
 

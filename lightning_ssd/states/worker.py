@@ -1,9 +1,13 @@
-"""The CPU optimizer's thread: steps flats as their gradients land, those first that the next forward wants first."""
+"""A thread that runs jobs once what they need is there, the most urgent first.
+
+The CPU optimizer is one (those flats first that the next forward wants first), and so is whoever takes staging memory
+and asks the drives for bytes.
+"""
 
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,16 +22,22 @@ class _Job:
     done: "Future[None]" = field(compare=False, default_factory=Future)
 
 
-class Stepper:
-    """Runs jobs on one thread. torch's kernels in a job take torch's own threads and let go of the GIL."""
+class Worker:
+    """Runs jobs on one thread.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
         self._ready: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._sequence = itertools.count()
-        self._thread = threading.Thread(target=self._work, name="lightning_ssd-stepper", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"lightning_ssd-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], None], after: "list[Future[Any]]", *, priority: int = -1) -> "Future[None]":
+    def submit(
+        self, run: Callable[[], None], after: "Sequence[Future[Any]]" = (), *, priority: int = -1
+    ) -> "Future[None]":
         """Queues `run`, once all of `after` are done.
 
         Args:
@@ -36,7 +46,7 @@ class Stepper:
             priority: of jobs that are ready, the lowest goes first, then the one submitted first.
 
         Returns:
-            A future of the job's end; its callbacks run on the stepper's thread.
+            A future of the job's end; its callbacks run on this thread.
         """
         job = _Job((priority, next(self._sequence)), run)
 
@@ -54,7 +64,7 @@ class Stepper:
         self._ready.put(_Job((-2, 0), None))
         self._thread.join()
         while not self._ready.empty():
-            self._ready.get().done.set_exception(RuntimeError("training ended before this optimizer step was made"))
+            self._ready.get().done.set_exception(RuntimeError("training ended before this was done"))
 
     def _work(self) -> None:
         while (job := self._ready.get()).run is not None:

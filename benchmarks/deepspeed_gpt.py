@@ -1,0 +1,103 @@
+"""One training of GPT by DeepSpeed, as the peer that `full_finetune` runs beside ours: prints one line of JSON.
+
+Needs `deepspeed` (0.19.8 was used), nvcc and ninja, which it compiles its ops with; for NVMe also libaio. ZeRO-3 with
+parameters and optimizer in RAM, or on NVMe without pipelining (with it, version 0.19.8 fails an assertion).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import time
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def configuration(mode: str, batch: int, hidden: int, path: str, clip: float) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration: bf16 weights, fp32 master weights and states."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 2e8,
+        "stage3_prefetch_bucket_size": 1e8,
+        "stage3_param_persistence_threshold": 1e5,
+        "stage3_max_live_parameters": 5e8,
+        "stage3_max_reuse_distance": 5e8,
+        "sub_group_size": int(1e8),
+    }
+    if mode == "nvme":
+        largest = max(4 * hidden * hidden, 50304 * hidden)
+        nvme = {"device": "nvme", "nvme_path": path, "pin_memory": True}
+        zero["offload_param"] = nvme | {"buffer_count": 16, "buffer_size": int(1.05 * largest), "max_in_cpu": 0}
+        zero["offload_optimizer"] = nvme | {"buffer_count": 5}
+    else:
+        zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": clip,
+        "steps_per_print": 10**9,
+        "aio": {"block_size": 8 * 2**20, "queue_depth": 32, "intra_op_parallelism": 8, "single_submit": False,
+                "overlap_events": True},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--mode", choices=["cpu", "nvme"], default="cpu")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--gpu-gib", type=float, default=24)
+    parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--path", default="deepspeed_nvme")
+    a = parser.parse_args()
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29555",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
+    deepspeed.init_distributed("nccl")
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(a.gpu_gib * 2**30 / total)
+    if a.mode == "nvme":
+        os.makedirs(a.path, exist_ok=True)
+    config = configuration(a.mode, a.batch, a.hidden, a.path, a.clip)
+    sizes = dict(vocab_size=50304, n_positions=1024, n_embd=a.hidden, n_layer=a.layers, n_head=a.hidden // 128)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+    model.gradient_checkpointing_enable()
+    model.train()
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    ids = torch.randint(0, 50257, (a.batch, 1024), device="cuda")
+    steps: list[float] = []
+    loss = torch.zeros(())
+    for _ in range(a.warm_up + a.steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        torch.cuda.synchronize()
+        steps.append(time.perf_counter() - start)
+    measured = steps[a.warm_up :]
+    result = {"step": statistics.median(measured), "steps": measured, "gpu_peak": torch.cuda.max_memory_allocated(),
+              "loss": loss.item()}  # fmt: skip
+    print(json.dumps(result), flush=True)
+    shutil.rmtree(a.path, ignore_errors=True)
+    os._exit(0)  # its aio threads sometimes hang at exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Full fine-tuning of GPT with the GPU capped at 24 GiB: ours, and DeepSpeed's ZeRO-3 beside it, in one run.
+
+    python -m benchmarks.full_finetune --out results.json [--cases host:2048x24 deepspeed-cpu:2048x24 ...]
+
+A case is MODE:HIDDENxLAYERS, with options after commas: `host:3072x34,clip,rounds=2`. Each has a process of its own.
+
+Modes:
+  host, ssd, auto                 `states=` of the strategy
+  deepspeed-cpu, deepspeed-nvme   ZeRO-3 with parameters and optimizer in RAM, or on NVMe
+Options:
+  clip             gradients are clipped to norm 1
+  naive, none      `overlap=`
+  split            `state_format="split"`
+  plain-kernel     AdamW by torch's kernels instead of our own
+  batch=N, steps=N, rounds=N, gpu=GIB, host=GIB, resident=GIB
+
+Batches of 16 x 1024 tokens, gradient checkpointing, bf16 weights with fp32 master weights and states (`bf16-true`; with
+`resident`, `bf16-mixed`), AdamW. Step: median of steps after the warm-up. RAM: the most that was taken of what was
+available before the process began. Random tokens, the same in every step, so that the loss falls.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+CASES = [
+    "deepspeed-cpu:2048x24",
+    "host:2048x24",
+    "deepspeed-cpu:2560x32",
+    "host:2560x32",
+    "deepspeed-cpu:3072x34",
+    "host:3072x34",
+]
+WARM_UP = 2
+
+
+def train(case: dict[str, Any], path: str) -> None:
+    """Trains by our strategy and prints the result as one line of JSON."""
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    from lightning_ssd import SSDOffloadStrategy
+    from lightning_ssd._lightning import pl
+    from lightning_ssd.models.gpt import GPT
+    from lightning_ssd.states import optimizers
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(case["gpu"] * 2**30 / total)
+    if case["plain_kernel"]:
+        optimizers.adam_library = lambda: None
+
+    class FineTuned(GPT):
+        def configure_model(self) -> None:
+            if self.model is None:
+                with torch.device("meta"):
+                    super().configure_model()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=case["lr"], fused=True)
+
+    class SameTokens(Dataset[torch.Tensor]):
+        ids = torch.randint(0, 50257, (case["batch"], 1024), generator=torch.Generator().manual_seed(0))
+
+        def __len__(self) -> int:
+            return case["batch"] * (WARM_UP + case["steps"])
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return self.ids[index % case["batch"]]
+
+    class Probe(pl.Callback):
+        begun: list[float] = []
+        losses: list[float] = []
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            torch.cuda.synchronize()
+            self.begun.append(time.perf_counter())
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            self.losses.append(outputs["loss"].item())
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.strategy.model_states.drain()
+            self.begun.append(time.perf_counter())
+
+    strategy = SSDOffloadStrategy(
+        path,
+        offload="none",
+        states=case["mode"],
+        overlap=case["overlap"],
+        state_format="split" if case["split"] else "fp32",
+        gpu_memory=f"{case['resident']}GiB" if case["resident"] else "4GiB",
+        host_memory=f"{case['host']}GiB" if case["host"] else "auto",
+    )
+    probe = Probe()
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        precision="bf16-mixed" if case["resident"] else "bf16-true",
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[probe],
+        gradient_clip_val=1.0 if case["clip"] else None,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path,
+    )
+    hidden = case["hidden"]
+    model = FineTuned(50304, 1024, hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
+    started = time.perf_counter()
+    trainer.fit(model, DataLoader(SameTokens(), batch_size=case["batch"]))
+    steps = [b - a for a, b in zip(probe.begun, probe.begun[1:], strict=False)][WARM_UP:]
+    result = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "step": statistics.median(steps),
+        "steps": steps,
+        "setup": probe.begun[0] - started,
+        "gpu_peak": torch.cuda.max_memory_allocated(),
+        "losses": probe.losses,
+        "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads",
+    }
+    print(json.dumps(result), flush=True)
+    import os
+
+    os._exit(0)  # what is left to do is to make the model whole again
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Returns what a case asks for."""
+    mode, _, rest = text.partition(":")
+    shape, *options = rest.split(",")
+    hidden, layers = map(int, shape.split("x"))
+    case: dict[str, Any] = {"name": text, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
+    case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized"}
+    case |= {"clip": False, "split": False, "plain_kernel": False}
+    for option in options:
+        name, _, value = option.partition("=")
+        if name in ("naive", "none"):
+            case["overlap"] = name
+        elif value:
+            case[name] = float(value) if name == "lr" else int(value)
+        else:
+            case[name.replace("-", "_")] = True
+    return case
+
+
+def run(case: dict[str, Any], path: str) -> dict[str, Any]:
+    """Runs a case in a process of its own, and returns what it printed, with the RAM that it took."""
+    if case["mode"].startswith("deepspeed"):
+        arguments = {"hidden": case["hidden"], "layers": case["layers"], "batch": case["batch"], "steps": case["steps"],
+                     "mode": case["mode"].removeprefix("deepspeed-"), "warm-up": WARM_UP, "gpu-gib": case["gpu"],
+                     "clip": 1.0 if case["clip"] else 0.0, "path": f"{path}/deepspeed"}  # fmt: skip
+        command = [f"--{name}={value}" for name, value in arguments.items()]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.deepspeed_gpt", *command]
+    else:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.full_finetune", "--path", path]
+        command += ["--one", json.dumps(case)]
+    before = least = _available()
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal least
+        while not ended.wait(0.2):
+            least = min(least, _available())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    process = subprocess.run(command, capture_output=True, text=True)
+    ended.set()
+    watcher.join()
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return {"error": (process.stderr or process.stdout)[-600:]}
+    return json.loads(lines[-1]) | {"ram": before - least}
+
+
+def _available() -> int:
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--path", default=".", help="directory on the SSD")
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        train(json.loads(arguments.one), arguments.path)
+        return
+    results: dict[str, Any] = {}
+    for text in arguments.cases:
+        case = parse(text)
+        for _ in range(case["rounds"]):
+            result = run(case, arguments.path)
+            results.setdefault(text, []).append(result)
+            if "error" in result:
+                print(f"{text:36} failed: {result['error']}", flush=True)
+            else:
+                memory = f"GPU {result['gpu_peak'] / 2**30:.1f} GiB  RAM {result['ram'] / 2**30:.1f} GiB"
+                loss = result.get("losses", [result.get("loss")])
+                print(f"{text:36} {result['step']:.2f} s  {memory}  loss {loss[0]:.3f} to {loss[-1]:.3f}", flush=True)
+            if arguments.out:
+                Path(arguments.out).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What stays on the device, what goes to host memory and what to SSDs, within budgets of bytes."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.states.home import Layout
+from lightning_ssd.storage.slots import align_up
+
+log = logging.getLogger(__name__)
+
+Where = Literal["host", "ssd"]
+
+AHEAD = 3
+"""Flats that staging memory holds at once: one is read, one is used, one is written."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the flats' values go.
+
+    Attributes:
+        weights: of each flat, where the compute weights are.
+        rest: of each flat, where all others are.
+        window: bytes of memory that weights pass through on their way from SSDs to the device.
+        staging: bytes of memory that flats from SSDs are opened in.
+        host: bytes of host memory in all, gradients included.
+        ssd: bytes on SSDs, in whole pages.
+    """
+
+    weights: Sequence[Where]
+    rest: Sequence[Where]
+    window: int
+    staging: int
+    host: int
+    ssd: int
+
+
+def choose_places(layouts: Sequence[Layout], states: Literal["host", "ssd", "auto"], budget: int | None) -> Places:
+    """Returns where flats go: with "auto", to host memory as far as `budget` reaches, compute weights first.
+
+    A byte of compute weights is read twice and written once a step, one of the others once each.
+
+    Args:
+        layouts: of the flats, in the order of the forward.
+        states: "host" and "ssd": all of them there; "auto": as said.
+        budget: bytes of host memory, for gradients and staging, too; None: as many as needed.
+
+    Raises:
+        ValueError: the budget is too small; it names `host_memory` and what is needed.
+    """
+    everything: list[Where] = ["host"] * len(layouts)
+    all_host = _places(layouts, everything, everything)
+    if states == "host" or (states == "auto" and (budget is None or all_host.host <= budget)):
+        places = all_host
+    else:
+        weights: list[Where] = ["ssd"] * len(layouts)
+        rest: list[Where] = ["ssd"] * len(layouts)
+        if states == "auto":
+            assert budget is not None
+            left = budget - _places(layouts, weights, rest).host
+            for index, layout in enumerate(layouts):
+                if layout.flat.nbytes <= left:
+                    weights[index] = "host"
+                    left -= layout.flat.nbytes
+            for index, layout in enumerate(layouts):
+                if weights[index] == "host" and layout.rest_bytes <= left:
+                    rest[index] = "host"
+                    left -= layout.rest_bytes
+        places = _places(layouts, weights, rest)
+    if budget is not None and places.host > budget:
+        raise ValueError(
+            f"`host_memory` of {format_bytes(budget)} is too small: with `states={states!r}` the model takes "
+            f"{format_bytes(places.host)} of it, gradients and staging memory included. Raise it"
+            + (", or set `states='auto'`." if states == "host" else ".")
+        )
+    log.info(
+        "weights, gradients and optimizer states take %s of host memory and %s on SSDs",
+        format_bytes(places.host),
+        format_bytes(places.ssd),
+    )
+    return places
+
+
+def _places(layouts: Sequence[Layout], weights: Sequence[Where], rest: Sequence[Where]) -> Places:
+    window: list[int] = []
+    staging: list[int] = []
+    host = ssd = 0
+    for layout, of_weights, of_rest in zip(layouts, weights, rest, strict=True):
+        host += layout.gradient_bytes
+        opened = 0
+        for where, nbytes in ((of_weights, layout.flat.nbytes), (of_rest, layout.rest_bytes)):
+            if where == "host":
+                host += nbytes
+            else:
+                ssd += align_up(nbytes)
+                opened += align_up(nbytes)
+        staging.append(opened)
+        window.append(align_up(layout.flat.nbytes) if of_weights == "ssd" else 0)
+    for_window, for_staging = (sum(sorted(sizes, reverse=True)[:AHEAD]) for sizes in (window, staging))
+    return Places(weights, rest, for_window, for_staging, host + for_window + for_staging, ssd)

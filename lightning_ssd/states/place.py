@@ -1,0 +1,160 @@
+"""Where bytes of a flat lie between uses: in host memory, or in a blob on SSDs that is brought to staging memory."""
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_ssd.states.futures import all_of, finished
+from lightning_ssd.states.worker import Worker
+from lightning_ssd.storage import BlobStore, PinnedPool
+from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage.slots import align_up
+
+
+class Place(ABC):
+    """Keeps `nbytes` bytes, which are zero at first.
+
+    Attributes:
+        nbytes: bytes kept.
+        staging_bytes: bytes of memory that `open` wants to be given.
+    """
+
+    nbytes: int
+    staging_bytes: int
+
+    @abstractmethod
+    def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+        """Brings the bytes to the host.
+
+        Args:
+            memory: `staging_bytes` bytes; the reads' until the future is done.
+            read: whether the bytes are wanted; else what is there is undefined, to be written over.
+
+        Returns:
+            The bytes, and a future that is done when they are there.
+        """
+
+    @abstractmethod
+    def write(self, opened: Tensor) -> "Future[None]":
+        """Takes over the bytes that `open` returned; they are the place's until the future is done."""
+
+    @abstractmethod
+    def settled(self) -> "Future[None]":
+        """Returns the future of the last `write`."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Gives the place back."""
+
+
+class HostPlace(Place):
+    """Host memory.
+
+    Args:
+        nbytes: bytes to keep.
+        pin: page-lock it, for copies to the device.
+    """
+
+    staging_bytes = 0
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self.nbytes = nbytes
+        self._slab = Slab(nbytes, pin=pin)
+        self.tensor = self._slab.tensor
+
+    def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+        return self.tensor, finished(None)
+
+    def write(self, opened: Tensor) -> "Future[None]":
+        return finished(None)
+
+    def settled(self) -> "Future[None]":
+        return finished(None)
+
+    def free(self) -> None:
+        self._slab.close()
+
+
+class SSDPlace(Place):
+    """A blob.
+
+    Args:
+        nbytes: bytes to keep.
+        store: where.
+
+    Raises:
+        StorageFullError: there is no room.
+    """
+
+    def __init__(self, nbytes: int, store: BlobStore) -> None:
+        self.nbytes = nbytes
+        self.staging_bytes = align_up(nbytes)
+        self._store = store
+        self._blob = store.allocate(nbytes)
+        self._written = False
+        self._settled: Future[None] = finished(None)
+
+    def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+        assert memory is not None
+        if not self._written:
+            memory.zero_()
+            return memory[: self.nbytes], finished(None)
+        return memory[: self.nbytes], self._transfer(memory, write=False) if read else finished(None)
+
+    def write(self, opened: Tensor) -> "Future[None]":
+        self._written = True
+        whole = opened.as_strided((self.staging_bytes,), (1,))  # with the rest of the last page, which is `memory`'s
+        self._settled = self._transfer(whole, write=True)
+        return self._settled
+
+    def settled(self) -> "Future[None]":
+        return self._settled
+
+    def free(self) -> None:
+        self._store.free(self._blob)
+
+    def _transfer(self, memory: Tensor, *, write: bool) -> "Future[None]":
+        move = self._store.write if write else self._store.read
+        requests: list[Future[None]] = []
+        try:
+            for piece in self._blob.pieces:
+                requests.append(move(piece, memory[piece.start : piece.start + align_up(piece.nbytes)]))
+        except BaseException as error:  # what was asked for already still owns the memory: it is waited for
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            requests.append(failed)
+        return all_of(requests)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What the flats on SSDs share.
+
+    Two threads with memory of their own, so that neither waits for the other: weights on their way to the device are
+    held by the device's progress alone, opened flats by that of backward, too.
+
+    Attributes:
+        store: scratch space.
+        window: pinned memory that weights pass through on their way to the device.
+        fetcher: takes memory of `window` and asks for reads.
+        staging: memory that flats are opened in.
+        opener: takes memory of `staging` and asks for reads.
+    """
+
+    store: BlobStore
+    window: PinnedPool
+    fetcher: Worker
+    staging: PinnedPool
+    opener: Worker
+
+    def close(self) -> None:
+        """Ends the threads and removes the files; no flat is open, and no copy under way."""
+        try:
+            self.opener.close()
+            self.fetcher.close()
+        finally:
+            self.store.close()
+            self.window.close()
+            self.staging.close()

@@ -1,0 +1,158 @@
+"""State dicts of modules and optimizers whose values are elsewhere: written and read where they are kept.
+
+One flat after the other is at hand, so that a state dict needs no more memory than its result and a flat.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.home import Home, Opened
+from lightning_ssd.states.optimizers import Rule
+
+
+@dataclass
+class _AtHand:
+    """A flat that was opened to be read or loaded into.
+
+    Attributes:
+        values: the flat's.
+        masters: its fp32 master weights, which the parameters are views of while they are loaded into.
+        changed: whether they, or the states, were.
+    """
+
+    values: Opened
+    masters: Tensor
+    loading: bool = False
+    changed: bool = False
+
+
+class StateDicts:
+    """Hooks on a model's modules and optimizers.
+
+    Args:
+        module: the model.
+        homes: where its flats live.
+        rules: how they are stepped.
+        where: of each parameter that has left, its flat and its index there.
+        settle: makes the steps that have begun, and takes back what is not to be read now.
+        release: takes a flat off the device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        homes: Mapping[Flat, Home],
+        rules: Mapping[Flat, Rule],
+        where: Mapping[nn.Parameter, tuple[Flat, int]],
+        optimizers: list[Optimizer],
+        *,
+        settle: Callable[[], None],
+        release: Callable[[Flat], None],
+    ) -> None:
+        self._homes = homes
+        self._rules = rules
+        self._where = where
+        self._settle = settle
+        self._release = release
+        self._at_hand: dict[Flat, _AtHand] = {}
+        self._handles: list[RemovableHandle] = []
+        for owner in module.modules():
+            if self._streamed(owner):
+                self._handles.append(owner._register_state_dict_hook(self._after_state_dict))
+                self._handles.append(owner.register_load_state_dict_pre_hook(self._before_load))
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_state_dict_post_hook(self._add_states))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take_states))
+
+    def put_away(self, *, but: "set[Flat] | None" = None) -> None:
+        """Takes back what is at hand; the parameters are on the device again, and what was loaded counts."""
+        for flat in [flat for flat in self._at_hand if flat not in (but or ())]:
+            item = self._at_hand.pop(flat)
+            if item.loading:
+                flat.attach()
+                item.values.take(item.masters)
+            self._homes[flat].close(item.values, changed=item.changed)
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        self.put_away()
+        for handle in self._handles:
+            handle.remove()
+
+    def _streamed(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters of `owner` itself that have left, by their names in it."""
+        return [
+            (name, value) for name, value in owner._parameters.items() if value is not None and value in self._where
+        ]
+
+    def _open(self, flats: set[Flat]) -> None:
+        self._settle()
+        self.put_away(but=flats)
+        for flat in flats:
+            if flat not in self._at_hand:
+                values = self._homes[flat].open().result()
+                self._at_hand[flat] = _AtHand(values, values.masters())
+
+    def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        """Puts the master weights, copied, where the module has put what is on the device."""
+        streamed = self._streamed(owner)
+        self._open({self._where[parameter][0] for _, parameter in streamed})
+        for name, parameter in streamed:
+            if prefix + name in state:
+                flat, index = self._where[parameter]
+                state[prefix + name] = flat.slices[index].of(self._at_hand[flat].masters).clone()
+
+    def _before_load(
+        self, owner: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object
+    ) -> None:
+        """Makes the parameters of `owner` whole on the CPU, to be loaded into."""
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                "`load_state_dict(assign=True)` would put new parameters in the model: leave `assign` out."
+            )
+        flats = {self._where[parameter][0] for _, parameter in self._streamed(owner)}
+        self._open(flats)
+        for flat in flats:
+            item = self._at_hand[flat]
+            if not item.loading:
+                item.loading = item.changed = True
+                self._release(flat)
+                for part in flat.slices:
+                    part.parameter.data = part.of(item.masters)
+
+    def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Adds, copied, the optimizer states of the parameters that have left."""
+        for number, flat, index in self._numbers(optimizer):
+            self._open({flat})
+            of_parameter = self._rules[flat].state_of(index, self._at_hand[flat].values)
+            if of_parameter:
+                state["state"][number] = {
+                    name: value.clone() if isinstance(value, Tensor) else value for name, value in of_parameter.items()
+                }
+        self.put_away()
+
+    def _take_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Takes over, and out, the optimizer states of the parameters that have left."""
+        states = dict(state["state"])
+        for number, flat, index in self._numbers(optimizer):
+            self._open({flat})
+            item = self._at_hand[flat]
+            if not item.loading:  # what is written back is whole
+                item.values.round()
+            item.changed = True
+            self._rules[flat].load_state(index, states.pop(number, {}), item.values)
+        self.put_away()
+        return {**state, "state": states}
+
+    def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, Flat, int]]:
+        """Yields, of the optimizer's parameters that have left, the number in its state dict, and flat and index."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            if parameter in self._where:
+                yield number, *self._where[parameter]

@@ -1,0 +1,18 @@
+"""How much host memory there is."""
+
+from pathlib import Path
+
+__all__ = ["available_memory"]
+
+
+def available_memory() -> int:
+    """Returns the bytes of RAM that this process could still take."""
+    with open("/proc/meminfo") as lines:
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        # The cache of files counts as used, and is given up when memory is asked for.
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+        available = min(available, int(text) - int(used.read_text()) + cached)
+    return available
