@@ -36,7 +36,7 @@ def ours(numel: int, *, split: bool, compiled: bool) -> float:
     optimizer = torch.optim.AdamW([parameter], lr=1e-4)
     rule = AdamRule(flat, compiled=compiled)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    layout = Layout(flat, split, rule.state_names(options), True)
+    layout = Layout(flat, split, rule.state_names(options), steps=True, slots=1)
     weights, rest = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.rest_bytes))
     opened = layout.opened(weights, rest)
     gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()

@@ -65,6 +65,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             waits for it.
         state_format: `"fp32"`: 16-bit weights beside fp32 master weights. `"split"`: bf16 weights as the upper half of
             their master weights, which saves 2 bytes a parameter; exact, but ties are rounded away from zero.
+        clip: when steps are made whose gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once the
+            norm is known, under the next forward. `"speculative"`: during backward, as if nothing was clipped, into a
+            second copy of the states, and again if something was. `"auto"`: that, if there is room and few are.
         accelerator: as in Lightning's strategies, like the four that follow.
         parallel_devices: the one device.
         cluster_environment: who this process is.
@@ -94,6 +97,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         units: Sequence[str] | None = None,
         overlap: Literal["optimized", "naive", "none"] = "optimized",
         state_format: Literal["fp32", "split"] = "fp32",
+        clip: Literal["auto", "deferred", "speculative"] = "auto",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: fabric.plugins.environments.ClusterEnvironment | None = None,
@@ -110,7 +114,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
-        self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format)
+        self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip)
         self.tensor_cache: TensorCache | None = None
         self.model_states: ModelStates | None = None
         self._leaving: set[torch.nn.Parameter] = set()

@@ -55,56 +55,58 @@ INLINE uint32_t splittable(float value) {
     return (bits & 0x7fff8000u) == 0x7fff8000u ? 0x7fc00000u : bits;
 }
 
-/* Steps one element; returns the new master weight. */
-INLINE float stepped(float p, float g, float *exp_avg, float *exp_avg_sq, const Settings *s, int decoupled) {
+/* Steps one element, from the states in `m_in` and `v_in` to those in `m_out` and `v_out`; returns the new master. */
+INLINE float stepped(float p, float g, float m_in, float v_in, float *m_out, float *v_out, const Settings *s,
+                     int decoupled) {
     g = g * s->scale;
     if (decoupled)
         p = p * s->decay;
     else
         g = fmaf(p, s->decay, g);
-    float m = fmaf(s->lerp, g - *exp_avg, *exp_avg);
-    float v = fmaf(s->one_minus_beta2 * g, g, *exp_avg_sq * s->beta2);
-    *exp_avg = m;
-    *exp_avg_sq = v;
+    float m = fmaf(s->lerp, g - m_in, m_in);
+    float v = fmaf(s->one_minus_beta2 * g, g, v_in * s->beta2);
+    *m_out = m;
+    *v_out = v;
     return p + s->step_size * m / (sqrtf(v) / s->correction + s->eps);
 }
 
 enum { CHUNK = 1 << 15 };
 
-/* Defines a function over `count` elements: threads take chunks, and a chunk is one vectorised loop. */
+/* Defines a function over `count` elements: threads take chunks, and a chunk is one vectorised loop. What comes out may
+   be what came in, or elsewhere. */
 #define DEFINE(NAME, WEIGHT, KEPT, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                              \
-    INLINE void NAME##_chunk(int64_t count, WEIGHT *restrict weights, KEPT *restrict kept,                   \
-                             float *restrict exp_avg, float *restrict exp_avg_sq,                            \
-                             const GRADIENT *restrict gradient, const Settings s, int decoupled) {           \
-        for (int64_t i = 0; i < count; i++) {                                                                \
-            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, &exp_avg[i], &exp_avg_sq[i], &s, decoupled);       \
+    INLINE void NAME##_chunk(int64_t start, int64_t end, const WEIGHT *weights_in, const KEPT *kept_in,      \
+                             const float *m_in, const float *v_in, WEIGHT *weights, KEPT *kept, float *m,    \
+                             float *v, const GRADIENT *gradient, const Settings s, int decoupled) {          \
+        _Pragma("GCC ivdep")                                                                                 \
+        for (int64_t i = start; i < end; i++) {                                                              \
+            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, m_in[i], v_in[i], &m[i], &v[i], &s, decoupled);    \
             STORE;                                                                                           \
         }                                                                                                    \
     }                                                                                                        \
-    void NAME(int64_t count, WEIGHT *weights, KEPT *kept, float *exp_avg, float *exp_avg_sq,                 \
-              const GRADIENT *gradient, const Settings *settings) {                                          \
+    void NAME(int64_t count, const WEIGHT *weights_in, const KEPT *kept_in, const float *m_in,               \
+              const float *v_in, WEIGHT *weights, KEPT *kept, float *m, float *v, const GRADIENT *gradient,  \
+              const Settings *settings) {                                                                    \
         const Settings s = *settings;                                                                        \
         _Pragma("omp parallel for schedule(dynamic) num_threads(s.threads)")                                 \
         for (int64_t start = 0; start < count; start += CHUNK) {                                             \
-            int64_t size = count - start < CHUNK ? count - start : CHUNK;                                    \
+            int64_t end = count - start < CHUNK ? count : start + CHUNK;                                     \
             if (s.decoupled)                                                                                 \
-                NAME##_chunk(size, weights + start, kept + start, exp_avg + start, exp_avg_sq + start,       \
-                             gradient + start, s, 1);                                                        \
+                NAME##_chunk(start, end, weights_in, kept_in, m_in, v_in, weights, kept, m, v, gradient, s, 1); \
             else                                                                                             \
-                NAME##_chunk(size, weights + start, kept + start, exp_avg + start, exp_avg_sq + start,       \
-                             gradient + start, s, 0);                                                        \
+                NAME##_chunk(start, end, weights_in, kept_in, m_in, v_in, weights, kept, m, v, gradient, s, 0); \
         }                                                                                                    \
     }
 
 /* fp32 weights, which are their own masters: `kept` is not used. */
-DEFINE(adam_fp32, float, float, float, weights[i], gradient[i], weights[i] = p)
+DEFINE(adam_fp32, float, float, float, weights_in[i], gradient[i], weights[i] = p)
 
 /* bf16 weights beside fp32 masters. */
 #define STORE_WHOLE { kept[i] = p; weights[i] = as_bf16(p); }
-DEFINE(adam_whole_bf16, uint16_t, float, uint16_t, kept[i], bf16_as_float(gradient[i]), STORE_WHOLE)
-DEFINE(adam_whole_fp32, uint16_t, float, float, kept[i], gradient[i], STORE_WHOLE)
+DEFINE(adam_whole_bf16, uint16_t, float, uint16_t, kept_in[i], bf16_as_float(gradient[i]), STORE_WHOLE)
+DEFINE(adam_whole_fp32, uint16_t, float, float, kept_in[i], gradient[i], STORE_WHOLE)
 
 /* bf16 weights that are the upper half of their masters: `kept` is the lower one. */
 #define STORE_SPLIT { uint32_t bits = splittable(p); weights[i] = (uint16_t)((bits + 0x8000u) >> 16); kept[i] = (int16_t)bits; }
-DEFINE(adam_split_bf16, uint16_t, int16_t, uint16_t, join(weights[i], kept[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
-DEFINE(adam_split_fp32, uint16_t, int16_t, float, join(weights[i], kept[i]), gradient[i], STORE_SPLIT)
+DEFINE(adam_split_bf16, uint16_t, int16_t, uint16_t, join(weights_in[i], kept_in[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
+DEFINE(adam_split_fp32, uint16_t, int16_t, float, join(weights_in[i], kept_in[i]), gradient[i], STORE_SPLIT)

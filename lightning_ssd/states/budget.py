@@ -62,13 +62,13 @@ def choose_places(layouts: Sequence[Layout], states: Literal["host", "ssd", "aut
             assert budget is not None
             left = budget - _places(layouts, weights, rest).host
             for index, layout in enumerate(layouts):
-                if layout.flat.nbytes <= left:
+                if layout.slots * layout.flat.nbytes <= left:
                     weights[index] = "host"
-                    left -= layout.flat.nbytes
+                    left -= layout.slots * layout.flat.nbytes
             for index, layout in enumerate(layouts):
-                if weights[index] == "host" and layout.rest_bytes <= left:
+                if weights[index] == "host" and layout.slots * layout.rest_bytes <= left:
                     rest[index] = "host"
-                    left -= layout.rest_bytes
+                    left -= layout.slots * layout.rest_bytes
         places = _places(layouts, weights, rest)
     if budget is not None and places.host > budget:
         raise ValueError(
@@ -90,12 +90,13 @@ def _places(layouts: Sequence[Layout], weights: Sequence[Where], rest: Sequence[
     host = ssd = 0
     for layout, of_weights, of_rest in zip(layouts, weights, rest, strict=True):
         host += layout.gradient_bytes
+        slots = layout.slots
         opened = 0
         for where, nbytes in ((of_weights, layout.flat.nbytes), (of_rest, layout.rest_bytes)):
             if where == "host":
-                host += nbytes
+                host += slots * nbytes
             else:
-                ssd += align_up(nbytes)
+                ssd += slots * align_up(nbytes)
                 opened += align_up(nbytes)
         staging.append(opened)
         window.append(align_up(layout.flat.nbytes) if of_weights == "ssd" else 0)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,12 +17,12 @@ from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.materialize import Unborn, check_buffers, materialize
-from lightning_ssd.states.model_states import ModelStates, Overlap
-from lightning_ssd.states.optimizers import Rule, check_optimizer, rule_for
+from lightning_ssd.states.model_states import Clip, ModelStates, Overlap
+from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage import BlobStore, PinnedPool
+from lightning_ssd.storage import BlobStore, PinnedPool, StorageFullError
 from lightning_ssd.storage.memory import available_memory
 
 FLAT_ELEMENTS = 2**26
@@ -45,10 +45,12 @@ class StatesConfig:
     units: Sequence[str] | None
     overlap: Overlap
     state_format: Literal["fp32", "split"]
+    clip: Clip
 
     def __post_init__(self) -> None:
         check_choice("states", self.states, ("gpu", "host", "ssd", "auto"))
         check_choice("overlap", self.overlap, ("optimized", "naive", "none"))
+        check_choice("clip", self.clip, ("auto", "deferred", "speculative"))
         check_choice("state_format", self.state_format, ("fp32", "split"))
         if self.gpu_memory != "auto":
             parse_bytes(self.gpu_memory, "gpu_memory")
@@ -122,6 +124,7 @@ def make_model_states(
         ValueError: an optimizer can't step on the host; or `units` is wrong, or a budget too small.
         StorageError: host memory or scratch space can't be had.
     """
+    gated = gated or autocast == torch.float16
     groups, stay = _groups_of(optimizers)
     if optimizers:
         stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
@@ -147,21 +150,35 @@ def make_model_states(
                 rules[flat] = rule_for(group[0], flat)
                 names = rules[flat].state_names(group[0].param_groups[group[1]])
             split = config.state_format == "split" and flat.dtype == torch.bfloat16
-            layouts.append(Layout(flat, split, names, flat in rules))
+            revertible = gated and config.clip != "deferred" and isinstance(rules.get(flat), ElementwiseRule)
+            layouts.append(Layout(flat, split, names, flat in rules, slots=2 if revertible else 1))
         assert config.states != "gpu"
-        places = choose_places(layouts, config.states, _host_budget(config, storage))
-        scratch = _make_scratch(places, storage, default_path, device)
+        budget = _host_budget(config, storage)
+        try:
+            places = choose_places(layouts, config.states, budget)
+            scratch = _make_scratch(places, storage, default_path, device)
+        except (ValueError, StorageFullError):
+            if config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
+                raise
+            layouts = [replace(layout, slots=1) for layout in layouts]
+            places = choose_places(layouts, config.states, budget)
+            scratch = _make_scratch(places, storage, default_path, device)
         if scratch is not None:
             undo.callback(scratch.close)
         homes: dict[Flat, Home] = {}
         for layout, of_weights, of_rest in zip(layouts, places.weights, places.rest, strict=True):
-            weights: Place = _make_place(layout.flat.nbytes, of_weights, scratch, pin=device.type == "cuda")
+            weights: Place = _make_place(
+                layout.flat.nbytes, of_weights, scratch, slots=layout.slots, pin=device.type == "cuda"
+            )
             undo.callback(weights.free)
-            rest = _make_place(layout.rest_bytes, of_rest, scratch, pin=False) if layout.rest_bytes else None
+            rest: Place | None = None
+            if layout.rest_bytes:
+                rest = _make_place(layout.rest_bytes, of_rest, scratch, slots=layout.slots, pin=False)
+                undo.callback(rest.free)
             home = homes[layout.flat] = Home(layout, weights, rest, copies, scratch)
             undo.callback(home.give_back)
         for unit, (_, flats) in zip(units, of_units, strict=True):
-            materialize(module, unit, unborn)
+            materialize(module, unit, unborn, device)
             for _, parameter in unit.parameters:
                 if parameter not in leaving:
                     parameter.data = parameter.data.to(device)
@@ -178,8 +195,9 @@ def make_model_states(
             scratch,
             budget=config.budget(device),
             overlap=config.overlap,
-            gated=gated or autocast == torch.float16,
+            gated=gated,
             scaled=autocast == torch.float16,
+            clip=config.clip,
             hold=hold,
         )
         undo.pop_all()
@@ -300,11 +318,11 @@ def _make_scratch(
     return scratch
 
 
-def _make_place(nbytes: int, where: Literal["host", "ssd"], scratch: Scratch | None, *, pin: bool) -> Place:
+def _make_place(nbytes: int, where: Literal["host", "ssd"], scratch: Scratch | None, *, slots: int, pin: bool) -> Place:
     if where == "host":
-        return HostPlace(nbytes, pin=pin)
+        return HostPlace(nbytes, slots=slots, pin=pin)
     assert scratch is not None
-    return SSDPlace(nbytes, scratch.store)
+    return SSDPlace(nbytes, scratch.store, slots=slots)
 
 
 def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:

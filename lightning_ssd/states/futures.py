@@ -35,6 +35,13 @@ def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]
     return result
 
 
+def ended(future: "Future[Any]") -> "Future[None]":
+    """Returns a future that is done when `future` is, whatever came of it."""
+    result: Future[None] = Future()
+    future.add_done_callback(lambda _: result.set_result(None))
+    return result
+
+
 def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":
     """Returns a future that is done when all are, with the first error of theirs if there is one.
 

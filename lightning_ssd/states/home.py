@@ -1,5 +1,6 @@
 """Where a flat lives between its uses: its compute weights, master weights and optimizer states, off the device."""
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.futures import all_of, finished
+from lightning_ssd.states.futures import all_of, ended, finished
 from lightning_ssd.states.place import HostPlace, Place, Scratch
 from lightning_ssd.states.split import join, split
 from lightning_ssd.storage import PinnedBuffer
 from lightning_ssd.storage.slots import align_up
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,6 +30,7 @@ class Opened:
         low: of split master weights, what is not in `weights`, int16.
         states: fp32 optimizer states by name, zero before the first step.
         buffer: staging memory that it all lies in.
+        out: where a step puts new values: here, or in another slot.
     """
 
     weights: Tensor
@@ -34,6 +38,19 @@ class Opened:
     low: Tensor | None
     states: dict[str, Tensor]
     buffer: PinnedBuffer | None = None
+
+    def __post_init__(self) -> None:
+        self.out: Opened = self
+
+    def copy(self, other: "Opened") -> None:
+        """Takes the values of another of the same layout."""
+        self.weights.copy_(other.weights)
+        if self.master is not None and other.master is not None and self.master is not self.weights:
+            self.master.copy_(other.master)
+        if self.low is not None and other.low is not None:
+            self.low.copy_(other.low)
+        for name, values in self.states.items():
+            values.copy_(other.states[name])
 
     def masters(self) -> Tensor:
         """Returns the fp32 master weights: a copy where they are split."""
@@ -67,12 +84,14 @@ class Layout:
         split: whether its master weights are split; only those of bf16 weights can be.
         state_names: of the optimizer's states that have an element for each weight.
         steps: whether it is stepped, and has gradients.
+        slots: 2 if a step can be taken back, else 1.
     """
 
     flat: Flat
     split: bool
     state_names: Sequence[str]
     steps: bool
+    slots: int
 
     @property
     def gradient_bytes(self) -> int:
@@ -138,6 +157,13 @@ class Home:
         self._scratch = scratch
         self._staging_bytes = sum(place.staging_bytes for place in self._places)
         self._stepped: Future[Any] = finished(None)
+        self.steps = 0
+        """Steps that count."""
+
+    @property
+    def slots(self) -> int:
+        """1, or 2 if a step can be taken back."""
+        return min(place.slots for place in self._places)
 
     def reserve(self, stepped: "Future[Any]") -> None:
         """The flat will be opened, changed and closed before `stepped` is done."""
@@ -184,14 +210,16 @@ class Home:
         self._stepped.add_done_callback(go)
         return issued
 
-    def open(self, *, priority: int = -1) -> "Future[Opened]":
+    def open(self, *, step: bool = False, priority: int = -1) -> "Future[Opened]":
         """Brings the values to the host.
 
         Args:
+            step: new values go to the other slot, if there is one, and count from `commit` on; else they are changed
+                in place.
             priority: of those that wait for staging memory, the lowest goes first.
         """
         if self._staging_bytes == 0:
-            return finished(self.layout.opened(*self._bytes_in_host_memory()))
+            return finished(self._lay_out([place.open(None, read=True)[0] for place in self._places], None, step=step))
         opened: Future[Opened] = Future()
 
         def take() -> None:
@@ -208,7 +236,7 @@ class Home:
                 part, done = place.open(memory, read=read)
                 parts.append(part)
                 reads.append(done)
-            values = self.layout.opened(parts[0], parts[1] if len(parts) > 1 else None, buffer)
+            values = self._lay_out(parts, buffer, step=step)
             all_of(reads).add_done_callback(lambda read: hand_over(values, read))
 
         def hand_over(values: Opened, read: "Future[None]") -> None:
@@ -219,12 +247,15 @@ class Home:
                 opened.set_result(values)
 
         assert self._scratch is not None
-        taken = self._scratch.opener.submit(take, [place.settled() for place in self._places], priority=priority)
+        needed = [place.settled() for place in self._places]
+        # A step that did not count may still be on its way to the slot that this one goes to.
+        needed += [ended(place.settled(other=True)) for place in self._places]
+        taken = self._scratch.opener.submit(take, needed, priority=priority)
         taken.add_done_callback(lambda taken: _pass_on(taken, opened))
         return opened
 
-    def close(self, opened: Opened, *, changed: bool) -> None:
-        """Takes the values back."""
+    def close(self, opened: Opened, *, changed: bool, step: bool = False) -> None:
+        """Takes the values back; `step` as when they were opened."""
         if not changed or opened.buffer is None:
             self._release(opened)
             return
@@ -232,9 +263,21 @@ class Home:
         writes: list[Future[None]] = []
         for place in self._places:
             if place.staging_bytes:
-                writes.append(place.write(opened.buffer.tensor[start : start + place.nbytes]))
+                writes.append(place.write(opened.buffer.tensor[start : start + place.nbytes], other=step))
                 start += align_up(place.nbytes)
         all_of(writes).add_done_callback(lambda _: self._release(opened))
+
+    def commit(self) -> None:
+        """The step that was closed last counts."""
+        self.steps += 1
+        for place in self._places:
+            place.turn()
+
+    def revert(self) -> None:
+        """Takes the last `commit` back: there are two slots, and no step was opened since."""
+        self.steps -= 1
+        for place in self._places:
+            place.turn()
 
     def drain(self) -> None:
         """Returns when the step that was announced is made and its result is where it belongs.
@@ -243,16 +286,11 @@ class Home:
             StorageError: it could not be written.
         """
         self._stepped.result()
-        self.written()
+        self.written().result()
 
-    def written(self) -> None:
-        """Returns when what was closed last is where it belongs.
-
-        Raises:
-            StorageError: it could not be written.
-        """
-        for place in self._places:
-            place.settled().result()
+    def written(self, _: object = None) -> "Future[None]":
+        """Returns a future that is done when the values that count are where they belong."""
+        return all_of(place.settled() for place in self._places)
 
     def borrow(self) -> Tensor:
         """Returns the fp32 master weights, `flat.numel` of them, to be changed until `restore`."""
@@ -285,7 +323,13 @@ class Home:
         if not self.flat.attached:
             return
         self.flat.attached = False
-        values = self.open().result()
+        try:
+            values = self.open().result()
+        except Exception as error:
+            log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, error)
+            for item in self.flat.slices:
+                item.parameter.data = torch.tensor(float("nan"), dtype=item.dtype).expand(item.parameter.shape)
+            return
         masters = values.masters()
         for item in self.flat.slices:
             item.parameter.data = item.of(masters).to(item.dtype, copy=True)
@@ -296,9 +340,14 @@ class Home:
         for place in self._places:
             place.free()
 
-    def _bytes_in_host_memory(self) -> tuple[Tensor, Tensor | None]:
-        parts = [place.open(None, read=True)[0] for place in self._places]
-        return parts[0], parts[1] if len(parts) > 1 else None
+    def _lay_out(self, parts: list[Tensor], buffer: PinnedBuffer | None, *, step: bool) -> Opened:
+        rest = parts[1] if len(parts) > 1 else None
+        opened = self.layout.opened(parts[0], rest, buffer)
+        if step:
+            others = [place.other(part) for place, part in zip(self._places, parts, strict=True)]
+            if any(other is not part for other, part in zip(others, parts, strict=True)):
+                opened.out = self.layout.opened(others[0], others[1] if rest is not None else None)
+        return opened
 
     @staticmethod
     def _release(opened: Opened) -> None:

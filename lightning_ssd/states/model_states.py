@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.activations.weights import mark_streamed
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.futures import finished, then
+from lightning_ssd.states.futures import all_of, finished, then
 from lightning_ssd.states.gradient import Gradient
-from lightning_ssd.states.home import Home
+from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.optimizers import Rule
 from lightning_ssd.states.parameter import StreamedParameter
 from lightning_ssd.states.place import Scratch
@@ -38,6 +38,7 @@ from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage.slab import Slab
 
 Overlap = Literal["none", "naive", "optimized"]
+Clip = Literal["auto", "deferred", "speculative"]
 
 
 class ModelStates:
@@ -57,11 +58,18 @@ class ModelStates:
         gated: whether a step needs to know all gradients before it is made: their norm, which clips them, or whether
             all are finite. Jobs wait for that.
         scaled: whether losses are scaled, and a step is skipped if a gradient is not finite.
+        clip: "deferred": gated jobs wait. "speculative": where a home has two slots they are made at once, with what
+            the factor most likely is, and made again if it was not. "auto": that, unless it is often wrong.
         hold: whether user code may look at gradients or settings between backward and step: nothing begins earlier.
     """
 
     #: Bytes of gradients that may be on their way out at once.
     WINDOW = 256 * 2**20
+    #: Share of wrong guesses, among the last steps, from which on clip="auto" no longer makes steps that may not count:
+    #: each costs a second one.
+    MANY_WRONG = 0.3
+    #: How much the last step counts in that share.
+    FORGETTING = 0.1
 
     def __init__(
         self,
@@ -77,6 +85,7 @@ class ModelStates:
         overlap: Overlap,
         gated: bool,
         scaled: bool,
+        clip: Clip,
         hold: bool,
     ) -> None:
         self.homes = homes
@@ -97,6 +106,8 @@ class ModelStates:
         self._leaving_bytes = 0
         self._launched: dict[Flat, Future[None]] = {}
         """Steps that have begun since the last `optimizer.step`."""
+        self._committed: Future[None] = finished(None)
+        """Done when the last step counts in all flats that have two slots: the next one overwrites the one before."""
         self._sums: dict[Flat, Future[None]] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._stepping: Optimizer | None = None
@@ -109,6 +120,11 @@ class ModelStates:
         self._scaled = scaled
         self._not_finite = torch.zeros(1, device=copies.device)
         """On the device, whether a gradient of the step was not finite."""
+        self._clip: Clip = clip
+        self._guess = 1.0
+        """What a step is made with before it is known what it is to be made with. The copy-out thread changes it."""
+        self._wrong = 0.0
+        """Share of the last steps in which that would have been wrong. The copy-out thread's."""
         self._coefficient = Slab(4096, pin=copies.device.type == "cuda")
         self._lent = False
         self._closed = False
@@ -294,11 +310,16 @@ class ModelStates:
 
     def _give_back(self) -> None:
         """Makes the parameters whole on the CPU, as the last step that was made left them."""
+        # Half of a step is none, where it can be taken back.
+        revertible = [self.homes[flat] for flat in self._gradients if self.homes[flat].slots == 2]
+        whole = [home.steps - (home.written().exception() is not None) for home in revertible]
+        for home in revertible:
+            if home.steps > min(whole):
+                home.revert()
         for home in self.homes.values():
             with contextlib.suppress(Exception):  # a step that was not made; its weights are those before it
                 home.drain()
-            with contextlib.suppress(Exception):
-                home.give_back()
+            home.give_back()
 
     # ---- gradients ----
 
@@ -430,6 +451,9 @@ class ModelStates:
             if self._groups[flat][0] is optimizer and flat not in self._launched and gradient.summing:
                 self._launch(flat)
         launched, self._launched = self._launched, {}
+        revertible = {flat: home for flat in launched if (home := self.homes[flat]).slots == 2}
+        if revertible:
+            self._committed = all_of(then(launched[flat], home.written) for flat, home in revertible.items())
         self._stepping = None
         self._factor = None
         self._norms.clear()
@@ -440,6 +464,10 @@ class ModelStates:
                 done.result()
         if launched:
             self._stream.prefetch()
+
+    @property
+    def _speculates(self) -> bool:
+        return self._clip == "speculative" or (self._clip == "auto" and self._wrong < self.MANY_WRONG)
 
     def _open_gate(self) -> None:
         """Lets the jobs of the step go, once the device knows what they multiply gradients with, or that none goes."""
@@ -456,6 +484,10 @@ class ModelStates:
 
         def known() -> None:
             coefficient, not_finite = host[:8].view(torch.float32).tolist()
+            held = coefficient == self._guess and not not_finite
+            self._wrong += self.FORGETTING * ((not held) - self._wrong)
+            if self._scaled and not not_finite:
+                self._guess = coefficient
             gate.set_result(None if not_finite else coefficient)
 
         self._copies.when_out(mark, known)
@@ -500,30 +532,60 @@ class ModelStates:
         else:
             arrived = self._arrival(gradient)
             landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
-        gate, order = self._gate, self._order[flat]
-        naive = self._overlap == "naive"
-        # What is opened is held until the step is made: before the gate is open it would keep others from being opened,
-        # which the next forward wants first.
-        opened = None if naive else then(gate, lambda _: home.open(priority=order))
+        gate = self._gate
+        guess: float | None = None
+        if gate.done():
+            guess = gate.result()
+        elif landed is not None and home.slots == 2 and self._speculates:
+            guess = self._guess
+        submit = partial(self._stepper.submit, priority=self._order[flat])
+        committed = self._committed if home.slots == 2 else finished(None)
 
-        def step() -> None:
-            values = home.open().result() if opened is None else opened.result()
+        def make(opened: Opened, scale: float) -> None:
+            whole = gradient.landing if landed is not None else gradient.total
+            assert whole is not None
             changed = False
             try:
-                whole = gradient.landing if landed is not None else gradient.total
-                assert whole is not None
-                if (scale := gate.result()) is not None:
-                    rule.step(options, values, whole, landed or gradient.summed, scale)
-                    changed = True
+                rule.step(options, opened, whole, landed or gradient.summed, scale)
+                changed = True
             finally:
-                gradient.summed = [False] * len(flat.slices)
-                home.close(values, changed=changed)
-            if naive:
-                home.written()
+                home.close(opened, changed=changed, step=True)
 
+        def end(*, counts: bool) -> None:
+            if counts:
+                rule.commit(landed or gradient.summed)
+                home.commit()
+            gradient.summed = [False] * len(flat.slices)
+
+        def settle(_: object) -> "Future[None]":
+            """Lets the step count that was made with a guess, if there is one and it was right, else makes it now."""
+            scale = gate.result()
+            if scale is None or scale == guess:
+                end(counts=scale is not None)
+                return finished(None)
+            opened = home.open(step=True, priority=self._order[flat])
+
+            def make_and_end() -> None:
+                make(opened.result(), scale)
+                end(counts=True)
+
+            return submit(make_and_end, [opened])
+
+        def make_naively() -> None:
+            if (scale := gate.result()) is not None:
+                make(home.open(step=True).result(), scale)
+            end(counts=scale is not None)
+            home.written().result()
+
+        if self._overlap == "naive":
+            done = submit(make_naively, [arrived, gate, committed])
+        elif guess is not None:
+            early, factor = home.open(step=True, priority=self._order[flat]), guess
+            made = submit(lambda: make(early.result(), factor), [arrived, early, committed])
+            done = then(all_of([made, gate]), settle)
+        else:
+            done = then(all_of([arrived, gate, committed]), settle)
         gradient.summing = False
-        needed: list[Future[Any]] = [arrived, gate] if opened is None else [arrived, gate, opened]
-        done = self._stepper.submit(step, needed, priority=order)
         gradient.settled = done
         home.reserve(done)
         self._launched[flat] = done

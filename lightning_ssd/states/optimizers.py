@@ -36,15 +36,19 @@ class Rule(ABC):
 
     @abstractmethod
     def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
-        """Steps the master weights and rounds them to the compute weights.
+        """Makes a step, to be made known by `commit`, of the master weights, and rounds them to the compute weights.
 
         Args:
             options: the parameter group's settings.
-            opened: the flat's values; changed in place.
+            opened: the flat's values; the new ones are put in `opened.out`.
             gradient: `flat.numel` elements in any floating dtype.
             has: of each parameter, whether it has a gradient; those without are left alone, as torch does.
             scale: what the gradient, taken to fp32, is multiplied with.
         """
+
+    def commit(self, has: Sequence[bool]) -> None:
+        """The last step counts; `has` is what it was given."""
+        return None
 
     @abstractmethod
     def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
@@ -66,10 +70,14 @@ class ElementwiseRule(Rule):
         self._steps = [0] * len(flat.slices)
 
     def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+        if opened.out is not opened and not all(has):
+            opened.out.copy(opened)
         for start, end, step in self._ranges(has):
             self._step_range(options, opened, gradient, slice(start, end), step, scale)
         if not all(has):
-            opened.round()
+            opened.out.round()
+
+    def commit(self, has: Sequence[bool]) -> None:
         self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has, strict=True)]
 
     def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
@@ -95,23 +103,28 @@ class ElementwiseRule(Rule):
         Torch's fused CPU kernels run over chunks that stay in the cache, between the conversions of the gradient to
         fp32 and of the master weights to the compute weights.
         """
+        out = opened.out
         for low in range(where.start, where.stop, self.CHUNK):
             chunk = slice(low, min(low + self.CHUNK, where.stop))
             part = gradient[chunk].float()
             if scale != 1.0:
                 part = part * scale
-            states = {name: values[chunk] for name, values in opened.states.items()}
-            weights = opened.weights[chunk]
-            if opened.low is not None:
-                master = join(weights, opened.low[chunk])
+            if out is not opened:
+                for name, values in out.states.items():
+                    values[chunk].copy_(opened.states[name][chunk])
+            states = {name: values[chunk] for name, values in out.states.items()}
+            if opened.low is not None and out.low is not None:
+                master = join(opened.weights[chunk], opened.low[chunk])
                 self._kernel(options, master, part, states, step)
-                split(master, weights, opened.low[chunk])
+                split(master, out.weights[chunk], out.low[chunk])
             else:
-                assert opened.master is not None
-                master = opened.master[chunk]
+                assert opened.master is not None and out.master is not None
+                master = out.master[chunk]
+                if out is not opened:
+                    master.copy_(opened.master[chunk])
                 self._kernel(options, master, part, states, step)
-                if opened.master is not opened.weights:
-                    weights.copy_(master)
+                if out.master is not out.weights:
+                    out.weights[chunk].copy_(master)
 
     @abstractmethod
     def _kernel(
@@ -169,10 +182,16 @@ class AdamRule(ElementwiseRule):
             decoupled=decoupled,
             threads=torch.get_num_threads(),
         )
-        kept = opened.low if opened.low is not None else opened.master
-        arrays = (opened.weights, kept, opened.states["exp_avg"], opened.states["exp_avg_sq"], gradient)
-        addresses = [ctypes.c_void_p(array[where].data_ptr()) for array in arrays if array is not None]
+        values = [array for of in (opened, opened.out) for array in self._arrays(of)]
+        addresses = [ctypes.c_void_p(array[where].data_ptr()) for array in (*values, gradient)]
         getattr(self._library, name)(ctypes.c_int64(where.stop - where.start), *addresses, ctypes.byref(settings))
+
+    @staticmethod
+    def _arrays(opened: Opened) -> tuple[Tensor, ...]:
+        """Returns a flat's arrays in the order of the functions in adam.c."""
+        kept = opened.low if opened.low is not None else opened.master
+        assert kept is not None
+        return opened.weights, kept, opened.states["exp_avg"], opened.states["exp_avg_sq"]
 
     def _function(self, opened: Opened, gradient: Tensor) -> str | None:
         """Returns the name of the function in adam.c for these dtypes."""
@@ -234,7 +253,7 @@ class SGDRule(ElementwiseRule):
 class OwnStepRule(Rule):
     """Any other optimizer whose parameters don't depend on each other: its own `step`, on the flat's host tensors.
 
-    Its states, whatever they are, stay in host memory.
+    Its states, whatever they are, stay in host memory, and a step can't be taken back.
     """
 
     def __init__(self, flat: Flat, optimizer: Optimizer) -> None:

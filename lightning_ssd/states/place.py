@@ -8,21 +8,29 @@ from torch import Tensor
 
 from lightning_ssd.states.futures import all_of, finished
 from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage import BlobStore, PinnedPool
+from lightning_ssd.storage import Blob, BlobStore, PinnedPool
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import align_up
 
 
 class Place(ABC):
-    """Keeps `nbytes` bytes, which are zero at first.
+    """Keeps `nbytes` bytes, which are zero at first, in one slot or in two, of which one counts.
 
     Attributes:
         nbytes: bytes kept.
+        slots: 1 or 2.
         staging_bytes: bytes of memory that `open` wants to be given.
     """
 
     nbytes: int
+    slots: int
     staging_bytes: int
+    _slot = 0
+    """The one that counts."""
+
+    def turn(self) -> None:
+        """The other slot, if there is one, is the one that counts."""
+        self._slot = (self._slot + 1) % self.slots
 
     @abstractmethod
     def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
@@ -37,12 +45,21 @@ class Place(ABC):
         """
 
     @abstractmethod
-    def write(self, opened: Tensor) -> "Future[None]":
-        """Takes over the bytes that `open` returned; they are the place's until the future is done."""
+    def other(self, opened: Tensor) -> Tensor:
+        """Returns where bytes for the other slot are made: apart from `opened`, or there."""
 
     @abstractmethod
-    def settled(self) -> "Future[None]":
-        """Returns the future of the last `write`."""
+    def write(self, opened: Tensor, *, other: bool) -> "Future[None]":
+        """Takes over the bytes that `open` returned; they are the place's until the future is done.
+
+        Args:
+            opened: the bytes.
+            other: whether they belong in the other slot.
+        """
+
+    @abstractmethod
+    def settled(self, *, other: bool = False) -> "Future[None]":
+        """Returns the future of the last `write` to the slot that counts, or to the other one."""
 
     @abstractmethod
     def free(self) -> None:
@@ -54,72 +71,97 @@ class HostPlace(Place):
 
     Args:
         nbytes: bytes to keep.
+        slots: 1 or 2.
         pin: page-lock it, for copies to the device.
     """
 
     staging_bytes = 0
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, slots: int, pin: bool) -> None:
         self.nbytes = nbytes
-        self._slab = Slab(nbytes, pin=pin)
-        self.tensor = self._slab.tensor
+        self.slots = slots
+        self._slabs = [Slab(nbytes, pin=pin) for _ in range(slots)]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes."""
+        return self._slabs[self._slot].tensor
 
     def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
         return self.tensor, finished(None)
 
-    def write(self, opened: Tensor) -> "Future[None]":
+    def other(self, opened: Tensor) -> Tensor:
+        return self._slabs[(self._slot + 1) % self.slots].tensor
+
+    def write(self, opened: Tensor, *, other: bool) -> "Future[None]":
         return finished(None)
 
-    def settled(self) -> "Future[None]":
+    def settled(self, *, other: bool = False) -> "Future[None]":
         return finished(None)
 
     def free(self) -> None:
-        self._slab.close()
+        for slab in self._slabs:
+            slab.close()
 
 
 class SSDPlace(Place):
-    """A blob.
+    """A blob for each slot.
 
     Args:
         nbytes: bytes to keep.
+        slots: 1 or 2.
         store: where.
 
     Raises:
         StorageFullError: there is no room.
     """
 
-    def __init__(self, nbytes: int, store: BlobStore) -> None:
+    def __init__(self, nbytes: int, store: BlobStore, *, slots: int) -> None:
         self.nbytes = nbytes
+        self.slots = slots
         self.staging_bytes = align_up(nbytes)
         self._store = store
-        self._blob = store.allocate(nbytes)
+        self._blobs: list[Blob] = []
+        try:
+            for _ in range(slots):
+                self._blobs.append(store.allocate(nbytes))
+        except BaseException:
+            self.free()
+            raise
         self._written = False
-        self._settled: Future[None] = finished(None)
+        self._settled: list[Future[None]] = [finished(None)] * slots
 
     def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
         assert memory is not None
         if not self._written:
             memory.zero_()
             return memory[: self.nbytes], finished(None)
-        return memory[: self.nbytes], self._transfer(memory, write=False) if read else finished(None)
+        return memory[: self.nbytes], self._transfer(
+            memory, self._blobs[self._slot], write=False
+        ) if read else finished(None)
 
-    def write(self, opened: Tensor) -> "Future[None]":
+    def other(self, opened: Tensor) -> Tensor:
+        return opened
+
+    def write(self, opened: Tensor, *, other: bool) -> "Future[None]":
         self._written = True
+        slot = (self._slot + other) % self.slots
         whole = opened.as_strided((self.staging_bytes,), (1,))  # with the rest of the last page, which is `memory`'s
-        self._settled = self._transfer(whole, write=True)
-        return self._settled
+        self._settled[slot] = self._transfer(whole, self._blobs[slot], write=True)
+        return self._settled[slot]
 
-    def settled(self) -> "Future[None]":
-        return self._settled
+    def settled(self, *, other: bool = False) -> "Future[None]":
+        return self._settled[(self._slot + other) % self.slots]
 
     def free(self) -> None:
-        self._store.free(self._blob)
+        for blob in self._blobs:
+            self._store.free(blob)
 
-    def _transfer(self, memory: Tensor, *, write: bool) -> "Future[None]":
+    def _transfer(self, memory: Tensor, blob: Blob, *, write: bool) -> "Future[None]":
         move = self._store.write if write else self._store.read
         requests: list[Future[None]] = []
         try:
-            for piece in self._blob.pieces:
+            for piece in blob.pieces:
                 requests.append(move(piece, memory[piece.start : piece.start + align_up(piece.nbytes)]))
         except BaseException as error:  # what was asked for already still owns the memory: it is waited for
             failed: Future[None] = Future()

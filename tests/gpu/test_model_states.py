@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states in host memory, on a CUDA device: the same numbers, and less memory."""
+"""Weights, gradients and optimizer states in host memory and on SSD, on a CUDA device: the same numbers, less memory."""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import build
-from tests.gpu.test_activation_offload import SlowCopies
+from tests.gpu.test_activation_offload import SlowBackend, SlowCopies
 from tests.parity import Run, SharedStorages, TinyGPT, train
 
 pytestmark = pytest.mark.gpu
@@ -36,8 +36,8 @@ def exact(model: Any) -> Any:
     return Exact
 
 
-def host(**arguments: Any) -> SSDOffloadStrategy:
-    return SSDOffloadStrategy(states="host", min_bytes=1, tier="host", host_memory="1GiB", **arguments)
+def streamed(**arguments: Any) -> SSDOffloadStrategy:
+    return SSDOffloadStrategy(**{"states": "host", "min_bytes": 1, "tier": "host", "host_memory": "1GiB"} | arguments)
 
 
 def same(a: Run, b: Run) -> None:
@@ -50,7 +50,8 @@ def same(a: Run, b: Run) -> None:
 
 # SharedStorages uses one weight twice in a forward: see `build._compute_dtypes` for bf16.
 @pytest.mark.parametrize(
-    ("model", "precision"), [(TinyGPT, "32-true"), (TinyGPT, "bf16-mixed"), (SharedStorages, "32-true")]
+    ("model", "precision"),
+    [(TinyGPT, "32-true"), (TinyGPT, "bf16-mixed"), (TinyGPT, "16-mixed"), (SharedStorages, "32-true")],
 )
 @pytest.mark.parametrize(("accumulate", "checkpointing"), [(1, "none"), (3, "non_reentrant"), (1, "reentrant")])
 @pytest.mark.parametrize("gpu_memory", [1, "auto"])
@@ -65,29 +66,35 @@ def test_numbers_are_those_of_plain_lightning(
         "model": exact(model),
         "recorded": False,
     }
-    same(train("auto", **how), train(host(gpu_memory=gpu_memory), **how))
+    same(train("auto", **how), train(streamed(gpu_memory=gpu_memory), **how))
 
 
-@pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("gpu_memory", [1, 40_000, "auto"])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [(TinyGPT, "32-true"), (TinyGPT, "bf16-mixed"), (TinyGPT, "16-mixed"), (TinyGPT, "bf16-true"),
+     (SharedStorages, "bf16-mixed")],
+)  # fmt: skip
+@pytest.mark.parametrize(("limit", "clip"), [(None, "auto"), (1.0, "deferred"), (1.0, "speculative")])
+@pytest.mark.parametrize("gpu_memory", [1, 40_000])
 def test_numbers_do_not_move_with_the_timing(
-    model: Any, precision: str, clip: float | None, gpu_memory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    states: str, model: Any, precision: str, limit: float | None, clip: str, gpu_memory: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """AdamW on the CPU while the device computes, and clipping that waits for no one: delays change nothing."""
-    how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": clip, "model": model, "recorded": False}
-    expected = train(host(gpu_memory=gpu_memory, overlap="none"), **how)
+    how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": limit, "model": model, "recorded": False}
+    expected = train(streamed(gpu_memory=gpu_memory, overlap="none", clip="deferred"), **how)
     monkeypatch.setattr(build, "make_copies", SlowCopies)
-    for seed in range(3):
+    for seed in range(2):
         random.seed(seed)
-        same(expected, train(host(gpu_memory=gpu_memory), **how))
+        slow = streamed(states=states, gpu_memory=gpu_memory, clip=clip, backend=SlowBackend(), checksum=True)
+        same(expected, train(slow, **how))
 
 
 def test_hooks_see_gradients() -> None:
     """With a callback that looks at gradients before the step, all it sees is plain Lightning's."""
     how: dict[str, Any] = {"device": "cuda", "model": exact(SharedStorages)}
-    plain, streamed = train("auto", **how), train(host(), **how)
+    plain, streamed = train("auto", **how), train(streamed(), **how)
     same(plain, streamed)
     for ones, others in zip(plain.gradients, streamed.gradients, strict=True):
         assert ones.keys() == others.keys()

@@ -4,27 +4,328 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from tests.states.test_training import Model, assert_same, train
+from lightning_ssd.states import build
+from lightning_ssd.storage import PosixBackend, StorageError, StorageFullError
+from tests.states.test_training import Block, Model, assert_same, host, loader, train
+from tests.storage.faults import FaultyBackend
 
 
 def ssd(**arguments: Any) -> SSDOffloadStrategy:
-    return SSDOffloadStrategy(states="ssd", min_bytes=1, offload="none", **arguments)
+    return SSDOffloadStrategy(**{"states": "ssd", "min_bytes": 1, "offload": "none"} | arguments)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("overlap", ["optimized", "naive", "none"])
-@pytest.mark.parametrize("gpu_memory", [1, "auto"])
-def test_numbers_are_plain_lightnings(
-    tmp_path: Path, accumulate: int, clip: float | None, overlap: Any, gpu_memory: int | str
-) -> None:
-    """Bit for bit in 32-true, with a checksum of every byte; and nothing is left behind."""
-    arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=clip)
-    expected = train(tmp_path, "auto", Model(), **arguments)
-    strategy = ssd(overlap=overlap, gpu_memory=gpu_memory, checksum=True)
-    assert_same(train(tmp_path, strategy, Model(), **arguments), expected)
-    assert not list(tmp_path.glob("lightning_ssd-*"))
+def assert_nothing_is_left(path: Path) -> None:
+    assert not list(path.glob("lightning_ssd-*"))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
+
+
+# 8.0 is above the norm of some steps of `Model`, and below that of others.
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize(("accumulate", "limit"), [(1, None), (1, 0.5), (1, 8.0), (3, 8.0)])
+@pytest.mark.parametrize("clip", ["deferred", "speculative", "auto"])
+@pytest.mark.parametrize("overlap", ["optimized", "naive", "none"])
+def test_numbers_are_plain_lightnings(
+    tmp_path: Path, states: str, accumulate: int, limit: float | None, clip: Any, overlap: Any
+) -> None:
+    """Bit for bit in 32-true, in every mode, with a checksum of every byte; and nothing is left behind."""
+    if limit is None and clip != "auto":
+        pytest.skip("nothing is clipped")
+    arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=limit)
+    expected = train(tmp_path, "auto", Model(), **arguments)
+    strategy = ssd(states=states, overlap=overlap, clip=clip, checksum=True, gpu_memory=1)
+    assert_same(train(tmp_path, strategy, Model(), **arguments), expected)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_some_steps_are_clipped_and_some_are_not(tmp_path: Path) -> None:
+    """What the test above takes for granted."""
+    norms: list[float] = []
+
+    class Watching(Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(
+                float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+            )
+
+    train(tmp_path, "auto", Watching())
+    assert min(norms) < 8.0 < max(norms)
+
+
+class Deep(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(Block() for _ in range(12))
+
+
+@pytest.mark.parametrize("budget", [320_000, 450_000, 10**9])
+def test_what_fits_is_in_host_memory(tmp_path: Path, budget: int, caplog: pytest.LogCaptureFixture) -> None:
+    expected = train(tmp_path, "auto", Deep())
+    with caplog.at_level("INFO", "lightning_ssd"):
+        assert_same(train(tmp_path, ssd(states="auto", host_memory=budget), Deep()), expected)
+    (line,) = [message for message in caplog.messages if "weights, gradients and optimizer states take" in message]
+    assert ("0 B on SSDs" in line) == (budget == 10**9)
+
+
+def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
+    expected = train(tmp_path, "auto", Model())
+    strategy = ssd(states="auto", gpu_memory=100_000)
+    left: list[int] = []
+
+    class Watching(Model):
+        def on_train_start(self) -> None:
+            states: Any = strategy.model_states
+            left.append(sum(len(flat.slices) for flat in states.homes))
+
+    assert_same(train(tmp_path, strategy, Watching()), expected)
+    assert 0 < left[0] < len(list(Model().parameters()))
+
+
+def test_large_units_have_several_flats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "FLAT_ELEMENTS", 1000)
+    expected = train(tmp_path, "auto", Model(), gradient_clip_val=8.0)
+    assert_same(train(tmp_path, ssd(), Model(), gradient_clip_val=8.0), expected)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop"])
+def test_optimizers(tmp_path: Path, optimizer: str, groups: bool) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        arguments: dict[str, Any] = {"SGD": {"momentum": 0.9, "fused": True}, "Adam": {"fused": True}}.get(
+            optimizer, {}
+        )
+        return getattr(torch.optim, optimizer)(parameters, lr=1e-2, **arguments)
+
+    expected = train(tmp_path, "auto", Model(make, groups))
+    assert_same(train(tmp_path, ssd(), Model(make, groups)), expected)
+
+
+@pytest.mark.parametrize("first", ["ssd", "auto"])
+@pytest.mark.parametrize("second", ["ssd", "host", "auto"])
+def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:
+    """Whatever wrote a checkpoint, whatever goes on from it: the training is the same."""
+    strategies: dict[str, Any] = {"ssd": ssd, "host": host, "auto": lambda: "auto"}
+    expected = train(tmp_path, "auto", Model())
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
+    how: Any = dict(max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint])
+    begun: Any = train(tmp_path, strategies[first](), Model(), **how)
+    resumed = Model()
+    for parameter in resumed.parameters():
+        parameter.data.zero_()  # everything comes from the checkpoint
+    resumed_model: Any = train(tmp_path, strategies[second](), resumed, ckpt_path=str(tmp_path / "saved" / "last.ckpt"))
+    resumed_model.losses = begun.losses + resumed_model.losses
+    assert_same(resumed_model, expected)
+
+
+class Failing(FaultyBackend):
+    """Fails the writes from a given one on."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__(PosixBackend())
+        self.left = writes
+
+    def _transfer(self, operation: Any, call: Any, buffer: Tensor, offset: int) -> int:
+        if operation == "write":
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(5, "Input/output error")
+        return super()._transfer(operation, call, buffer, offset)
+
+
+@pytest.mark.parametrize("writes", [40, 90])
+def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: Path, writes: int) -> None:
+    """With two slots a step counts in all units, or in none."""
+    seen: list[dict[str, Tensor]] = []
+
+    class Watching(Model):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    arguments: Any = dict(gradient_clip_val=8.0, enable_progress_bar=False, logger=False, enable_checkpointing=False)
+    plain = Watching()
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, **arguments)
+    trainer.fit(plain, loader(), loader(2, seed=2))
+    steps = [*seen, plain.state_dict()]
+    model = Model()
+    strategy = ssd(backend=Failing(writes), clip="speculative")
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, default_root_dir=tmp_path, **arguments)
+    with pytest.raises(StorageError, match=r"write.*scratch.*Input/output error"):
+        trainer.fit(model, loader(), loader(2, seed=2))
+    left = model.state_dict()
+    assert any(all(torch.equal(left[name], step[name]) for name in left) for step in steps)
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"ssd_capacity": "64KiB"}, StorageFullError, "64.00 KiB"),
+        (
+            {"states": "host", "host_memory": 10_000},
+            ValueError,
+            "`host_memory` of 9.77 KiB is too small.*states='auto'",
+        ),
+        ({"states": "auto", "host_memory": 10_000}, ValueError, "`host_memory` of 9.77 KiB is too small"),
+        ({"path": "/nowhere"}, StorageError, "'/nowhere' does not exist"),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, arguments: Any, error: Any, message: str) -> None:
+    """Nothing is left behind, and the model is whole."""
+    model, before = Model(), Model().state_dict()
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(**arguments), max_epochs=1, default_root_dir=tmp_path,
+                         logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    with pytest.raises(error, match=message):
+        trainer.fit(model, loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_nothing_is_left(tmp_path)
+
+
+def test_memory_that_runs_out_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters that had moved are whole again."""
+    model, before = Model(), Model().state_dict()
+    made = build._make_place
+    places: list[Any] = []
+
+    def make_place(*args: Any, **kwargs: Any) -> Any:
+        places.append(None)
+        if len(places) == 6:
+            raise StorageError("could not take 4 GiB of host memory")
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(build, "_make_place", make_place)
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=1, default_root_dir=tmp_path, logger=False,
+                         enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    with pytest.raises(StorageError, match="could not take"):
+        trainer.fit(model, loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_nothing_is_left(tmp_path)
+
+
+# ---- what is only evaluated ----
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_evaluation_of_what_was_never_trained(tmp_path: Path, states: str) -> None:
+    class Evaluated(Model):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.losses.append(self.loss(batch[0]).item())
+
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self(batch[0])
+
+    def evaluate(strategy: Any) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
+        model = Evaluated()
+        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False,
+                             enable_progress_bar=False, default_root_dir=tmp_path)  # fmt: skip
+        trainer.validate(model, loader(2))
+        trainer.test(model, loader(2))
+        predicted: Any = trainer.predict(model, loader(2))
+        return model.losses, predicted, model.state_dict()
+
+    losses, predicted, weights = evaluate("auto")
+    actual = evaluate(ssd(states=states, gpu_memory=1))
+    assert actual[0] == losses and len(losses) == 4
+    assert all(torch.equal(a, b) for a, b in zip(actual[1], predicted, strict=True))
+    assert all(torch.equal(value, weights[name]) for name, value in actual[2].items())
+    assert_nothing_is_left(tmp_path)
+
+
+# ---- models that are built on meta ----
+
+
+class Built(Model):
+    """`Model`, made in `configure_model` on `meta`."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.losses = []
+        self.rates = []
+        self.made = False
+
+    def configure_model(self) -> None:
+        if not self.made:
+            self.made = True
+            with torch.device("meta"):
+                made = Model()
+            self.embed, self.blocks, self.head = made.embed, made.blocks, made.head
+            self.make_optimizer, self.groups = made.make_optimizer, False
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_a_model_that_was_built_on_meta(tmp_path: Path, states: str) -> None:
+    torch.manual_seed(1)
+    model: Any = train(tmp_path, ssd(states=states), Built(), max_epochs=6)
+    assert model.head.weight is model.embed.weight
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model.blocks[0].norm.weight > 0.5, torch.ones(16, dtype=torch.bool))
+    assert torch.isfinite(torch.tensor(model.losses)).all()
+    for name, parameter in model.named_parameters():
+        assert 0 < parameter.std() < 1.5 or name.endswith("norm.weight"), name
+
+
+def test_init_module_on_meta(tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=1, default_root_dir=tmp_path, logger=False,
+                         enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    with trainer.init_module(empty_init=True):
+        model = Model()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    trainer.fit(model, loader())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_what_has_no_values(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+    class Buffered(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.register_buffer("table", torch.arange(16.0))
+
+    for kind, message in ((Scaled, "parameter 'scale.scale' .*Scaled has no `reset_parameters`"),
+                          (Buffered, "buffer 'table' of Buffered was built on `meta`")):  # fmt: skip
+
+        class Wrong(Built):
+            def configure_model(self) -> None:
+                super().configure_model()
+                with torch.device("meta"):
+                    self.scale = kind()  # noqa: B023
+
+        with pytest.raises(ValueError, match=message):
+            train(tmp_path, ssd(), Wrong())
+        assert_nothing_is_left(tmp_path)
+
+
+# ---- bf16-true ----
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_bf16_true_has_fp32_masters(tmp_path: Path, states: str) -> None:
+    """Bit for bit a loop with bf16 weights whose fp32 masters torch's fused AdamW steps."""
+    model = Model()
+    reference = Model().bfloat16()
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1, fused=True)
+    losses: list[float] = []
+    for epoch in range(2):
+        optimizer.param_groups[0]["lr"] = 1e-2 * 0.5**epoch
+        for (tokens,) in loader():
+            loss = reference.loss(tokens)
+            losses.append(loss.item())
+            loss.backward()
+            for master, parameter in zip(masters, reference.parameters(), strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+            optimizer.step()
+            for master, parameter in zip(masters, reference.parameters(), strict=True):
+                parameter.data.copy_(master)
+    trained: Any = train(tmp_path, ssd(states=states), model, precision="bf16-true", limit_val_batches=0)
+    assert trained.losses == losses
+    for actual, expected in zip(trained.parameters(), reference.parameters(), strict=True):
+        assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
