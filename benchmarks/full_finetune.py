@@ -8,7 +8,8 @@ Modes:
   host, ssd, auto                 `states=` of the strategy
   deepspeed-cpu, deepspeed-nvme   ZeRO-3 with parameters and optimizer in RAM, or on NVMe
 Options:
-  clip             gradients are clipped to norm 1
+  clip             gradients are clipped to norm 1, or `limit=N` (one that is never reached shows the cost alone)
+  deferred, speculative   `clip=` of the strategy
   naive, none      `overlap=`
   split            `state_format="split"`
   plain-kernel     AdamW by torch's kernels instead of our own
@@ -93,6 +94,7 @@ def train(case: dict[str, Any], path: str) -> None:
         offload="none",
         states=case["mode"],
         overlap=case["overlap"],
+        clip=case["how"],
         state_format="split" if case["split"] else "fp32",
         gpu_memory=f"{case['resident']}GiB" if case["resident"] else "4GiB",
         host_memory=f"{case['host']}GiB" if case["host"] else "auto",
@@ -105,7 +107,7 @@ def train(case: dict[str, Any], path: str) -> None:
         strategy=strategy,
         max_epochs=1,
         callbacks=[probe],
-        gradient_clip_val=1.0 if case["clip"] else None,
+        gradient_clip_val=float(case["limit"]) if case["clip"] else None,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -139,11 +141,13 @@ def parse(text: str) -> dict[str, Any]:
     hidden, layers = map(int, shape.split("x"))
     case: dict[str, Any] = {"name": text, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
     case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized"}
-    case |= {"clip": False, "split": False, "plain_kernel": False}
+    case |= {"limit": 1, "how": "auto", "clip": False, "split": False, "plain_kernel": False}
     for option in options:
         name, _, value = option.partition("=")
         if name in ("naive", "none"):
             case["overlap"] = name
+        elif name in ("deferred", "speculative"):
+            case |= {"clip": True, "how": name}
         elif value:
             case[name] = float(value) if name == "lr" else int(value)
         else:
@@ -156,7 +160,7 @@ def run(case: dict[str, Any], path: str) -> dict[str, Any]:
     if case["mode"].startswith("deepspeed"):
         arguments = {"hidden": case["hidden"], "layers": case["layers"], "batch": case["batch"], "steps": case["steps"],
                      "mode": case["mode"].removeprefix("deepspeed-"), "warm-up": WARM_UP, "gpu-gib": case["gpu"],
-                     "clip": 1.0 if case["clip"] else 0.0, "path": f"{path}/deepspeed"}  # fmt: skip
+                     "clip": case["limit"] if case["clip"] else 0.0, "path": f"{path}/deepspeed"}  # fmt: skip
         command = [f"--{name}={value}" for name, value in arguments.items()]
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.deepspeed_gpt", *command]
     else:

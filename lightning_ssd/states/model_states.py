@@ -59,7 +59,7 @@ class ModelStates:
             all are finite. Jobs wait for that.
         scaled: whether losses are scaled, and a step is skipped if a gradient is not finite.
         clip: "deferred": gated jobs wait. "speculative": where a home has two slots they are made at once, with what
-            the factor most likely is, and made again if it was not. "auto": that, unless it is often wrong.
+            the factor most likely is, and made again if it was not. "auto": that, when it is seldom wrong.
         hold: whether user code may look at gradients or settings between backward and step: nothing begins earlier.
     """
 
@@ -123,8 +123,11 @@ class ModelStates:
         self._clip: Clip = clip
         self._guess = 1.0
         """What a step is made with before it is known what it is to be made with. The copy-out thread changes it."""
-        self._wrong = 0.0
-        """Share of the last steps in which that would have been wrong. The copy-out thread's."""
+        self._wrong = 1.0
+        """Share of the last steps in which that would have been wrong: of the first ones it often is.
+
+        The copy-out thread changes it.
+        """
         self._coefficient = Slab(4096, pin=copies.device.type == "cuda")
         self._lent = False
         self._closed = False

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states in host memory and on SSD, on a CUDA device: the same numbers, less memory."""
+"""Weights, gradients and optimizer states in host memory and on SSD, with a GPU: the same numbers, less memory."""
 
 import random
 from collections.abc import Iterator
@@ -94,9 +94,9 @@ def test_numbers_do_not_move_with_the_timing(
 def test_hooks_see_gradients() -> None:
     """With a callback that looks at gradients before the step, all it sees is plain Lightning's."""
     how: dict[str, Any] = {"device": "cuda", "model": exact(SharedStorages)}
-    plain, streamed = train("auto", **how), train(streamed(), **how)
-    same(plain, streamed)
-    for ones, others in zip(plain.gradients, streamed.gradients, strict=True):
+    plain, other = train("auto", **how), train(streamed(), **how)
+    same(plain, other)
+    for ones, others in zip(plain.gradients, other.gradients, strict=True):
         assert ones.keys() == others.keys()
         assert all(torch.equal(ones[name], others[name]) for name in ones)
 
