@@ -52,7 +52,7 @@ INLINE float join(uint16_t weight, int16_t low) {
 
 INLINE uint32_t splittable(float value) {
     uint32_t bits = as_bits(value);
-    return (bits & 0x7fff8000u) == 0x7fff8000u ? 0x7fc00000u : bits;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits;
 }
 
 /* Steps one element, from the states in `m_in` and `v_in` to those in `m_out` and `v_out`; returns the new master. */

@@ -12,10 +12,10 @@ from torch import Tensor
 def split(master: Tensor, weights: Tensor, low: Tensor) -> None:
     """Splits fp32 `master` into bf16 `weights` and int16 `low`, all of one shape.
 
-    A NaN whose bits would round up to another number becomes the common one.
+    Every NaN becomes the common one: the upper half of some is infinite, and of some the rounding overflows.
     """
     bits = master.view(torch.int32)
-    bits = torch.where((bits & 0x7FFF8000) == 0x7FFF8000, 0x7FC00000, bits)
+    bits = torch.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)
     weights.view(torch.int16).copy_((bits + 0x8000) >> 16)
     low.copy_(bits)  # the lower 16 bits of them
 

@@ -1,0 +1,60 @@
+"""Where flats go within a budget."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_ssd.states.budget import AHEAD, choose_places
+from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.home import Layout
+
+sizes = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
+
+
+def layouts(numels: list[int], slots: int, halves: bool) -> list[Layout]:
+    made = []
+    for numel in numels:
+        parameter = nn.Parameter(torch.empty(()).expand(numel))
+        flat = Flat(str(numel), [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
+        made.append(Layout(flat, halves, ("exp_avg", "exp_avg_sq"), steps=True, slots=slots))
+    return made
+
+
+@given(numels=sizes, slots=st.sampled_from([1, 2]), halves=st.booleans(), budget=st.integers(1, 10**6))
+def test_auto_keeps_its_budget_and_wastes_little(numels: list[int], slots: int, halves: bool, budget: int) -> None:
+    made = layouts(numels, slots, halves)
+    host, ssd = choose_places(made, "host", None), choose_places(made, "ssd", None)
+    assert host.ssd == host.window == host.staging == 0
+    try:
+        places = choose_places(made, "auto", budget)
+    except ValueError as error:
+        assert min(host.host, ssd.host) > budget and "`host_memory`" in str(error)
+        return
+    assert places.host <= budget
+    if host.host <= budget:
+        assert places == host
+        return
+    # What is on SSDs while there was room: nothing, beside what staging memory takes less than was set aside for it.
+    left = budget - places.host - (ssd.window - places.window) - (ssd.staging - places.staging)
+    for layout, weights, rest in zip(made, places.weights, places.rest, strict=True):
+        if weights == "ssd":
+            assert slots * layout.flat.nbytes > left
+        elif rest == "ssd":
+            assert slots * layout.rest_bytes > left
+        assert (weights, rest) != ("ssd", "host")
+
+
+@given(numels=sizes, slots=st.sampled_from([1, 2]))
+def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -> None:
+    made = layouts(numels, slots, False)
+    places = choose_places(made, "ssd", None)
+    opened = sorted(-(-layout.flat.nbytes // 4096) * 4096 + -(-layout.rest_bytes // 4096) * 4096 for layout in made)
+    assert places.staging == sum(opened[-AHEAD:])
+    assert places.ssd == slots * sum(opened)
+
+
+def test_what_is_needed_is_named() -> None:
+    with pytest.raises(ValueError, match="`host_memory` of 1000 B is too small: with `states='host'` .*'auto'"):
+        choose_places(layouts([1000], 1, False), "host", 1000)
