@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | bench` and `lightning run`.
+"""The commands `lightning-ssd run | bench | export` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick.
 """
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_bench(commands)
+    _add_export(commands)
     args = parser.parse_args(argv)
     args.command(args)
     return 0
@@ -139,6 +140,38 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.set_defaults(command=lambda args: _bench_io(args.paths, args.size))
 
 
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint's weights as a folder of safetensors",
+        description="Writes a checkpoint's weights as a folder of safetensors, which transformers loads.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=_file, help="a .ckpt file")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a folder to make")
+    parser.add_argument(
+        "--prefix", default="", help="weights whose names begin so, without it: `model.` for `self.model` of a module"
+    )
+    parser.add_argument("--shard", type=_size, default="4GiB", help="bytes of a file (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast the weights to")
+    parser.add_argument("--like", type=_directory, help="a folder whose configuration and tokenizer to copy")
+    parser.add_argument("--trust", action="store_true", help="load what is not tensors, too, as pickles run code")
+    parser.set_defaults(command=lambda args: _export(parser, args))
+
+
+def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    import torch
+
+    from lightning_ssd.export import export
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    how = {"prefix": args.prefix, "shard_bytes": args.shard, "dtype": dtype, "like": args.like, "trust": args.trust}
+    try:
+        files = export(args.checkpoint, args.folder, **how)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{len(files)} file{'s' if len(files) > 1 else ''} in {args.folder}")
+
+
 def _bench_io(paths: Sequence[Path], size: int) -> None:
     import torch
 
@@ -146,6 +179,12 @@ def _bench_io(paths: Sequence[Path], size: int) -> None:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(format_table(bench_io(paths, size, device)))
+
+
+def _file(text: str) -> Path:
+    if not (path := Path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return path
 
 
 def _directory(text: str) -> Path:

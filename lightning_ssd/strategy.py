@@ -18,6 +18,8 @@ from lightning_ssd.states import (
     Unborn,
     leaving_parameters,
     make_model_states,
+    save,
+    take_in,
     take_off_meta,
 )
 from lightning_ssd.storage import Backend
@@ -221,6 +223,41 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         return self.states_config.states != "gpu"  # weights go straight to where they are kept
+
+    # ---- checkpoints: of states that have left, written and read without their ever being in RAM together ----
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self._lazily():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        with self._lazily():
+            return super().optimizer_state(optimizer)
+
+    def _lazily(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.model_states is None else self.model_states.state_dicts.lazy.making()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self.model_states is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif storage_options is None and self._owns_files(filepath):
+            save(checkpoint, filepath)
+        else:
+            super().save_checkpoint(take_in(checkpoint), filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if self.states_config.states == "gpu" or not self._owns_files(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if not Path(checkpoint_path).is_file():
+            raise FileNotFoundError(f"Checkpoint file not found: {checkpoint_path}")
+        loaded: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True)
+        return loaded
+
+    def _owns_files(self, path: str | Path) -> bool:
+        """Whether checkpoints are local files that nobody asked to have written otherwise."""
+        return type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and "://" not in str(path)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.tensor_cache is not None

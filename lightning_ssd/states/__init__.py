@@ -1,6 +1,7 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
 from lightning_ssd.states.build import StatesConfig, leaving_parameters, make_model_states
+from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.materialize import Unborn, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.units import Unit, find_units
@@ -13,5 +14,7 @@ __all__ = [
     "find_units",
     "leaving_parameters",
     "make_model_states",
+    "save",
+    "take_in",
     "take_off_meta",
 ]

@@ -154,7 +154,7 @@ class ModelStates:
             self._handles.append(optimizer.register_step_pre_hook(lambda optimizer, *_: self.begin_step(optimizer)))
             self._handles.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.end_step(optimizer)))
             self._watch_zero_grad(optimizer)
-        self._state_dicts = StateDicts(
+        self.state_dicts = StateDicts(
             module, homes, rules, self._where, optimizers, settle=self._settle, release=self._stream.release
         )
 
@@ -162,7 +162,9 @@ class ModelStates:
 
     def begin(self, kind: Literal["train", "evaluate"]) -> None:
         """A forward begins, with a backward ("train") or without."""
-        self._state_dicts.put_away()
+        if kind == "train":
+            self.state_dicts.lazy.take_in()
+        self.state_dicts.put_away()
         self._stream.begin(kind)
 
     def end_backward(self) -> None:
@@ -247,7 +249,7 @@ class ModelStates:
     @contextlib.contextmanager
     def _lend_weights(self) -> Iterator[None]:
         """Makes every parameter that has left a whole fp32 tensor on the CPU."""
-        self._state_dicts.put_away()
+        self.state_dicts.put_away()
         self.drain()
         self._stream.release_all()
         lent = {flat: home.borrow() for flat, home in self.homes.items()}
@@ -269,7 +271,7 @@ class ModelStates:
             return
         self._closed = True
         with contextlib.suppress(Exception):  # what was being loaded when training failed
-            self._state_dicts.remove()
+            self.state_dicts.remove()
         for handle in self._handles:
             handle.remove()
         for parameter in self._where:

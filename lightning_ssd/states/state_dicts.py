@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Opened
+from lightning_ssd.states.lazy import LazyTensors
 from lightning_ssd.states.optimizers import Rule
 
 
@@ -61,6 +62,7 @@ class StateDicts:
         self._settle = settle
         self._release = release
         self._at_hand: dict[Flat, _AtHand] = {}
+        self.lazy = LazyTensors()
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
             if self._streamed(owner):
@@ -81,6 +83,7 @@ class StateDicts:
 
     def remove(self) -> None:
         """Takes the hooks off."""
+        self.lazy.take_in()
         self.put_away()
         for handle in self._handles:
             handle.remove()
@@ -106,7 +109,12 @@ class StateDicts:
         for name, parameter in streamed:
             if prefix + name in state:
                 flat, index = self._where[parameter]
-                state[prefix + name] = flat.slices[index].of(self._at_hand[flat].masters).clone()
+                masters = flat.slices[index].of(self._at_hand[flat].masters)
+                if self.lazy.wanted:
+                    masters = self.lazy.make((flat, index), masters, self._reader(flat, index))
+                else:
+                    masters = masters.clone()
+                state[prefix + name] = masters
 
     def _before_load(
         self, owner: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object
@@ -133,9 +141,29 @@ class StateDicts:
             of_parameter = self._rules[flat].state_of(index, self._at_hand[flat].values)
             if of_parameter:
                 state["state"][number] = {
-                    name: value.clone() if isinstance(value, Tensor) else value for name, value in of_parameter.items()
+                    name: self._shown(value, flat, index, name) for name, value in of_parameter.items()
                 }
         self.put_away()
+
+    def _shown(self, value: Any, flat: Flat, index: int, name: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if self.lazy.wanted and value.dim():
+            return self.lazy.make((flat, index, name), value, self._reader(flat, index, name))
+        return value.clone()
+
+    def _reader(self, flat: Flat, index: int, state: str | None = None) -> Callable[[], Tensor]:
+        """Returns what reads the master weights, or a state, of a parameter."""
+
+        def read() -> Tensor:
+            self._open({flat})
+            values = self._at_hand[flat]
+            if state is None:
+                return flat.slices[index].of(values.masters)
+            found: Tensor = self._rules[flat].state_of(index, values.values)[state]
+            return found
+
+        return read
 
     def _take_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Takes over, and out, the optimizer states of the parameters that have left."""

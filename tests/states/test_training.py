@@ -342,11 +342,13 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "trainer", "message"),
     [
-        ({"states": "disk"}, {}, "`states='disk'` is not one of 'gpu', 'host'"),
+        ({"states": "disk"}, {}, "`states='disk'` is not one of 'gpu', 'host', 'ssd', 'auto'"),
+        ({"clip": "late"}, {}, "`clip='late'` is not one of"),
+        ({"state_format": "bf16"}, {}, "`state_format='bf16'` is not one of"),
         ({"overlap": "yes"}, {}, "`overlap='yes'` is not one of"),
         ({"gpu_memory": "much"}, {}, "gpu_memory"),
         ({"units": ["Blok"]}, {}, "`units` names Blok.*Block"),
-        ({}, {"precision": "bf16-true"}, "`states='host'` trains with .*bf16-true.*states='gpu'"),
+        ({}, {"precision": "64-true"}, "`states='host'` trains with .*64-true.*states='gpu'"),
         (
             {},
             {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]},

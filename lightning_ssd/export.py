@@ -1,0 +1,102 @@
+"""From a checkpoint to a folder of safetensors, which `transformers` and others load."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+__all__ = ["export"]
+
+_TAKEN = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
+
+
+def export(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    prefix: str = "",
+    shard_bytes: int = 4 * 2**30,
+    dtype: torch.dtype | None = None,
+    like: Path | None = None,
+    trust: bool = False,
+) -> list[Path]:
+    """Writes the weights in `checkpoint` as safetensors, a shard at a time: RAM is needed for one shard.
+
+    Args:
+        checkpoint: a file of Lightning's, or of `torch.save` with a state dict.
+        folder: to make, or an empty one.
+        prefix: which weights, and what to leave out of their names: `"model."` of a module that holds its model as
+            `self.model`.
+        shard_bytes: bytes of a file at most, but for a single larger weight.
+        dtype: to cast floating weights to.
+        like: a folder whose configuration and tokenizer to copy.
+        trust: load what is not plain tensors, too, which may run code that the file brings.
+
+    Returns:
+        The files of weights.
+
+    Raises:
+        ValueError: there are no such weights, the folder is not empty, or the file needs `trust`.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: name another folder, or empty it.")
+    try:
+        loaded: Any = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=not trust)
+    except Exception as error:
+        if trust or "weights_only" not in str(error).lower():
+            raise
+        raise ValueError(
+            f"{checkpoint} holds more than tensors, such as hyperparameters of classes of its own. If you trust it, "
+            "add --trust."
+        ) from error
+    weights: dict[str, Tensor] = loaded.get("state_dict", loaded)
+    chosen = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    seen: set[object] = set()
+    for name, value in list(chosen.items()):  # tied ones once: loading ties them again
+        key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
+        if key in seen and value.numel():
+            del chosen[name]
+        seen.add(key)
+    if not chosen:
+        starts = sorted({name.split(".")[0] + "." for name in weights})
+        raise ValueError(f"no weight in {checkpoint} begins with {prefix!r}. They begin with {', '.join(starts)}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if like is not None:
+        for pattern in _TAKEN:
+            for file in like.glob(pattern):
+                shutil.copy(file, folder)
+    return _write(chosen, folder, shard_bytes, dtype)
+
+
+def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: torch.dtype | None) -> list[Path]:
+    def size(value: Tensor) -> int:
+        return value.numel() * (dtype if dtype is not None and value.is_floating_point() else value.dtype).itemsize
+
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, value in weights.items():
+        if shards[-1] and filled + size(value) > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size(value)
+    files: list[Path] = []
+    where: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        name = "model" if len(shards) == 1 else f"model-{index + 1:05}-of-{len(shards):05}"
+        files.append(folder / f"{name}.safetensors")
+        shard = {
+            key: (weights[key].to(dtype) if dtype is not None and weights[key].is_floating_point() else weights[key])
+            for key in names
+        }
+        save_file({key: value.clone() for key, value in shard.items()}, files[-1], metadata={"format": "pt"})
+        where |= dict.fromkeys(names, files[-1].name)
+    if len(shards) > 1:
+        total = sum(map(size, weights.values()))
+        index_of = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index_of, indent=2))
+    return files

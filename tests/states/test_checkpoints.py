@@ -1,0 +1,245 @@
+"""Checkpoints of states that have left: ordinary files, written and read without the memory for all of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor, nn
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.states.lazy import LazyTensor, LazyTensors, save
+from tests.states.test_places import ssd
+from tests.states.test_training import Model, assert_same, host, loader, train
+
+
+def tree_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return type(a) is type(b) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(tree_equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(tree_equal(one, other) for one, other in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def saved(path: Path, strategy: Any, model: Any = None, **arguments: Any) -> dict[str, Any]:
+    """Trains, and returns what the last checkpoint holds."""
+    checkpoint = pl.callbacks.ModelCheckpoint(
+        dirpath=path / "saved", save_last=True, save_weights_only=arguments.pop("save_weights_only", False)
+    )
+    callbacks = [checkpoint, *arguments.pop("callbacks", [])]
+    train(path, strategy, model or Model(), enable_checkpointing=True, callbacks=callbacks, **arguments)
+    content: dict[str, Any] = torch.load(path / "saved" / "last.ckpt", weights_only=False)
+    assert not list((path / "saved").glob(".*"))
+    return content
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_files_are_plain_lightnings(tmp_path: Path, states: str, weights_only: bool) -> None:
+    plain = saved(tmp_path / "plain", "auto", save_weights_only=weights_only)
+    ours = saved(tmp_path / "ours", ssd(states=states), save_weights_only=weights_only)
+    assert list(ours) == list(plain)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        if part in plain:
+            assert tree_equal(ours[part], plain[part]), part
+
+
+def test_hooks_see_values_and_may_change_them(tmp_path: Path) -> None:
+    class Editing(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            weights = checkpoint["state_dict"]
+            checkpoint["mean"] = {name: value.mean() for name, value in weights.items()}
+            weights["blocks.0.up.weight"] = weights["blocks.0.up.weight"] * 2
+            weights["blocks.1.up.bias"] = weights["blocks.1.up.bias"] + 1
+            del weights["head.weight"]
+
+    plain = saved(tmp_path / "plain", "auto", Editing())
+    ours = saved(tmp_path / "ours", ssd(), Editing())
+    for part in ("state_dict", "mean", "optimizer_states"):
+        assert tree_equal(ours[part], plain[part]), part
+
+
+def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
+    """Its tensors take their values in before the next step changes them."""
+
+    class Keeping(pl.Callback):
+        def __init__(self) -> None:
+            self.kept: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            strategy = trainer.strategy
+            state = {"weights": strategy.lightning_module_state_dict()}
+            state["optimizer"] = strategy.optimizer_state(trainer.optimizers[0])["state"]
+            if strategy.strategy_name != "ssd_offload":  # which are the model's own
+                state = torch.utils._pytree.tree_map_only(Tensor, torch.clone, state)
+            self.kept.append(state)
+
+    plain, ours = Keeping(), Keeping()
+    train(tmp_path, "auto", Model(), callbacks=[plain])
+    train(tmp_path, ssd(), Model(), callbacks=[ours])
+    assert any(isinstance(value, LazyTensor) for value in ours.kept[0]["weights"].values())
+    for a, b in zip(ours.kept, plain.kept, strict=True):
+        for name, value in b["weights"].items():
+            assert torch.equal(a["weights"][name], value), name
+        for number, state in b["optimizer"].items():
+            assert all(torch.equal(a["optimizer"][number][name], value) for name, value in state.items())
+
+
+def test_saving_in_the_background(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "plain", "auto")
+    ours = saved(tmp_path / "ours", SSDOffloadStrategy(states="ssd", min_bytes=1, checkpoint_io=AsyncCheckpointIO()))
+    assert tree_equal(ours["state_dict"], plain["state_dict"])
+
+
+@pytest.mark.parametrize("second", ["auto", "host", "ssd"])
+def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, second: str) -> None:
+    """As plain Lightning resumes: with accumulation pending, and with another format of the states."""
+    strategies: dict[str, Any] = {
+        "auto": lambda: "auto",
+        "host": host,
+        "ssd": lambda: ssd(state_format="split", gpu_memory=1),
+    }
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
+    how: Any = dict(accumulate_grad_batches=3, max_epochs=3, limit_train_batches=11)
+    train(tmp_path, host(), Model(), enable_checkpointing=True, callbacks=[checkpoint], **how)
+    middle = sorted((tmp_path / "saved").glob("*.ckpt"))[2]
+    expected = train(tmp_path, "auto", Model(), ckpt_path=str(middle), **how)
+    assert_same(train(tmp_path, strategies[second](), Model(), ckpt_path=str(middle), **how), expected)
+
+
+def test_a_missing_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.ckpt"):
+        train(tmp_path, ssd(), Model(), ckpt_path=str(tmp_path / "nowhere.ckpt"))
+
+
+def test_assigning_a_state_dict(tmp_path: Path) -> None:
+    class Assigning(Model):
+        def on_train_start(self) -> None:
+            self.load_state_dict(Model().state_dict(), assign=True)
+
+    with pytest.raises(ValueError, match=r"leave `assign` out"):
+        train(tmp_path, host(), Assigning())
+
+
+class Large(pl.LightningModule):
+    """16 blocks of 4 MiB, so 192 MiB with AdamW's states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+        self.extra = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.blocks(batch[0].float().repeat(1, 114)[:, :1024]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 2:
+            assert self.trainer.strategy.model_states is not None  # type: ignore[attr-defined]
+            self.trainer.strategy.model_states.drain()  # type: ignore[attr-defined]
+            before = most = memory()
+            ended = threading.Event()
+
+            def watch() -> None:
+                nonlocal most
+                while not ended.wait(0.001):
+                    most = max(most, memory())
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "large.ckpt")
+            ended.set()
+            watcher.join()
+            self.extra = most - before
+
+
+def memory() -> int:
+    """Bytes of this process's own memory."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_a_checkpoint_takes_the_memory_of_a_few_units(tmp_path: Path, states: str) -> None:
+    model = Large()
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(states=states), max_steps=2, default_root_dir=tmp_path,
+                         logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    trainer.fit(model, loader())
+    size = (tmp_path / "large.ckpt").stat().st_size
+    assert size > 192 * 2**20
+    assert model.extra < size / 3
+
+
+KILLED = """
+import os, signal, sys, torch
+from lightning_ssd.states import lazy
+os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+lazy.save({"new": torch.ones(1000)}, sys.argv[1])
+"""
+
+
+def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a [1].ckpt"
+    save({"old": torch.zeros(1000)}, path)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    assert list(torch.load(path)) == ["old"]
+    assert len(list(tmp_path.iterdir())) == 2
+    save({"newer": torch.ones(1000)}, path)  # which clears away what the killed one left
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert list(torch.load(path)) == ["newer"]
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    save({"old": torch.zeros(1000)}, path)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        save({"new": torch.ones(1000)}, path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert list(torch.load(path)) == ["old"]
+
+
+def test_lazy_tensors(tmp_path: Path) -> None:
+    """Every shape and dtype, read once each, and in files as ordinary tensors that load by `weights_only`."""
+    tensors = LazyTensors()
+    values = [torch.randn(40, 50), torch.randn(3), torch.randn(()), torch.arange(100), torch.randn(64).bfloat16()]
+    reads: list[int] = []
+
+    def make(index: int) -> LazyTensor:
+        def read() -> Tensor:
+            reads.append(index)
+            return values[index]
+
+        return tensors.make(index, values[index], read)
+
+    with tensors.making():
+        lazy = [make(index) for index in range(len(values))]
+        assert make(0) is lazy[0]
+    assert [tensor.shape for tensor in lazy] == [value.shape for value in values] and not reads
+    save({"list": lazy, "nested": {"same": lazy[0]}}, tmp_path / "a.ckpt")
+    loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert tree_equal(loaded["list"], values) and tree_equal(loaded["nested"]["same"], values[0])
+    assert loaded["list"][0].data_ptr() == loaded["nested"]["same"].data_ptr()
+    reads.clear()
+    assert torch.equal(lazy[0] + 1, values[0] + 1) and torch.equal(lazy[0].T, values[0].T)
+    assert reads == [0]
+    tensors.take_in()
+    values[3].zero_()
+    assert lazy[3].sum() == 4950

@@ -1,0 +1,71 @@
+"""`lightning-ssd export`: from checkpoints to folders that transformers loads."""
+
+import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from lightning_ssd import SSDOffloadStrategy, cli
+from lightning_ssd.models.gpt import GPT
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT]:
+    """A checkpoint of a trained GPT, and the model."""
+    path = tmp_path_factory.mktemp("trained")
+    model = GPT(64, 16, 32, 2, 2)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_progress_bar=False,
+                         enable_checkpointing=False, enable_model_summary=False, default_root_dir=path,
+                         strategy=SSDOffloadStrategy(states="ssd", min_bytes=1))  # fmt: skip
+    trainer.fit(model, torch.utils.data.DataLoader(torch.randint(64, (8, 16)), batch_size=2))
+    # Not in a callback: what is saved after training is the model as it is now.
+    trainer.save_checkpoint(path / "a.ckpt", weights_only=True)
+    return path / "a.ckpt", model
+
+
+@pytest.mark.parametrize("shard", ["1GiB", "20KiB"])
+def test_transformers_loads_the_folder(trained: tuple[Path, GPT], tmp_path: Path, shard: str) -> None:
+    checkpoint, model = trained
+    assert isinstance(model.model, GPT2LMHeadModel)
+    like = tmp_path / "like"
+    model.model.config.save_pretrained(like)
+    folder = tmp_path / "folder"
+    how = ["--prefix=model.", f"--shard={shard}", f"--like={like}"]
+    assert cli.main(["export", str(checkpoint), str(folder), *how]) == 0
+    assert (folder / "model.safetensors.index.json").exists() == (shard == "20KiB")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    expected = model.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    again = GPT(pretrained=folder)
+    again.configure_model()
+    assert isinstance(again.config, GPT2Config)
+
+
+def test_dtype(trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(trained[0]), str(tmp_path / "folder"), "--dtype=bfloat16"]) == 0
+    assert "1 file in" in capsys.readouterr().out
+    loaded = load_file(tmp_path / "folder" / "model.safetensors")
+    assert {value.dtype for value in loaded.values()} == {torch.bfloat16}
+    assert all(name.startswith("model.") for name in loaded)
+
+
+def test_mistakes(trained: tuple[Path, GPT], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "a").touch()
+    torch.save({"state_dict": {"a": torch.ones(1)}, "odd": Path("x")}, tmp_path / "odd.ckpt")
+    for arguments, message in (
+        (["nowhere.ckpt", "out"], "there is no file 'nowhere.ckpt'"),
+        ([str(trained[0]), str(full)], "is not empty"),
+        ([str(trained[0]), str(tmp_path / "out"), "--prefix=net."], "begins with 'net.'. They begin with model."),
+        ([str(tmp_path / "odd.ckpt"), str(tmp_path / "out")], "add --trust"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["export", *arguments])
+        assert message in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "odd.ckpt"), str(tmp_path / "out"), "--trust"]) == 0
+    assert json.dumps(sorted(load_file(tmp_path / "out" / "model.safetensors"))) == '["a"]'
