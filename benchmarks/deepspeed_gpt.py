@@ -82,7 +82,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     ids = torch.randint(0, 50257, (a.batch, 1024), device="cuda")
     steps: list[float] = []
-    loss = torch.zeros(())
+    losses: list[float] = []
     for _ in range(a.warm_up + a.steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -91,9 +91,10 @@ def main() -> None:
         engine.step()
         torch.cuda.synchronize()
         steps.append(time.perf_counter() - start)
+        losses.append(loss.item())
     measured = steps[a.warm_up :]
     result = {"step": statistics.median(measured), "steps": measured, "gpu_peak": torch.cuda.max_memory_allocated(),
-              "loss": loss.item()}  # fmt: skip
+              "losses": losses}  # fmt: skip
     print(json.dumps(result), flush=True)
     shutil.rmtree(a.path, ignore_errors=True)
     os._exit(0)  # its aio threads sometimes hang at exit

@@ -16,8 +16,9 @@ Options:
   batch=N, steps=N, rounds=N, gpu=GIB, host=GIB, resident=GIB
 
 Batches of 16 x 1024 tokens, gradient checkpointing, bf16 weights with fp32 master weights and states (`bf16-true`; with
-`resident`, `bf16-mixed`), AdamW. Step: median of steps after the warm-up. RAM: the most that was taken of what was
-available before the process began. Random tokens, the same in every step, so that the loss falls.
+`resident`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next, after the warm-up; what is
+left of the last step on the CPU is `drain`. RAM: the most that was taken of what was free before the process began.
+Random tokens, the same in every step, so that the loss falls. `--timeline NAME` writes a Chrome trace and a picture.
 """
 
 import argparse
@@ -41,11 +42,12 @@ CASES = [
 WARM_UP = 2
 
 
-def train(case: dict[str, Any], path: str) -> None:
+def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     """Trains by our strategy and prints the result as one line of JSON."""
     import torch
     from torch.utils.data import DataLoader, Dataset
 
+    from benchmarks.timeline import Profile
     from lightning_ssd import SSDOffloadStrategy
     from lightning_ssd._lightning import pl
     from lightning_ssd.models.gpt import GPT
@@ -81,13 +83,19 @@ def train(case: dict[str, Any], path: str) -> None:
         def on_train_batch_start(self, *_: Any) -> None:
             torch.cuda.synchronize()
             self.begun.append(time.perf_counter())
+            if timeline and len(self.begun) == WARM_UP + 2:
+                self.profile = Profile()
+                self.profile.start()
+            elif timeline and len(self.begun) == WARM_UP + 4:
+                self.profile.stop(timeline)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
             self.losses.append(outputs["loss"].item())
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.strategy.model_states.drain()
             self.begun.append(time.perf_counter())
+            trainer.strategy.model_states.drain()
+            self.drained = time.perf_counter() - self.begun[-1]
 
     strategy = SSDOffloadStrategy(
         path,
@@ -123,6 +131,7 @@ def train(case: dict[str, Any], path: str) -> None:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "step": statistics.median(steps),
         "steps": steps,
+        "drain": probe.drained,
         "setup": probe.begun[0] - started,
         "gpu_peak": torch.cuda.max_memory_allocated(),
         "losses": probe.losses,
@@ -155,7 +164,7 @@ def parse(text: str) -> dict[str, Any]:
     return case
 
 
-def run(case: dict[str, Any], path: str) -> dict[str, Any]:
+def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]:
     """Runs a case in a process of its own, and returns what it printed, with the RAM that it took."""
     if case["mode"].startswith("deepspeed"):
         arguments = {"hidden": case["hidden"], "layers": case["layers"], "batch": case["batch"], "steps": case["steps"],
@@ -165,7 +174,7 @@ def run(case: dict[str, Any], path: str) -> dict[str, Any]:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.deepspeed_gpt", *command]
     else:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.full_finetune", "--path", path]
-        command += ["--one", json.dumps(case)]
+        command += ["--one", json.dumps(case)] + ([f"--timeline={timeline}"] if timeline else [])
     before = least = _available()
     ended = threading.Event()
 
@@ -195,22 +204,23 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--path", default=".", help="directory on the SSD")
     parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--timeline", help="files to write, without ending, of the last of our cases")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        train(json.loads(arguments.one), arguments.path)
+        train(json.loads(arguments.one), arguments.path, arguments.timeline)
         return
     results: dict[str, Any] = {}
     for text in arguments.cases:
         case = parse(text)
         for _ in range(case["rounds"]):
-            result = run(case, arguments.path)
+            result = run(case, arguments.path, arguments.timeline)
             results.setdefault(text, []).append(result)
             if "error" in result:
                 print(f"{text:36} failed: {result['error']}", flush=True)
             else:
                 memory = f"GPU {result['gpu_peak'] / 2**30:.1f} GiB  RAM {result['ram'] / 2**30:.1f} GiB"
-                loss = result.get("losses", [result.get("loss")])
+                loss = result["losses"]
                 print(f"{text:36} {result['step']:.2f} s  {memory}  loss {loss[0]:.3f} to {loss[-1]:.3f}", flush=True)
             if arguments.out:
                 Path(arguments.out).write_text(json.dumps(results, indent=1))

@@ -88,7 +88,7 @@ enum { CHUNK = 1 << 15 };
               const float *v_in, WEIGHT *weights, KEPT *kept, float *m, float *v, const GRADIENT *gradient,  \
               const Settings *settings) {                                                                    \
         const Settings s = *settings;                                                                        \
-        _Pragma("omp parallel for schedule(dynamic) num_threads(s.threads)")                                 \
+        _Pragma("omp parallel for schedule(dynamic) if(count > CHUNK) num_threads(s.threads)")                         \
         for (int64_t start = 0; start < count; start += CHUNK) {                                             \
             int64_t end = count - start < CHUNK ? count : start + CHUNK;                                     \
             if (s.decoupled)                                                                                 \

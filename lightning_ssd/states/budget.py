@@ -60,15 +60,15 @@ def choose_places(layouts: Sequence[Layout], states: Literal["host", "ssd", "aut
         rest: list[Where] = ["ssd"] * len(layouts)
         if states == "auto":
             assert budget is not None
-            left = budget - _places(layouts, weights, rest).host
-            for index, layout in enumerate(layouts):
-                if layout.slots * layout.flat.nbytes <= left:
-                    weights[index] = "host"
-                    left -= layout.slots * layout.flat.nbytes
-            for index, layout in enumerate(layouts):
-                if weights[index] == "host" and layout.slots * layout.rest_bytes <= left:
-                    rest[index] = "host"
-                    left -= layout.slots * layout.rest_bytes
+            order = range(len(layouts))
+            for kind, of in ((weights, [layout.flat.nbytes for layout in layouts]),
+                             (rest, [layout.rest_bytes for layout in layouts])):  # fmt: skip
+                # The largest first: staging memory is as large as what is left for SSDs.
+                for index in sorted(order, key=lambda index: -of[index]):  # noqa: B023
+                    if weights[index] == "host" or kind is weights:
+                        kind[index] = "host"
+                        if _places(layouts, weights, rest).host > budget:
+                            kind[index] = "ssd"
         places = _places(layouts, weights, rest)
     if budget is not None and places.host > budget:
         raise ValueError(

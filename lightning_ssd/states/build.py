@@ -26,7 +26,10 @@ from lightning_ssd.storage import BlobStore, PinnedPool, StorageFullError
 from lightning_ssd.storage.memory import available_memory
 
 FLAT_ELEMENTS = 2**26
-"""Elements from which on a unit has another flat: what is stepped, read and written at once stays small."""
+"""Elements from which on a unit has another flat, so that a step begins before all of a unit's gradient is there."""
+
+STAGED_FLAT_ELEMENTS = 2**24
+"""The same where flats may be on SSDs: several are in staging memory at once."""
 
 Groups = dict[nn.Parameter, tuple[Optimizer, int]]
 """Of parameters, their optimizer and the index of their group."""
@@ -139,7 +142,8 @@ def make_model_states(
     with contextlib.ExitStack() as undo:
         copies = make_copies(device)
         undo.callback(copies.close)
-        of_units = _make_flats(module, units, leaving, groups, device, autocast)
+        most = FLAT_ELEMENTS if config.states == "host" else STAGED_FLAT_ELEMENTS
+        of_units = _make_flats(module, units, leaving, groups, device, autocast, most)
         rules: dict[Flat, Rule] = {}
         of_flats: dict[Flat, tuple[Optimizer, int]] = {}
         layouts: list[Layout] = []
@@ -254,8 +258,9 @@ def _make_flats(
     groups: Groups,
     device: torch.device,
     autocast: torch.dtype | None,
+    most: int,
 ) -> list[tuple[Sequence[nn.Module], list[Flat]]]:
-    """Returns, of each unit, its modules and flats."""
+    """Returns, of each unit, its modules and flats, of `most` elements unless a parameter has more."""
     dtypes = _compute_dtypes(module, autocast)
     of_units: list[tuple[Sequence[nn.Module], list[Flat]]] = []
     for unit in units:
@@ -266,18 +271,18 @@ def _make_flats(
                 members.setdefault((dtypes[parameter], id(optimizer), number), []).append((name, parameter))
         flats: list[Flat] = []
         for chosen in members.values():
-            for part in _parts(chosen):
+            for part in _parts(chosen, most):
                 name = unit.name if not flats else f"{unit.name} (part {len(flats) + 1})"
                 flats.append(Flat(name, part, dtypes[part[0][1]], device))
         of_units.append((unit.modules, flats))
     return of_units
 
 
-def _parts(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _parts(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
     part: list[tuple[str, nn.Parameter]] = []
     numel = 0
     for name, parameter in parameters:
-        if part and numel + parameter.numel() > FLAT_ELEMENTS:
+        if part and numel + parameter.numel() > most:
             yield part
             part, numel = [], 0
         part.append((name, parameter))

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.copies import Copies, Mark
@@ -551,7 +552,8 @@ class ModelStates:
             assert whole is not None
             changed = False
             try:
-                rule.step(options, opened, whole, landed or gradient.summed, scale)
+                with record_function(f"step {flat.name}"):
+                    rule.step(options, opened, whole, landed or gradient.summed, scale)
                 changed = True
             finally:
                 home.close(opened, changed=changed, step=True)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 
 from lightning_ssd.storage.backend import BackendFile
 from lightning_ssd.storage.blob import Piece
@@ -99,7 +100,8 @@ class Engine:
         failure: StorageError | None = None
         meter.start()
         try:
-            self._move(lane, request)
+            with record_function("ssd write" if request.write else "ssd read"):
+                self._move(lane, request)
         except StorageError as error:
             failure = error
         except Exception as error:

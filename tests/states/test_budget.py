@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ssd.states.budget import AHEAD, choose_places
+from lightning_ssd.states.budget import AHEAD, _places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Layout
 
@@ -36,14 +36,11 @@ def test_auto_keeps_its_budget_and_wastes_little(numels: list[int], slots: int, 
     if host.host <= budget:
         assert places == host
         return
-    # What is on SSDs while there was room: nothing, beside what staging memory takes less than was set aside for it.
-    left = budget - places.host - (ssd.window - places.window) - (ssd.staging - places.staging)
-    for layout, weights, rest in zip(made, places.weights, places.rest, strict=True):
-        if weights == "ssd":
-            assert slots * layout.flat.nbytes > left
-        elif rest == "ssd":
-            assert slots * layout.rest_bytes > left
+    for index, (weights, rest) in enumerate(zip(places.weights, places.rest, strict=True)):
         assert (weights, rest) != ("ssd", "host")
+        if weights == "host" and rest == "ssd":  # there was no room for it
+            moved = [*places.rest[:index], "host", *places.rest[index + 1 :]]
+            assert _places(made, places.weights, moved).host > budget
 
 
 @given(numels=sizes, slots=st.sampled_from([1, 2]))

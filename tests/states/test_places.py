@@ -87,7 +87,7 @@ def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
 
 
 def test_large_units_have_several_flats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "FLAT_ELEMENTS", 1000)
+    monkeypatch.setattr(build, "STAGED_FLAT_ELEMENTS", 1000)
     expected = train(tmp_path, "auto", Model(), gradient_clip_val=8.0)
     assert_same(train(tmp_path, ssd(), Model(), gradient_clip_val=8.0), expected)
 
