@@ -146,7 +146,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="write a checkpoint's weights as a folder of safetensors",
         description="Writes a checkpoint's weights as a folder of safetensors, which transformers loads.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=_file, help="a .ckpt file")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=_checkpoint, help="a .ckpt file, or a sharded one")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a folder to make")
     parser.add_argument(
         "--prefix", default="", help="weights whose names begin so, without it: `model.` for `self.model` of a module"
@@ -181,8 +181,8 @@ def _bench_io(paths: Sequence[Path], size: int) -> None:
     print(format_table(bench_io(paths, size, device)))
 
 
-def _file(text: str) -> Path:
-    if not (path := Path(text)).is_file():
+def _checkpoint(text: str) -> Path:
+    if not (path := Path(text)).exists():
         raise argparse.ArgumentTypeError(f"there is no file {text!r}")
     return path
 

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lightning_ssd.states import is_sharded, load_sharded
+
 __all__ = ["export"]
 
 _TAKEN = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
@@ -27,7 +29,7 @@ def export(
     """Writes the weights in `checkpoint` as safetensors, a shard at a time: RAM is needed for one shard.
 
     Args:
-        checkpoint: a file of Lightning's, or of `torch.save` with a state dict.
+        checkpoint: a file of Lightning's, or of `torch.save` with a state dict, or a sharded checkpoint.
         folder: to make, or an empty one.
         prefix: which weights, and what to leave out of their names: `"model."` of a module that holds its model as
             `self.model`.
@@ -45,7 +47,10 @@ def export(
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: name another folder, or empty it.")
     try:
-        loaded: Any = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=not trust)
+        if is_sharded(checkpoint):
+            loaded: Any = load_sharded(checkpoint, weights_only=not trust)
+        else:
+            loaded = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=not trust)
     except Exception as error:
         if trust or "weights_only" not in str(error).lower():
             raise

@@ -9,6 +9,7 @@ import torch
 
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
+from lightning_ssd.activations.config import check_choice
 from lightning_ssd.callbacks import add_default_callbacks
 from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.sizes import parse_bytes
@@ -16,9 +17,12 @@ from lightning_ssd.states import (
     ModelStates,
     StatesConfig,
     Unborn,
+    is_sharded,
     leaving_parameters,
+    load_sharded,
     make_model_states,
     save,
+    save_sharded,
     take_in,
     take_off_meta,
 )
@@ -70,6 +74,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         clip: when steps are made whose gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once the
             norm is known, under the next forward. `"speculative"`: during backward, as if nothing was clipped, into a
             second copy of the states, and again if something was. `"auto"`: that, if there is room and few are.
+        checkpoints: how they are saved, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
+            `"sharded"`: a directory of safetensors. Either is written and read with the memory for a few units, and
+            resumes under either; `lightning-ssd export` makes a plain folder of weights of both.
         accelerator: as in Lightning's strategies, like the four that follow.
         parallel_devices: the one device.
         cluster_environment: who this process is.
@@ -100,6 +107,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         overlap: Literal["optimized", "naive", "none"] = "optimized",
         state_format: Literal["fp32", "split"] = "fp32",
         clip: Literal["auto", "deferred", "speculative"] = "auto",
+        checkpoints: Literal["file", "sharded"] = "file",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: fabric.plugins.environments.ClusterEnvironment | None = None,
@@ -116,6 +124,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
+        check_choice("checkpoints", checkpoints, ("file", "sharded"))
+        self._save = save if checkpoints == "file" else save_sharded
         self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip)
         self.tensor_cache: TensorCache | None = None
         self.model_states: ModelStates | None = None
@@ -243,13 +253,16 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         if self.model_states is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is None and self._owns_files(filepath):
-            save(checkpoint, filepath)
+            self._save(checkpoint, filepath)
         else:
             super().save_checkpoint(take_in(checkpoint), filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if self.states_config.states == "gpu" or not self._owns_files(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
+        torch.cuda.empty_cache()
+        if is_sharded(checkpoint_path):
+            return load_sharded(checkpoint_path, weights_only=weights_only)
         if not Path(checkpoint_path).is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {checkpoint_path}")
         loaded: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True)

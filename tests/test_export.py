@@ -13,18 +13,18 @@ from lightning_ssd import SSDOffloadStrategy, cli
 from lightning_ssd.models.gpt import GPT
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT]:
+@pytest.fixture(scope="module", params=["file", "sharded"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GPT]:
     """A checkpoint of a trained GPT, and the model."""
     path = tmp_path_factory.mktemp("trained")
     model = GPT(64, 16, 32, 2, 2)
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=path, save_last=True, save_weights_only=True)
     trainer = pl.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_progress_bar=False,
-                         enable_checkpointing=False, enable_model_summary=False, default_root_dir=path,
-                         strategy=SSDOffloadStrategy(states="ssd", min_bytes=1))  # fmt: skip
+                         enable_model_summary=False, default_root_dir=path, callbacks=[checkpoint],
+                         strategy=SSDOffloadStrategy(states="ssd", min_bytes=1, checkpoints=request.param))  # fmt: skip
     trainer.fit(model, torch.utils.data.DataLoader(torch.randint(64, (8, 16)), batch_size=2))
-    # Not in a callback: what is saved after training is the model as it is now.
-    trainer.save_checkpoint(path / "a.ckpt", weights_only=True)
-    return path / "a.ckpt", model
+    assert (path / "last.ckpt").is_dir() == (request.param == "sharded")
+    return path / "last.ckpt", model
 
 
 @pytest.mark.parametrize("shard", ["1GiB", "20KiB"])

@@ -4,6 +4,7 @@ from lightning_ssd.states.build import StatesConfig, leaving_parameters, make_mo
 from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.materialize import Unborn, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
+from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.states.units import Unit, find_units
 
 __all__ = [
@@ -12,9 +13,12 @@ __all__ = [
     "Unborn",
     "Unit",
     "find_units",
+    "is_sharded",
     "leaving_parameters",
+    "load_sharded",
     "make_model_states",
     "save",
+    "save_sharded",
     "take_in",
     "take_off_meta",
 ]

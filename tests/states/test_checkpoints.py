@@ -1,5 +1,6 @@
 """Checkpoints of states that have left: ordinary files, written and read without the memory for all of them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.states import load_sharded, save_sharded, sharded
 from lightning_ssd.states.lazy import LazyTensor, LazyTensors, save
 from tests.states.test_places import ssd
 from tests.states.test_training import Model, assert_same, host, loader, train
@@ -114,6 +116,56 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, second: str) -> None
     middle = sorted((tmp_path / "saved").glob("*.ckpt"))[2]
     expected = train(tmp_path, "auto", Model(), ckpt_path=str(middle), **how)
     assert_same(train(tmp_path, strategies[second](), Model(), ckpt_path=str(middle), **how), expected)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_sharded_checkpoints(tmp_path: Path, weights_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as in a file, with what is tied written once, in files of bounded size."""
+    monkeypatch.setattr(sharded, "SHARD_BYTES", 10_000)
+    checkpoint = pl.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "saved", save_last=True, save_weights_only=weights_only, save_top_k=1
+    )
+    strategy = ssd(checkpoints="sharded")
+    train(tmp_path, strategy, Model(), enable_checkpointing=True, callbacks=[checkpoint])
+    directory = tmp_path / "saved" / "last.ckpt"
+    files = list(directory.glob("*.safetensors"))
+    assert len(files) > 3 and all(file.stat().st_size < 12_000 for file in files)
+    assert len(list((tmp_path / "saved").iterdir())) == 2
+    plain = saved(tmp_path / "plain", "auto", save_weights_only=weights_only)
+    ours = load_sharded(directory, weights_only=False)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        if part in plain:
+            assert tree_equal(ours[part], plain[part]), part
+    assert "state_dict/head.weight" not in json.loads((directory / "index.json").read_text())
+
+
+@pytest.mark.parametrize("second", ["sharded", "file"])
+def test_resuming_from_a_sharded_checkpoint(tmp_path: Path, second: Any) -> None:
+    expected = train(tmp_path, "auto", Model())
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
+    how: Any = dict(max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint])
+    begun: Any = train(tmp_path, ssd(checkpoints="sharded"), Model(), **how)
+    again: Any = ssd(states="host", checkpoints=second)
+    resumed: Any = train(tmp_path, again, Model(), ckpt_path=str(tmp_path / "saved" / "last.ckpt"))
+    resumed.losses = begun.losses + resumed.losses
+    assert_same(resumed, expected)
+
+
+def test_a_sharded_checkpoint_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    save_sharded({"state_dict": {"old": torch.zeros(10)}}, path)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        save_sharded({"state_dict": {"new": torch.zeros(10)}}, path)
+    monkeypatch.undo()
+    assert list(load_sharded(path)["state_dict"]) == ["old"]
+    save_sharded({"state_dict": {"new": torch.ones(10)}}, path)
+    assert torch.equal(load_sharded(path)["state_dict"]["new"], torch.ones(10))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
