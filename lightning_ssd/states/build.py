@@ -15,9 +15,10 @@ from lightning_ssd.activations.copies import make_copies
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.gate import Clip
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.materialize import Unborn, check_buffers, materialize
-from lightning_ssd.states.model_states import Clip, ModelStates, Overlap
+from lightning_ssd.states.model_states import ModelStates, Overlap
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units

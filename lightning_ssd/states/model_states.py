@@ -21,25 +21,24 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.activations.weights import mark_streamed
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, finished, then
+from lightning_ssd.states.gate import Clip, Gate
 from lightning_ssd.states.gradient import Gradient
-from lightning_ssd.states.home import Home, Opened
+from lightning_ssd.states.home import Home
 from lightning_ssd.states.optimizers import Rule
 from lightning_ssd.states.parameter import StreamedParameter
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.state_dicts import StateDicts
+from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
 from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage.slab import Slab
 
 Overlap = Literal["none", "naive", "optimized"]
-Clip = Literal["auto", "deferred", "speculative"]
 
 
 class ModelStates:
@@ -66,11 +65,6 @@ class ModelStates:
 
     #: Bytes of gradients that may be on their way out at once.
     WINDOW = 256 * 2**20
-    #: Share of wrong guesses, among the last steps, from which on clip="auto" no longer makes steps that may not count:
-    #: each costs a second one.
-    MANY_WRONG = 0.3
-    #: How much the last step counts in that share.
-    FORGETTING = 0.1
 
     def __init__(
         self,
@@ -95,7 +89,6 @@ class ModelStates:
         self._copies = copies
         self._scratch = scratch
         self._overlap = overlap
-        self._gated = gated
         self._hold = hold
         self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
@@ -112,24 +105,7 @@ class ModelStates:
         self._sums: dict[Flat, Future[None]] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._stepping: Optimizer | None = None
-        self._gate: Future[float | None] = finished(1.0)
-        """What the step's jobs multiply gradients with; None: the step is skipped."""
-        self._opening = True
-        """Whether the gate is open, or opens by the device's progress alone."""
-        self._factor: Tensor | None = None
-        """On the device, what gradients are multiplied with in the step that has begun."""
-        self._scaled = scaled
-        self._not_finite = torch.zeros(1, device=copies.device)
-        """On the device, whether a gradient of the step was not finite."""
-        self._clip: Clip = clip
-        self._guess = 1.0
-        """What a step is made with before it is known what it is to be made with. The copy-out thread changes it."""
-        self._wrong = 1.0
-        """Share of the last steps in which that would have been wrong: of the first ones it often is.
-
-        The copy-out thread changes it.
-        """
-        self._coefficient = Slab(4096, pin=copies.device.type == "cuda")
+        self._gate = Gate(copies, clip=clip, gated=gated, scaled=scaled)
         self._lent = False
         self._closed = False
         self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay
@@ -202,7 +178,7 @@ class ModelStates:
             algorithm: "norm" or "value".
         """
         if self._stepping is optimizer and not self._hold and algorithm == "norm":
-            self._clip_launched(optimizer, limit)
+            self._clip_by_norm(optimizer, limit)
             return
         with self.lend_gradients():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -286,7 +262,7 @@ class ModelStates:
                 stack.callback(home.free)
             for gradient in self._gradients.values():
                 stack.callback(gradient.free)
-            stack.callback(self._coefficient.close)
+            stack.callback(self._gate.close)
             stack.callback(self._copies.close)
             stack.callback(self._give_back)
             for flat in self.homes:
@@ -295,9 +271,7 @@ class ModelStates:
             for gradient in self._gradients.values():  # steps that have begun are made
                 stack.callback(wait, [gradient.settled])
             stack.callback(self._copies.drain)
-            # Training failed between backward and step: the step is not made.
-            if not self._opening:
-                self._gate.set_exception(RuntimeError("training ended before this optimizer step was made"))
+            stack.callback(self._gate.shut)
 
     # ---- weights ----
 
@@ -337,8 +311,7 @@ class ModelStates:
             for flat, gradient in self._gradients.items():
                 if self._groups[flat][0] is optimizer:
                     gradient.forget()
-            if self._scaled:
-                self._not_finite = torch.zeros_like(self._not_finite)
+            self._gate.forget()
             zero_grad(*args, **kwargs)
 
         optimizer.zero_grad = forget_and_zero_grad  # type: ignore[method-assign]
@@ -374,11 +347,9 @@ class ModelStates:
             # Each once, and in the last backward, too: a gradient that comes in parts is complete at the end only.
             and gradient.landings == self._expected.get((flat, _wants(flat))) == sum(_wants(flat))
         )
-        if self._scaled and not self._hold:
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                [grad], self._not_finite, torch.ones_like(self._not_finite)
-            )
-        if self._gated and not gradient.summing:
+        if self._gate.scaled and not self._hold:
+            self._gate.check(grad)
+        if self._gate.gated and not gradient.summing:
             self._norms[parameter] = torch._foreach_norm([grad.float()])[0]
         if complete:
             self._stream.retire(flat)
@@ -411,7 +382,7 @@ class ModelStates:
         """Has what has landed added to what was summed up."""
         gradient = self._gradients[flat]
         landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
-        norms = self._gated
+        norms = self._gate.gated
 
         def add() -> None:
             gradient.add(landed)
@@ -431,8 +402,7 @@ class ModelStates:
         """A step of `optimizer` begins: what backward completes from here on is stepped at once."""
         if self._stepping is None:
             self._stepping = optimizer
-            self._opening = not self._gated or self._hold
-            self._gate = finished(1.0) if self._opening else Future()
+            self._gate.begin(hold=self._hold)
 
     def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Has gradients divided by the scale of `scaler` in the step that has begun, and skipped if one is not finite.
@@ -440,19 +410,15 @@ class ModelStates:
         Does for what has left what `scaler.unscale_` does, which it is told of.
         """
         scaler.unscale_(optimizer)
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        device = self._not_finite.device
-        found[device] = found[device] + self._not_finite if device in found else self._not_finite.clone()
-        assert scaler._scale is not None
-        self._factor = scaler._scale.double().reciprocal().float().view(1)
+        self._gate.unscale(scaler, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
 
     def end_step(self, optimizer: Optimizer) -> None:
         """The step of `optimizer` has ended on the device; on the CPU it goes on."""
         if self._stepping is not optimizer:
             return
         self.end_backward()  # of a user who called `loss.backward` without Lightning
-        if not self._gate.done():
-            self._open_gate()
+        if (leaving := self._gate.open()) is not None:
+            self._leave(*leaving)
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer and flat not in self._launched and gradient.summing:
                 self._launch(flat)
@@ -461,7 +427,6 @@ class ModelStates:
         if revertible:
             self._committed = all_of(then(launched[flat], home.written) for flat, home in revertible.items())
         self._stepping = None
-        self._factor = None
         self._norms.clear()
         self._sums.clear()
         self._stream.renew()
@@ -471,35 +436,8 @@ class ModelStates:
         if launched:
             self._stream.prefetch()
 
-    @property
-    def _speculates(self) -> bool:
-        return self._clip == "speculative" or (self._clip == "auto" and self._wrong < self.MANY_WRONG)
-
-    def _open_gate(self) -> None:
-        """Lets the jobs of the step go, once the device knows what they multiply gradients with, or that none goes."""
-        gate, self._opening = self._gate, True
-        if self._factor is None and not self._scaled:
-            gate.set_result(1.0)
-            return
-        factor = torch.ones_like(self._not_finite) if self._factor is None else self._factor
-        data = torch.cat((factor, self._not_finite)).view(torch.uint8)
-        host = self._coefficient.tensor
-        mark = self._copies.out(data, host, self._copies.mark())
-        self._leave(data, mark)
-        self._not_finite = torch.zeros_like(self._not_finite)
-
-        def known() -> None:
-            coefficient, not_finite = host[:8].view(torch.float32).tolist()
-            held = coefficient == self._guess and not not_finite
-            self._wrong += self.FORGETTING * ((not held) - self._wrong)
-            if self._scaled and not not_finite:
-                self._guess = coefficient
-            gate.set_result(None if not_finite else coefficient)
-
-        self._copies.when_out(mark, known)
-
-    def _clip_launched(self, optimizer: Optimizer, limit: float) -> None:
-        """Clips by norm in the step that has begun: nobody waits for what the device knows of it."""
+    def _clip_by_norm(self, optimizer: Optimizer, limit: float) -> None:
+        """Clips in the step that has begun: nobody waits for what the device knows of it."""
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer:
                 # What is summed on the host has its norm taken there. A launched step waits for the gate: not for it.
@@ -507,91 +445,34 @@ class ModelStates:
                 if sum_of_flat is not None:
                     sum_of_flat.result()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        resident = [parameter for parameter in parameters if parameter.grad is not None]
-        grads = [parameter.grad for parameter in resident if parameter.grad is not None]
-        norms = dict(zip(resident, torch._foreach_norm(grads), strict=True)) if grads else {}
-        device = self._copies.device
-        scale = 1.0 if self._factor is None else self._factor.squeeze(0)  # of those that are not yet unscaled
-        every = [
-            norms[p].to(device) if p in norms else self._norms[p].to(device) * scale
-            for p in parameters
-            if p in norms or p in self._norms
-        ]
-        if not every:
-            return
-        total = torch.linalg.vector_norm(torch.stack(every))
-        coefficient = torch.clamp(limit / (total + 1e-6), max=1.0).float()
-        if grads:
-            torch._foreach_mul_(grads, coefficient)
-        self._factor = (coefficient * scale).view(1)
+        self._gate.clip(parameters, self._norms, limit)
 
     def _launch(self, flat: Flat) -> None:
         """Hands the step of `flat` to the CPU."""
-        gradient, rule, home = self._gradients[flat], self._rules[flat], self.homes[flat]
+        gradient, home = self._gradients[flat], self.homes[flat]
         self._stream.retire(flat)
         optimizer, group = self._groups[flat]
         options = {name: value for name, value in optimizer.param_groups[group].items() if name != "params"}
         options = {name: value.item() if isinstance(value, Tensor) else value for name, value in options.items()}
+        landed = None
         if gradient.summing:
             arrived = self._sums[flat] = self._submit_sum(flat) if any(gradient.landed) else gradient.settled
-            landed = None
         else:
             arrived = self._arrival(gradient)
             landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
-        gate = self._gate
-        guess: float | None = None
-        if gate.done():
-            guess = gate.result()
-        elif landed is not None and home.slots == 2 and self._speculates:
-            guess = self._guess
-        submit = partial(self._stepper.submit, priority=self._order[flat])
-        committed = self._committed if home.slots == 2 else finished(None)
-
-        def make(opened: Opened, scale: float) -> None:
-            whole = gradient.landing if landed is not None else gradient.total
-            assert whole is not None
-            changed = False
-            try:
-                with record_function(f"step {flat.name}"):
-                    rule.step(options, opened, whole, landed or gradient.summed, scale)
-                changed = True
-            finally:
-                home.close(opened, changed=changed, step=True)
-
-        def end(*, counts: bool) -> None:
-            if counts:
-                rule.commit(landed or gradient.summed)
-                home.commit()
-            gradient.summed = [False] * len(flat.slices)
-
-        def settle(_: object) -> "Future[None]":
-            """Lets the step count that was made with a guess, if there is one and it was right, else makes it now."""
-            scale = gate.result()
-            if scale is None or scale == guess:
-                end(counts=scale is not None)
-                return finished(None)
-            opened = home.open(step=True, priority=self._order[flat])
-
-            def make_and_end() -> None:
-                make(opened.result(), scale)
-                end(counts=True)
-
-            return submit(make_and_end, [opened])
-
-        def make_naively() -> None:
-            if (scale := gate.result()) is not None:
-                make(home.open(step=True).result(), scale)
-            end(counts=scale is not None)
-            home.written().result()
-
+        step = Step(
+            home, self._rules[flat], options, gradient, landed, self._gate.known, self._stepper, self._order[flat]
+        )
+        after = [arrived] if home.slots == 1 else [arrived, self._committed]
+        guess = self._gate.guess
+        # One made in vain must leave what was, and the gradient, as they are.
+        certain = self._gate.known.done()
         if self._overlap == "naive":
-            done = submit(make_naively, [arrived, gate, committed])
-        elif guess is not None:
-            early, factor = home.open(step=True, priority=self._order[flat]), guess
-            made = submit(lambda: make(early.result(), factor), [arrived, early, committed])
-            done = then(all_of([made, gate]), settle)
+            done = step.naive(after)
+        elif guess is not None and (certain or (home.slots == 2 and landed is not None)):
+            done = step.early(guess, after)
         else:
-            done = then(all_of([arrived, gate, committed]), settle)
+            done = step.late(after)
         gradient.summing = False
         gradient.settled = done
         home.reserve(done)
