@@ -91,6 +91,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
             self.losses.append(outputs["loss"].item())
+            print(f"  step {len(self.losses)}: loss {self.losses[-1]:.3f}", file=sys.stderr, flush=True)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             self.begun.append(time.perf_counter())
@@ -185,12 +186,12 @@ def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    process = subprocess.run(command, capture_output=True, text=True)
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     ended.set()
     watcher.join()
     lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        return {"error": (process.stderr or process.stdout)[-600:]}
+        return {"error": f"exit code {process.returncode}"}
     return json.loads(lines[-1]) | {"ram": before - least}
 
 

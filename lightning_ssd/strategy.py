@@ -21,6 +21,7 @@ from lightning_ssd.states import (
     leaving_parameters,
     load_sharded,
     make_model_states,
+    materialize_on,
     save,
     save_sharded,
     take_in,
@@ -57,8 +58,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         states: where weights, gradients and optimizer states are. `"gpu"`: on the training device. `"host"`: in host
             memory: the device has a unit's weights only around their use, gradients leave as they appear, and the
             optimizer steps them on the CPU while the device computes. `"ssd"`: the same, with all but the gradients on
-            the SSDs of `path`. `"auto"`: what `gpu_memory` (if it is given) has room for stays on the device, then
-            what `host_memory` has room for in host memory (by default 85 % of what is free), and the rest is on SSDs.
+            the SSDs of `path`. `"auto"`: on the device if they take no more than `gpu_memory` (by default 60 % of the
+            device's memory); else what of them `gpu_memory`, if it is given, has room for stays there, what
+            `host_memory` has room for is in host memory (by default 85 % of what is free), and the rest is on SSDs.
             Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
             would cast them, and in fp32 elsewhere; a weight that one forward uses several times has its gradients
             summed in 16 bits. Under `bf16-true` all weights compute in bf16 and are stepped in fp32 (Lightning's own
@@ -101,7 +103,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         staging_memory: int | str = "1GiB",
         backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
         checksum: bool = False,
-        states: Literal["gpu", "host", "ssd", "auto"] = "gpu",
+        states: Literal["auto", "gpu", "host", "ssd"] = "auto",
         gpu_memory: int | str = "auto",
         units: Sequence[str] | None = None,
         overlap: Literal["optimized", "naive", "none"] = "optimized",
@@ -129,6 +131,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip)
         self.tensor_cache: TensorCache | None = None
         self.model_states: ModelStates | None = None
+        self._streams = False
+        """Whether states leave the device in the present training or evaluation."""
         self._leaving: set[torch.nn.Parameter] = set()
         self._unborn = Unborn(set(), set())
         self.num_nodes = 1  # the Trainer sets it
@@ -152,7 +156,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        if self.states_config.states == "gpu":
+        if not self._streams:
+            materialize_on(self.model, self.root_device)
             self.model.to(self.root_device)
             return
         self._unborn = take_off_meta(self.model)
@@ -169,7 +174,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             with super().tensor_init_context(empty_init):
                 yield
             return
-        # Never whole on the device; and nowhere, if asked for: values come a unit at a time.
+        # Not on the device, where it may have no room; and nowhere, if asked for: values come a unit at a time.
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
@@ -181,12 +186,13 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-        if self.states_config.states != "gpu":
+        assert self.model is not None
+        self._streams = self.states_config.leave(self.model, self.root_device, fitting=fitting)
+        if self._streams:
             self._setup_with_states(trainer, fitting=fitting)
         else:
             super().setup(trainer)
         if fitting:
-            assert self.model is not None
             mark_weights(self.model)
             self.tensor_cache = make_tensor_cache(
                 self.config,

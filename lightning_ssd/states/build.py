@@ -1,6 +1,7 @@
 """From a model and its optimizers to `ModelStates`: which parameters leave the device, in which flats and dtypes."""
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import OffloadConfig, check_choice
 from lightning_ssd.activations.copies import make_copies
-from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.gate import Clip
@@ -26,8 +27,13 @@ from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import BlobStore, PinnedPool, StorageFullError
 from lightning_ssd.storage.memory import available_memory
 
+log = logging.getLogger(__name__)
+
 FLAT_ELEMENTS = 2**26
 """Elements from which on a unit has another flat, so that a step begins before all of a unit's gradient is there."""
+
+SHARE = 0.6
+"""Of the device's memory, what states may take to stay there unasked: the rest is for activations."""
 
 STAGED_FLAT_ELEMENTS = 2**24
 """The same where flats may be on SSDs: several are in staging memory at once."""
@@ -44,7 +50,7 @@ class StatesConfig:
         ValueError: a field is out of range; the message names it and says what it may be.
     """
 
-    states: Literal["gpu", "host", "ssd", "auto"]
+    states: Literal["auto", "gpu", "host", "ssd"]
     gpu_memory: int | str
     units: Sequence[str] | None
     overlap: Overlap
@@ -52,12 +58,39 @@ class StatesConfig:
     clip: Clip
 
     def __post_init__(self) -> None:
-        check_choice("states", self.states, ("gpu", "host", "ssd", "auto"))
+        check_choice("states", self.states, ("auto", "gpu", "host", "ssd"))
         check_choice("overlap", self.overlap, ("optimized", "naive", "none"))
         check_choice("clip", self.clip, ("auto", "deferred", "speculative"))
         check_choice("state_format", self.state_format, ("fp32", "split"))
         if self.gpu_memory != "auto":
             parse_bytes(self.gpu_memory, "gpu_memory")
+
+    def leave(self, module: nn.Module, device: torch.device, *, fitting: bool) -> bool:
+        """Whether anything leaves `device`: with "auto", if not all has room there.
+
+        Args:
+            module: the model.
+            device: where it computes.
+            fitting: whether it is trained.
+        """
+        if self.states != "auto":
+            return self.states != "gpu"
+        if self.gpu_memory != "auto":
+            budget: float = parse_bytes(self.gpu_memory, "gpu_memory")
+        elif device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            budget = SHARE * total * torch.cuda.get_per_process_memory_fraction(device)
+        else:  # its memory is the host's
+            return False
+        # Weights, gradients and Adam's two states, and a 16-bit copy that autocast makes.
+        need = sum(
+            parameter.numel() * (parameter.element_size() * (4 if fitting and parameter.requires_grad else 1) + 2)
+            for parameter in module.parameters()
+        )
+        if need <= budget:
+            return False
+        log.info("weights, gradients and states would take %s of the device: they leave it", format_bytes(need))
+        return True
 
     def budget(self, device: torch.device) -> int:
         """Returns the bytes of `device` that weights, and what stays there with them, may take."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.states.units import Unit
+from lightning_ssd.states.units import Unit, find_units
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,19 @@ def materialize(root: nn.Module, unit: Unit, unborn: Unborn, device: torch.devic
             else:
                 if not mine.keys().isdisjoint(own):
                     _reset(module, next(mine[parameter] for parameter in own if parameter in mine))
+
+
+def materialize_on(root: nn.Module, device: torch.device) -> None:
+    """Gives values to whatever of `root` is on `meta`.
+
+    Raises:
+        ValueError: as `materialize`.
+    """
+    unborn = take_off_meta(root)
+    if unborn.parameters or unborn.buffers:
+        for unit in find_units(root):
+            materialize(root, unit, unborn, device)
+        check_buffers(unborn)
 
 
 def check_buffers(unborn: Unborn) -> None:

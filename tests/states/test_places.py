@@ -67,7 +67,7 @@ class Deep(Model):
 def test_what_fits_is_in_host_memory(tmp_path: Path, budget: int, caplog: pytest.LogCaptureFixture) -> None:
     expected = train(tmp_path, "auto", Deep())
     with caplog.at_level("INFO", "lightning_ssd"):
-        assert_same(train(tmp_path, ssd(states="auto", host_memory=budget), Deep()), expected)
+        assert_same(train(tmp_path, ssd(states="auto", gpu_memory=1, host_memory=budget), Deep()), expected)
     (line,) = [message for message in caplog.messages if "weights, gradients and optimizer states take" in message]
     assert ("0 B on SSDs" in line) == (budget == 10**9)
 
@@ -84,6 +84,23 @@ def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
 
     assert_same(train(tmp_path, strategy, Watching()), expected)
     assert 0 < left[0] < len(list(Model().parameters()))
+
+
+@pytest.mark.parametrize(("gpu_memory", "leaves"), [("auto", False), (10**6, False), (10**4, True)])
+def test_auto_leaves_what_fits_on_the_device(tmp_path: Path, gpu_memory: Any, leaves: bool) -> None:
+    strategy = SSDOffloadStrategy(gpu_memory=gpu_memory, min_bytes=1)
+
+    class Watching(Model):
+        def on_train_start(self) -> None:
+            assert (strategy.model_states is not None) == leaves
+
+    assert_same(train(tmp_path, strategy, Watching()), train(tmp_path, "auto", Model()))
+
+
+def test_auto_takes_a_model_that_was_built_on_meta(tmp_path: Path) -> None:
+    model: Any = train(tmp_path, SSDOffloadStrategy(), Built())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert model.head.weight is model.embed.weight
 
 
 def test_large_units_have_several_flats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +187,11 @@ def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: 
             ValueError,
             "`host_memory` of 9.77 KiB is too small.*states='auto'",
         ),
-        ({"states": "auto", "host_memory": 10_000}, ValueError, "`host_memory` of 9.77 KiB is too small"),
+        (
+            {"states": "auto", "gpu_memory": 1, "host_memory": 10_000},
+            ValueError,
+            "`host_memory` of 9.77 KiB is too small",
+        ),
         ({"path": "/nowhere"}, StorageError, "'/nowhere' does not exist"),
     ],
 )

@@ -342,7 +342,7 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "trainer", "message"),
     [
-        ({"states": "disk"}, {}, "`states='disk'` is not one of 'gpu', 'host', 'ssd', 'auto'"),
+        ({"states": "disk"}, {}, "`states='disk'` is not one of 'auto', 'gpu', 'host', 'ssd'"),
         ({"clip": "late"}, {}, "`clip='late'` is not one of"),
         ({"state_format": "bf16"}, {}, "`state_format='bf16'` is not one of"),
         ({"overlap": "yes"}, {}, "`overlap='yes'` is not one of"),
