@@ -133,6 +133,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.model_states: ModelStates | None = None
         self._streams = False
         """Whether states leave the device in the present training or evaluation."""
+        self._precision: pl.plugins.Precision | None = None
+        """The Trainer's own plugin, while another is in its place."""
         self._leaving: set[torch.nn.Parameter] = set()
         self._unborn = Unborn(set(), set())
         self.num_nodes = 1  # the Trainer sets it
@@ -213,6 +215,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states)
         try:
             super().setup(trainer)
+            algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
             hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
             self.model_states = make_model_states(
                 self.model,
@@ -224,7 +227,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 storage=self.config,
                 default_path=trainer.default_root_dir,
                 autocast=autocast,
-                gated=bool(trainer.gradient_clip_val),
+                clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
+                clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
                 hold=hold,
             )
         finally:
@@ -234,7 +238,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             return
         for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
-        self.precision_plugin = streaming_precision(self.precision_plugin, self.model_states, lend=hold)
+        self._precision = self.precision_plugin
+        self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=hold)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -303,6 +308,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def teardown(self) -> None:
         cache, self.tensor_cache = self.tensor_cache, None
         states, self.model_states = self.model_states, None
+        if self._precision is not None:
+            self.precision_plugin, self._precision = self._precision, None
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
             stack.callback(super().teardown)
             if cache is not None:

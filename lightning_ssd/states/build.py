@@ -136,7 +136,8 @@ def make_model_states(
     storage: OffloadConfig,
     default_path: str | Path,
     autocast: torch.dtype | None,
-    gated: bool,
+    clip_norm: bool,
+    clip_value: float | None,
     hold: bool,
 ) -> ModelStates:
     """Takes the parameters `leaving` out of the device, with their gradients and optimizer states.
@@ -154,14 +155,16 @@ def make_model_states(
         storage: budgets and paths.
         default_path: directory for scratch files where the user named none.
         autocast: the dtype that matrix products compute in, if it is not that of the weights.
-        gated: as in `ModelStates`.
+        clip_norm: whether gradients are clipped by their norm.
+        clip_value: as in `ModelStates`.
         hold: as in `ModelStates`.
 
     Raises:
         ValueError: an optimizer can't step on the host; or `units` is wrong, or a budget too small.
         StorageError: host memory or scratch space can't be had.
     """
-    gated = gated or autocast == torch.float16
+    scaled = autocast == torch.float16
+    gated = clip_norm or scaled
     groups, stay = _groups_of(optimizers)
     if optimizers:
         stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
@@ -234,7 +237,8 @@ def make_model_states(
             budget=config.budget(device),
             overlap=config.overlap,
             gated=gated,
-            scaled=autocast == torch.float16,
+            scaled=scaled,
+            clip_value=clip_value,
             clip=config.clip,
             hold=hold,
         )

@@ -57,6 +57,7 @@ class ModelStates:
             reads, steps and writes back before the next begins (LoHan's figure 3b). "optimized": the three overlap.
         gated: whether a step needs to know all gradients before it is made: their norm, which clips them, or whether
             all are finite. Jobs wait for that.
+        clip_value: what elements of gradients are clamped to in every step.
         scaled: whether losses are scaled, and a step is skipped if a gradient is not finite.
         clip: "deferred": gated jobs wait. "speculative": where a home has two slots they are made at once, with what
             the factor most likely is, and made again if it was not. "auto": that, when it is seldom wrong.
@@ -80,6 +81,7 @@ class ModelStates:
         overlap: Overlap,
         gated: bool,
         scaled: bool,
+        clip_value: float | None,
         clip: Clip,
         hold: bool,
     ) -> None:
@@ -90,6 +92,7 @@ class ModelStates:
         self._scratch = scratch
         self._overlap = overlap
         self._hold = hold
+        self._clip_value = clip_value
         self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
         self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda") for flat in rules}
@@ -177,8 +180,12 @@ class ModelStates:
             limit: the largest norm, or value.
             algorithm: "norm" or "value".
         """
-        if self._stepping is optimizer and not self._hold and algorithm == "norm":
+        if self._stepping is optimizer and not self._hold and algorithm == "norm" and self._gate.gated:
             self._clip_by_norm(optimizer, limit)
+            return
+        if self._stepping is optimizer and not self._hold and algorithm == "value" and limit == self._clip_value:
+            # Of what has left, the jobs do it.
+            torch.nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], limit)
             return
         with self.lend_gradients():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -461,7 +468,15 @@ class ModelStates:
             arrived = self._arrival(gradient)
             landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
         step = Step(
-            home, self._rules[flat], options, gradient, landed, self._gate.known, self._stepper, self._order[flat]
+            home,
+            self._rules[flat],
+            options,
+            gradient,
+            landed,
+            self._gate.known,
+            self._clip_value if not self._hold else None,
+            self._stepper,
+            self._order[flat],
         )
         after = [arrived] if home.slots == 1 else [arrived, self._committed]
         guess = self._gate.guess

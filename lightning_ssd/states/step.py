@@ -29,6 +29,7 @@ class Step:
         landed: of each parameter, whether it has a gradient in `gradient.landing`; None: what counts is what was
             summed up.
         factor: what to multiply the gradient with, or None if the step is skipped.
+        limit: what elements of the gradient are clamped to, after that.
         stepper: runs the jobs.
         priority: of the jobs, and of what is read for them.
     """
@@ -39,6 +40,7 @@ class Step:
     gradient: Gradient
     landed: Sequence[bool] | None
     factor: "Future[float | None]"
+    limit: float | None
     stepper: Worker
     priority: int
 
@@ -74,6 +76,8 @@ class Step:
         """Steps what is opened, and has it written."""
         whole = self.gradient.landing if self.landed is not None else self.gradient.total
         assert whole is not None
+        if self.limit is not None:
+            whole, factor = (whole.float() * factor).clamp_(-self.limit, self.limit), 1.0
         changed = False
         try:
             with record_function(f"step {self.home.flat.name}"):

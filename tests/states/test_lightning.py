@@ -1,0 +1,182 @@
+"""What Lightning shows and lets users do while states are elsewhere: the same as ever."""
+
+import copy
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from tests.states.test_places import ssd
+from tests.states.test_training import Model, adamw, assert_same, host, loader, train
+
+OURS = ("out_gb", "stall_s")
+"""Metrics that our progress bar adds."""
+
+STRATEGIES = {"host": host, "ssd": ssd, "speculative": lambda: ssd(clip="speculative")}
+
+
+@pytest.fixture(params=list(STRATEGIES))
+def strategy(request: pytest.FixtureRequest) -> Any:
+    return STRATEGIES[request.param]()
+
+
+def test_fifty_steps(tmp_path: Path, strategy: Any) -> None:
+    how: Any = dict(max_epochs=5, gradient_clip_val=4.0)
+    expected: Any = train(tmp_path, "auto", Model(), **how)
+    assert_same(train(tmp_path, strategy, Model(), **how), expected)
+    assert len(expected.losses) >= 50
+
+
+class Shown(Model):
+    """Records what Lightning shows, steps schedulers of every kind, and edits the optimizer's groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(self.parameters())
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        return [optimizer], [
+            {"scheduler": plateau, "monitor": "val"},
+            {"scheduler": cosine, "interval": "step"},
+        ]
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch[0]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer: Any = self.optimizers()
+        metrics = {name: value for name, value in self.trainer.callback_metrics.items() if name not in OURS}
+        self.shown.append((self.global_step, optimizer.param_groups[0]["lr"], metrics))
+        if self.global_step == 7:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+
+    def on_train_epoch_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        self.shown.append(copy.deepcopy(optimizer.optimizer.state_dict()))
+        self.shown.append({name: value.clone() for name, value in self.state_dict().items()})
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def test_what_lightning_shows(tmp_path: Path, strategy: Any) -> None:
+    """Steps, rates, metrics, state dicts; schedulers by step and by metric; a group that is edited."""
+    monitors = [pl.callbacks.LearningRateMonitor() for _ in range(2)]
+    runs: list[Any] = []
+    for how, monitor in (("auto", monitors[0]), (strategy, monitors[1])):
+        logger = pl.loggers.CSVLogger(tmp_path / str(len(runs)))
+        runs.append(train(tmp_path, how, Shown(), max_epochs=3, logger=logger, callbacks=[monitor],
+                          gradient_clip_val=8.0, log_every_n_steps=1))  # fmt: skip
+    assert_same(runs[1], runs[0])
+    assert len(runs[0].shown) > 36 and same(runs[1].shown, runs[0].shown)
+    logged = []
+    for index in range(2):
+        (file,) = (tmp_path / str(index)).rglob("metrics.csv")
+        rows = list(csv.DictReader(file.open()))
+        logged.append([(row["step"], row["lr-AdamW"], row["lr-AdamW-1"]) for row in rows if row["lr-AdamW-1"]])
+    assert logged[0] == logged[1] and len(logged[0]) >= 36
+
+
+def test_clipping_by_value(tmp_path: Path, strategy: Any) -> None:
+    how: Any = dict(gradient_clip_val=0.05, gradient_clip_algorithm="value")
+    assert_same(train(tmp_path, strategy, Model(), **how), train(tmp_path, "auto", Model(), **how))
+
+
+def test_accumulation_that_changes(tmp_path: Path, strategy: Any) -> None:
+    def how() -> Any:
+        scheduler = pl.callbacks.GradientAccumulationScheduler({0: 3, 1: 1, 2: 5})
+        return dict(max_epochs=3, callbacks=[scheduler], gradient_clip_val=8.0)
+
+    assert_same(train(tmp_path, strategy, Model(), **how()), train(tmp_path, "auto", Model(), **how()))
+
+
+class Skipping(Model):
+    """Returns no loss now and then."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 4 == 2 else loss
+
+
+class Stepping(Model):
+    """Overrides `optimizer_step`, with a warm-up and a step that is left out."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, (self.global_step + 1) / 10)
+        if batch_idx == 5:
+            closure()
+        else:
+            optimizer.step(closure=closure)
+
+
+class Clipping(Model):
+    """Overrides `configure_gradient_clipping`."""
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **_: Any) -> None:
+        if self.current_epoch:
+            self.clip_gradients(optimizer, gradient_clip_val=2.0, gradient_clip_algorithm="norm")
+
+
+class Adversaries(Model):
+    """Two optimizers by hand, one after the other, each with its parameters alone wanting gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.embed.parameters(), *self.blocks[:2].parameters()]
+        return adamw(first), torch.optim.SGD(self.blocks[2:].parameters(), lr=1e-2, fused=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for index, optimizer in enumerate(optimizers):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = self.loss(batch[0]) * (1 if index else -0.1)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            if index:
+                self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+@pytest.mark.parametrize("model", [Skipping, Stepping, Clipping, Adversaries])
+def test_what_users_override(tmp_path: Path, strategy: Any, model: Any) -> None:
+    assert_same(train(tmp_path, strategy, model()), train(tmp_path, "auto", model()))
+
+
+def test_fit_after_fit(tmp_path: Path) -> None:
+    """The same Trainer, then another one with another strategy, on the same module."""
+
+    def fits(first: Any, second: Any) -> Model:
+        model = Model()
+        quiet: Any = dict(accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+        trainer = pl.Trainer(strategy=first, max_epochs=1, **quiet)
+        trainer.fit(model, loader())
+        trainer.validate(model, loader(2))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, loader())
+        pl.Trainer(strategy=second, max_epochs=1, **quiet).fit(model, loader())
+        return model
+
+    expected = fits("auto", "auto")
+    assert_same(fits(ssd(), host()), expected)
+    assert_same(fits(host(), "auto"), expected)
