@@ -185,7 +185,9 @@ class ModelStates:
             return
         if self._stepping is optimizer and not self._hold and algorithm == "value" and limit == self._clip_value:
             # Of what has left, the jobs do it.
-            torch.nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], limit)
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if parameters:
+                torch.nn.utils.clip_grad_value_(parameters, limit)
             return
         with self.lend_gradients():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
