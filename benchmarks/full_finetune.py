@@ -200,16 +200,48 @@ def _available() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
+def draw(results: dict[str, Any], picture: Path) -> None:
+    """Draws the step times of shapes that DeepSpeed was measured with, too."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = {name: statistics.median(run["step"] for run in runs if "step" in run) for name, runs in results.items()}
+    pairs = [
+        (shape, ours, theirs)
+        for shape in dict.fromkeys(name.split(":")[1].split(",")[0] for name in results)
+        for ours, theirs in ((f"host:{shape}", f"deepspeed-cpu:{shape}"),)
+        if ours in steps and theirs in steps
+    ]
+    figure, axes = plt.subplots(figsize=(7, 2.6))
+    for y, (_, ours, theirs) in enumerate(pairs):
+        for offset, name, color in ((-0.2, theirs, "tab:gray"), (0.2, ours, "tab:green")):
+            axes.barh(y + offset, steps[name], 0.36, color=color)
+            axes.text(steps[name] + 0.02, y + offset, f"{steps[name]:.2f} s", va="center", fontsize=9)
+    billions = [f"{results[ours][0]['parameters'] / 1e9:.2f}B" for _, ours, _ in pairs]
+    axes.set_yticks(range(len(pairs)), billions)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step: DeepSpeed ZeRO-3 with CPU offload (gray), lightning_ssd (green)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--path", default=".", help="directory on the SSD")
     parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--draw", metavar="PNG", help="draw the results in `--out`, and run nothing")
     parser.add_argument("--timeline", help="files to write, without ending, of the last of our cases")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         train(json.loads(arguments.one), arguments.path, arguments.timeline)
+        return
+    if arguments.draw:
+        draw(json.loads(Path(arguments.out).read_text()), Path(arguments.draw))
         return
     results: dict[str, Any] = {}
     for text in arguments.cases:

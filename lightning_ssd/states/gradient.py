@@ -73,3 +73,4 @@ class Gradient:
     def free(self) -> None:
         """Gives the memory back."""
         self._slab.close()
+        self.landing, self.total = self.landing[:0].clone(), None

@@ -267,13 +267,11 @@ class ModelStates:
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
             if self._scratch is not None:
                 stack.callback(self._scratch.close)
-            for home in self.homes.values():
-                stack.callback(home.free)
-            for gradient in self._gradients.values():
-                stack.callback(gradient.free)
             stack.callback(self._gate.close)
             stack.callback(self._copies.close)
             stack.callback(self._give_back)
+            for gradient in self._gradients.values():  # before the weights need room
+                stack.callback(gradient.free)
             for flat in self.homes:
                 stack.callback(self._stream.release, flat)
             stack.callback(self._stepper.close)
@@ -309,6 +307,7 @@ class ModelStates:
             with contextlib.suppress(Exception):  # a step that was not made; its weights are those before it
                 home.drain()
             home.give_back()
+            home.free()  # at once: both together may have no room
 
     # ---- gradients ----
 

@@ -22,8 +22,8 @@ class Slab:
     """Anonymous memory, 2 MiB aligned, on huge pages where the kernel has them.
 
     PyTorch's own pinned allocator rounds to powers of two; this takes what is asked. The memory stays mapped
-    as long as a tensor on it lives; `close` only ends the page-locking, so whoever owns the slab calls it
-    after the last copy to or from the GPU.
+    as long as a tensor on it lives; `close` ends the page-locking and lets go of the slab's own tensor, so whoever
+    owns the slab calls it after the last copy to or from the GPU.
 
     Args:
         nbytes: bytes wanted.
@@ -56,13 +56,14 @@ class Slab:
             self._register()
 
     def close(self) -> None:
-        """Ends the page-locking, after the last copy to or from the GPU. Idempotent."""
+        """Lets go of the memory, after the last copy to or from the GPU. Idempotent."""
+        address, self.tensor = self.tensor.data_ptr(), torch.empty(0, dtype=torch.uint8)
         if self._pinned:
             self._pinned = False
             # Buffers are given back in the order of the host's calls; the GPU may be a few copies behind.
             torch.cuda.synchronize()
-            del _page_locked[self.tensor.data_ptr()]
-            torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(self.tensor.data_ptr())))
+            torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(address)))
+            del _page_locked[address]  # who holds a view of it keeps it, and nobody else
 
     def _register(self) -> None:
         size = self.tensor.numel()

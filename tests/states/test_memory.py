@@ -1,0 +1,44 @@
+"""What states take of the host's memory."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from tests.states.test_checkpoints import Large, memory
+from tests.states.test_places import ssd
+from tests.states.test_training import loader
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_the_end_of_a_training_takes_no_more_memory(tmp_path: Path, states: str) -> None:
+    """The weights are whole again while the rest goes, flat after flat."""
+
+    class Ending(Large):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.strategy.model_states.drain()  # type: ignore[attr-defined]
+            self.most = self.before = memory()
+
+        def on_fit_end(self) -> None:
+            watcher.start()
+
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.0005):
+            model.most = max(model.most, memory())
+
+    model = Ending()
+    watcher = threading.Thread(target=watch)
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(states=states), max_steps=2, default_root_dir=tmp_path,
+                         logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    trainer.fit(model, loader())
+    ended.set()
+    watcher.join()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    # Weights, gradients and two states went, and weights came; from SSDs weights came and gradients went.
+    assert model.most - model.before < weights / 2
+    if states == "host":
+        assert memory() - model.before < -2 * weights
