@@ -214,6 +214,7 @@ def draw(results: dict[str, Any], picture: Path) -> None:
         for ours, theirs in ((f"host:{shape}", f"deepspeed-cpu:{shape}"),)
         if ours in steps and theirs in steps
     ]
+    pairs.sort(key=lambda pair: results[pair[1]][0]["parameters"])
     figure, axes = plt.subplots(figsize=(7, 2.6))
     for y, (_, ours, theirs) in enumerate(pairs):
         for offset, name, color in ((-0.2, theirs, "tab:gray"), (0.2, ours, "tab:green")):

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
-from lightning_ssd.activations.config import check_choice
+from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
 from lightning_ssd.callbacks import add_default_callbacks
 from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.sizes import parse_bytes
@@ -46,9 +47,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         offload: how much goes out of each micro-batch. `"auto"`: as much as the bandwidth carries while the device
             computes, measured in the first steps (SSDTrain's rule). A `float`: that share of the bytes, 0.0 to 1.0. An
             `int`, or a string like `"8GiB"`: that many bytes (but 1 is everything, like 1.0). `"none"`: nothing.
-        host_memory: bytes of pinned memory (or `"32GiB"`) that activations may take. `"auto"`: half of what is free
-            when training starts; on a CPU device, where they are in host memory already, none (with `tier="ssd"`).
-        ssd_capacity: bytes of scratch space (or `"500GB"`), taken before the first step; `None`: taken as needed.
+        host_memory: bytes of host memory (or `"32GiB"`) that states and, in what they leave, activations may take.
+            `"auto"`: for activations half of what is free when training starts; on a CPU device, where they are in
+            host memory already, none (with `tier="ssd"`).
+        ssd_capacity: bytes of scratch space (or `"500GB"`) for both, taken before the first step; `None`: taken as
+            needed.
         spill: with both tiers, which one is filled first: `"host_first"` or `"ssd_first"`.
         min_bytes: saved tensors whose storage is smaller stay on the device.
         staging_memory: bytes of pinned memory that pass data to and from the SSDs.
@@ -197,7 +200,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         if fitting:
             mark_weights(self.model)
             self.tensor_cache = make_tensor_cache(
-                self.config,
+                self._left_for_activations(),
                 self.root_device,
                 default_path=trainer.default_root_dir,
                 rank=self.global_rank,
@@ -240,6 +243,24 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         self._precision = self.precision_plugin
         self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=hold)
+
+    def _left_for_activations(self) -> OffloadConfig:
+        """Returns what of the budgets the states leave."""
+        config, states = self.config, self.model_states
+        if states is None:
+            return config
+        if config.host_memory != "auto":
+            left = max(0, parse_bytes(config.host_memory, "host_memory") - states.host_bytes)
+            config = replace(config, host_memory=left if left >= SMALLEST_TIER else 0)
+        if config.ssd_capacity is not None:
+            left = parse_bytes(config.ssd_capacity, "ssd_capacity") - states.ssd_bytes
+            if left < SMALLEST_TIER:
+                config = replace(config, tier="host", ssd_capacity=None)
+            else:
+                config = replace(config, ssd_capacity=left)
+        if config.tier == "host" and config.host_memory == 0:
+            config = replace(config, offload="none", host_memory=SMALLEST_TIER)
+        return config
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

@@ -118,7 +118,7 @@ def make_tensor_cache(
     if config.host_memory == "auto" and "host" in names:
         budget = available_memory() // (2 * processes)
         config = replace(config, host_memory=budget)
-        if budget < _PROBE_BYTES and config.tier == "ssd":
+        if budget < SMALLEST_TIER and config.tier == "ssd":
             log.warning("no memory is left for a host tier: activations go to the SSD tier alone")
             names.remove("host")
     copies = make_copies(device)
@@ -174,10 +174,10 @@ def _tier_names(config: OffloadConfig, device: torch.device) -> list[TierName]:
 def _make_host_tier(config: OffloadConfig, copies: Copies) -> tuple[HostTier, TierSpeed]:
     budget = parse_bytes(config.host_memory, "host_memory")
     slab = min(budget, 2**30)
-    if slab < _PROBE_BYTES:
+    if slab < SMALLEST_TIER:
         raise ValueError(
             f"`host_memory={config.host_memory!r}` is too small for a host tier: give it at least "
-            f"{format_bytes(_PROBE_BYTES)}, or 0 (with `tier='ssd'`) for none."
+            f"{format_bytes(SMALLEST_TIER)}, or 0 (with `tier='ssd'`) for none."
         )
     pool = PinnedPool(budget, pin=copies.device.type == "cuda", slab_bytes=slab, name="host_memory")
     try:
@@ -220,8 +220,8 @@ def _make_ssd_tier(
 
 def _copy_speed(copies: Copies, pool: PinnedPool) -> tuple[float, float]:
     """Measures copies out and in, in bytes/s: the best of three of one buffer."""
-    data = copies.empty(_PROBE_BYTES)
-    buffer = pool.acquire(_PROBE_BYTES)
+    data = copies.empty(SMALLEST_TIER)
+    buffer = pool.acquire(SMALLEST_TIER)
     clock = make_clock(copies.device)
     seconds = []
     for copy, src, dst in ((copies.out, data, buffer.tensor), (copies.into, buffer.tensor, data)):
@@ -234,11 +234,12 @@ def _copy_speed(copies: Copies, pool: PinnedPool) -> tuple[float, float]:
             best = min(best, clock.elapsed(start, end) or best)
         seconds.append(best)
     buffer.release()
-    return _PROBE_BYTES / seconds[0], _PROBE_BYTES / seconds[1]
+    return SMALLEST_TIER / seconds[0], SMALLEST_TIER / seconds[1]
 
 
 _PIECE_BYTES = 16 * 2**20  # one I/O: long enough for a drive's full speed, short enough to stage
-_PROBE_BYTES = 64 * 2**20
+SMALLEST_TIER = 64 * 2**20
+"""Bytes: copies of so many show the bandwidth."""
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:

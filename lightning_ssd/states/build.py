@@ -172,10 +172,12 @@ def make_model_states(
     for optimizer in {id(groups[p][0]): groups[p][0] for p in leaving if p in groups}.values():
         check_optimizer(optimizer)
     units = find_units(module, config.units)
+    stream_bytes = config.budget(device)
     if config.states == "auto" and config.gpu_memory != "auto":
-        resident = _residents(units, leaving, groups, config.budget(device), autocast)
+        resident, taken = _residents(units, leaving, groups, stream_bytes, autocast)
         stay |= resident
         leaving -= resident
+        stream_bytes -= taken
     with contextlib.ExitStack() as undo:
         copies = make_copies(device)
         undo.callback(copies.close)
@@ -193,16 +195,18 @@ def make_model_states(
             split = config.state_format == "split" and flat.dtype == torch.bfloat16
             revertible = gated and config.clip != "deferred" and isinstance(rules.get(flat), ElementwiseRule)
             layouts.append(Layout(flat, split, names, flat in rules, slots=2 if revertible else 1))
-        assert config.states != "gpu"
+        # Host memory alone, if that was asked for.
+        kind = "host" if config.states == "auto" and storage.tier == "host" else config.states
+        assert kind != "gpu"
         budget = _host_budget(config, storage)
         try:
-            places = choose_places(layouts, config.states, budget)
+            places = choose_places(layouts, kind, budget)
             scratch = _make_scratch(places, storage, default_path, device)
         except (ValueError, StorageFullError):
             if config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
                 raise
             layouts = [replace(layout, slots=1) for layout in layouts]
-            places = choose_places(layouts, config.states, budget)
+            places = choose_places(layouts, kind, budget)
             scratch = _make_scratch(places, storage, default_path, device)
         if scratch is not None:
             undo.callback(scratch.close)
@@ -234,7 +238,9 @@ def make_model_states(
             of_flats,
             copies,
             scratch,
-            budget=config.budget(device),
+            budget=stream_bytes,
+            host_bytes=places.host,
+            ssd_bytes=places.ssd,
             overlap=config.overlap,
             gated=gated,
             scaled=scaled,
@@ -260,8 +266,8 @@ def _groups_of(optimizers: Sequence[Optimizer]) -> tuple[Groups, set[nn.Paramete
 
 def _residents(
     units: Sequence[Unit], leaving: set[nn.Parameter], groups: Groups, budget: int, autocast: torch.dtype | None
-) -> set[nn.Parameter]:
-    """Returns the parameters that the device has room for, with gradients and states, beside the weights that pass.
+) -> tuple[set[nn.Parameter], int]:
+    """Returns the parameters that the device has room for, beside the weights that pass, and what they take, in bytes.
 
     Whole units, the first of the forward first: their step comes last and is wanted first, so that no time would hide
     it on the CPU.
@@ -272,7 +278,7 @@ def _residents(
 
     compute = 4 if autocast is None else autocast.itemsize
     sizes = sorted((sum(compute * parameter.numel() for parameter in of(unit)) for unit in units), reverse=True)
-    left = budget - sum(sizes[:3])  # one computes, one comes, one goes
+    taken, most = 0, budget - sum(sizes[:3])  # one computes, one comes, one goes
     chosen: set[nn.Parameter] = set()
     for unit in units:
         # fp32 weight, gradient and two states, and autocast's copy
@@ -282,11 +288,11 @@ def _residents(
         )
         if any(parameter.dtype != torch.float32 for parameter in of(unit)):
             continue  # it has master weights only on the host
-        if need > left:
+        if taken + need > most:
             break
-        left -= need
+        taken += need
         chosen.update(of(unit))
-    return chosen
+    return chosen, taken
 
 
 def _make_flats(

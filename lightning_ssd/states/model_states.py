@@ -53,6 +53,8 @@ class ModelStates:
         copies: copies of the device; owned.
         scratch: what the homes on SSDs share, if there are any; owned.
         budget: bytes of the device that fetched weights may take.
+        host_bytes: bytes of host memory that everything takes, for whoever shares a budget with it.
+        ssd_bytes: bytes on SSDs.
         overlap: "none": a step's jobs run when backward has ended, and the step waits for them. "naive": a flat's job
             reads, steps and writes back before the next begins (LoHan's figure 3b). "optimized": the three overlap.
         gated: whether a step needs to know all gradients before it is made: their norm, which clips them, or whether
@@ -78,6 +80,8 @@ class ModelStates:
         scratch: Scratch | None,
         *,
         budget: int,
+        host_bytes: int,
+        ssd_bytes: int,
         overlap: Overlap,
         gated: bool,
         scaled: bool,
@@ -86,6 +90,8 @@ class ModelStates:
         hold: bool,
     ) -> None:
         self.homes = homes
+        self.host_bytes = host_bytes
+        self.ssd_bytes = ssd_bytes
         self._rules = rules
         self._groups = groups
         self._copies = copies

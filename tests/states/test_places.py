@@ -103,6 +103,28 @@ def test_auto_takes_a_model_that_was_built_on_meta(tmp_path: Path) -> None:
     assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        {"ssd_capacity": "1MiB"},
+        {"ssd_capacity": "1MiB", "host_memory": "200KiB"},
+        {"ssd_capacity": "200MiB", "host_memory": "100MiB"},
+        {"host_memory": "1MiB", "tier": "host"},
+    ],
+)
+def test_activations_have_what_states_leave_of_the_budgets(tmp_path: Path, budgets: dict[str, Any]) -> None:
+    expected = train(tmp_path, "auto", Model())
+    assert_same(train(tmp_path, ssd(offload="auto", **budgets), Model()), expected)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_host_memory_alone_if_that_was_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = ssd(states="auto", tier="host", gpu_memory=1)
+    with caplog.at_level("INFO", "lightning_ssd"):
+        assert_same(train(tmp_path, strategy, Model()), train(tmp_path, "auto", Model()))
+    assert any("and 0 B on SSDs" in message for message in caplog.messages)
+
+
 def test_large_units_have_several_flats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "STAGED_FLAT_ELEMENTS", 1000)
     expected = train(tmp_path, "auto", Model(), gradient_clip_val=8.0)
