@@ -18,7 +18,7 @@ from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.gate import Clip
 from lightning_ssd.states.home import Home, Layout
-from lightning_ssd.states.materialize import Unborn, check_buffers, materialize
+from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
 from lightning_ssd.states.model_states import ModelStates, Overlap
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
@@ -222,14 +222,15 @@ def make_model_states(
                 undo.callback(rest.free)
             home = homes[layout.flat] = Home(layout, weights, rest, copies, scratch)
             undo.callback(home.give_back)
-        for unit, (_, flats) in zip(units, of_units, strict=True):
-            materialize(module, unit, unborn, device)
-            for _, parameter in unit.parameters:
-                if parameter not in leaving:
-                    parameter.data = parameter.data.to(device)
-            for flat in flats:
-                homes[flat].fill()
-        check_buffers(unborn)
+        for together in born_together(module, units):
+            materialize(module, [units[index] for index in together], unborn, device)
+            for index in together:
+                for _, parameter in units[index].parameters:
+                    if parameter not in leaving:
+                        parameter.data = parameter.data.to(device)
+                for flat in of_units[index][1]:
+                    homes[flat].fill()
+        materialize_buffers(module, unborn)
         states = ModelStates(
             module,
             of_units,

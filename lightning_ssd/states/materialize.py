@@ -4,7 +4,7 @@ As FSDP does it: a module's own `reset_parameters` gives values to its parameter
 Face model around it, where there is one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,36 +44,53 @@ def take_off_meta(module: nn.Module) -> Unborn:
     return Unborn(parameters, buffers)
 
 
-def materialize(root: nn.Module, unit: Unit, unborn: Unborn, device: torch.device) -> None:
-    """Gives values to what is unborn in `unit`; the parameters are on `device` then, which draws random numbers fast.
+def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
+    """Divides units, by their indices, into groups in whose order they get values.
+
+    A module gives values to all its own parameters at once, and those may be in several units: one tied, one not.
+    """
+    unit_of = {parameter: index for index, unit in enumerate(units) for _, parameter in unit.parameters}
+    group_of = {index: {index} for index in range(len(units))}
+    for module in root.modules():
+        joined: set[int] = set()
+        for parameter in module.parameters(recurse=False):
+            joined |= group_of[unit_of[parameter]]
+        for index in joined:
+            group_of[index] = joined
+    return [sorted(group) for group in {min(group): group for group in group_of.values()}.values()]
+
+
+def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: torch.device) -> None:
+    """Gives values to what is unborn in `units`; the parameters are on `device` then, which draws random numbers fast.
 
     Args:
         root: the model.
-        unit: one of its units.
+        units: a group of its units, as `born_together` says.
         unborn: of the model; what is born is taken out.
-        device: has room for the unit.
+        device: has room for the units.
 
     Raises:
-        ValueError: nobody gives values to a parameter or buffer; it names the remedy.
+        ValueError: nobody gives values to a parameter; it names the remedy.
     """
-    mine = {parameter: name for name, parameter in unit.parameters if parameter in unborn.parameters}
+    mine = {parameter: name for unit in units for name, parameter in unit.parameters if parameter in unborn.parameters}
     for parameter in mine:
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     unborn.parameters.difference_update(mine)
-    for owner in unit.modules:
+    seen: set[nn.Module] = set()
+    for owner in (module for unit in units for module in unit.modules):
         for module in reversed(list(owner.modules())):  # children before their parents
-            own = list(module.parameters(recurse=False))
-            below = list(module.parameters())
-            if mine.keys().isdisjoint(below) or not unborn.parameters.isdisjoint(own):
+            own, below = set(module.parameters(recurse=False)), set(module.parameters())
+            # A parent that has none itself may set those below, if all of them are here.
+            if module in seen or mine.keys().isdisjoint(own or below) or not (own or below) <= mine.keys():
                 continue
-            whole = unborn.parameters.isdisjoint(below)
-            for model in _hugging_face_models(root, module):
-                if own or whole:
-                    model._init_weights(module)  # type: ignore[operator]
-                break
-            else:
-                if not mine.keys().isdisjoint(own):
-                    _reset(module, next(mine[parameter] for parameter in own if parameter in mine))
+            seen.add(module)
+            _give_values(root, module, own, mine)
+    for parameter, name in mine.items():
+        if not any(parameter in set(module.parameters(recurse=False)) for module in seen):
+            raise ValueError(
+                f"parameter {name!r} was built on `meta` in a module of which other parameters were not. Build all of "
+                "it there, or none."
+            )
 
 
 def materialize_on(root: nn.Module, device: torch.device) -> None:
@@ -84,37 +101,51 @@ def materialize_on(root: nn.Module, device: torch.device) -> None:
     """
     unborn = take_off_meta(root)
     if unborn.parameters or unborn.buffers:
-        for unit in find_units(root):
-            materialize(root, unit, unborn, device)
-        check_buffers(unborn)
+        units = find_units(root)
+        for group in born_together(root, units):
+            materialize(root, [units[index] for index in group], unborn, device)
+        materialize_buffers(root, unborn)
 
 
-def check_buffers(unborn: Unborn) -> None:
-    """Checks that every buffer got a value.
+def materialize_buffers(root: nn.Module, unborn: Unborn) -> None:
+    """Gives values to buffers of modules without parameters of their own; others have them by now.
 
     Raises:
-        ValueError: one got none.
+        ValueError: one has none.
     """
+    for module in dict.fromkeys(owner for owner, name in unborn.buffers if _has_no_value(owner, name)):
+        if not list(module.parameters(recurse=False)):
+            _give_values(root, module, set(), {})
     for owner, name in unborn.buffers:
-        buffer = owner._buffers[name]
-        assert buffer is not None
-        no_value = _no_value(buffer)
-        if buffer.numel() and bool((buffer.isnan() if no_value != no_value else buffer == no_value).all()):
+        if _has_no_value(owner, name):
             raise ValueError(
                 f"buffer {name!r} of {type(owner).__name__} was built on `meta`, and nothing gave it values. Set it in "
                 "`reset_parameters`, or build the model without `meta`."
             )
 
 
-def _reset(module: nn.Module, name: str) -> None:
+def _has_no_value(owner: nn.Module, name: str) -> bool:
+    buffer = owner._buffers[name]
+    if buffer is None or not buffer.numel():
+        return False
+    return bool((buffer.isnan() if buffer.is_floating_point() else buffer == _no_value(buffer)).all())
+
+
+def _give_values(root: nn.Module, module: nn.Module, own: set[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+    for model in _hugging_face_models(root, module):
+        with torch.no_grad():
+            model._init_weights(module)  # type: ignore[operator]
+        return
     reset = getattr(module, "reset_parameters", None)
-    if reset is None:
+    if reset is not None:
+        with torch.no_grad():
+            reset()
+    elif own:
+        name = next(names[parameter] for parameter in own)
         raise ValueError(
             f"parameter {name!r} was built on `meta`, and {type(module).__name__} has no `reset_parameters` that gives "
             "it values. Write one, or build the model without `meta`."
         )
-    with torch.no_grad():
-        reset()
 
 
 def _hugging_face_models(root: nn.Module, module: nn.Module) -> Iterator[nn.Module]:

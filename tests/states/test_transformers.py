@@ -1,0 +1,132 @@
+"""Models of transformers: tied and shared embeddings, models in models, folders, and building on `meta`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.states.test_places import ssd
+from tests.states.test_training import host
+
+SIZES: dict[str, Any] = dict(vocab_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+
+
+def bert() -> Any:
+    return BertForMaskedLM(BertConfig(hidden_size=32, max_position_embeddings=16, **SIZES))
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(hidden_size=32, max_position_embeddings=16, **SIZES))
+
+
+def t5() -> Any:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    )
+
+
+class Wrapped(pl.LightningModule):
+    """A model that predicts its own input."""
+
+    def __init__(self, make: Callable[[], Any], *, meta: bool = False, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.make, self.meta, self.checkpointing = make, meta, checkpointing
+        self.model: Any = None
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            torch.manual_seed(1)
+            with torch.device("meta" if self.meta else "cpu"):
+                self.model = self.make()
+            if self.checkpointing:
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.train()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def trained(path: Path, strategy: Any, model: Wrapped) -> Wrapped:
+    tokens = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(2))
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False, default_root_dir=path,
+                         gradient_clip_val=1.0)  # fmt: skip
+    torch.manual_seed(3)
+    trainer.fit(model, DataLoader(tokens, batch_size=4))
+    return model
+
+
+def assert_same(a: Wrapped, b: Wrapped) -> None:
+    assert a.losses == b.losses and len(a.losses) == 16
+    expected = b.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in a.state_dict().items())
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, llama, t5])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_numbers_are_plain_lightnings(tmp_path: Path, make: Any, checkpointing: bool) -> None:
+    expected = trained(tmp_path, "auto", Wrapped(make, checkpointing=checkpointing))
+    for strategy in (host(gpu_memory=1), ssd(clip="speculative")):
+        assert_same(trained(tmp_path, strategy, Wrapped(make, checkpointing=checkpointing)), expected)
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, llama, t5])
+def test_models_that_were_built_on_meta(tmp_path: Path, make: Any) -> None:
+    """They train, with weights distributed as their own initialisation does it."""
+    model = Wrapped(make, meta=True)
+    before: dict[str, Tensor] = {}
+
+    class Looking(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            before.update(pl_module.state_dict())
+
+    torch.manual_seed(1)
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=2, logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+                         callbacks=[Looking()])  # fmt: skip
+    tokens = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(2))
+    trainer.fit(model, DataLoader(tokens, batch_size=4))
+    for name, value in make().state_dict().items():
+        made = before[f"model.{name}"]
+        assert made.shape == value.shape and made.isfinite().all(), name
+        assert torch.allclose(made.float().std(unbiased=False), value.float().std(unbiased=False), rtol=0.5), name
+        assert torch.allclose(made.float().mean(), value.float().mean(), atol=0.1), name
+    assert model.losses[-1] < model.losses[0]
+
+
+def test_a_local_folder(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    folder = tmp_path / "folder"
+    gpt2().save_pretrained(folder)
+
+    def make() -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+    expected = trained(tmp_path / "plain", "auto", Wrapped(make))
+    assert_same(trained(tmp_path / "ours", ssd(), Wrapped(make)), expected)
