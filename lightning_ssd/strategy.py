@@ -64,6 +64,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             the SSDs of `path`. `"auto"`: on the device if they take no more than `gpu_memory` (by default 60 % of the
             device's memory); else what of them `gpu_memory`, if it is given, has room for stays there, what
             `host_memory` has room for is in host memory (by default 85 % of what is free), and the rest is on SSDs.
+            Unless it is `"gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
             Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
             would cast them, and in fp32 elsewhere; a weight that one forward uses several times has its gradients
             summed in 16 bits. Under `bf16-true` all weights compute in bf16 and are stepped in fp32 (Lightning's own
@@ -134,8 +135,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip)
         self.tensor_cache: TensorCache | None = None
         self.model_states: ModelStates | None = None
-        self._streams = False
-        """Whether states leave the device in the present training or evaluation."""
+        self._streams: bool | None = None
+        """Whether states leave the device in the present training or evaluation, once somebody has asked."""
         self._precision: pl.plugins.Precision | None = None
         """The Trainer's own plugin, while another is in its place."""
         self._leaving: set[torch.nn.Parameter] = set()
@@ -161,7 +162,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        if not self._streams:
+        if not self._leave():
             materialize_on(self.model, self.root_device)
             self.model.to(self.root_device)
             return
@@ -192,8 +193,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         assert self.model is not None
-        self._streams = self.states_config.leave(self.model, self.root_device, fitting=fitting)
-        if self._streams:
+        if self._leave():
             self._setup_with_states(trainer, fitting=fitting)
         else:
             super().setup(trainer)
@@ -264,7 +264,15 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self.states_config.states != "gpu"  # weights go straight to where they are kept
+        return self._leave()  # weights go straight to where they are kept
+
+    def _leave(self) -> bool:
+        """Whether states leave the device; the answer holds until teardown."""
+        if self._streams is None:
+            assert self.model is not None and self.lightning_module is not None
+            fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+            self._streams = self.states_config.leave(self.model, self.root_device, fitting=fitting)
+        return self._streams
 
     # ---- checkpoints: of states that have left, written and read without their ever being in RAM together ----
 
@@ -290,7 +298,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             super().save_checkpoint(take_in(checkpoint), filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if self.states_config.states == "gpu" or not self._owns_files(checkpoint_path):
+        if not self._leave() or not self._owns_files(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         torch.cuda.empty_cache()
         if is_sharded(checkpoint_path):
@@ -329,6 +337,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def teardown(self) -> None:
         cache, self.tensor_cache = self.tensor_cache, None
         states, self.model_states = self.model_states, None
+        self._streams = None
         if self._precision is not None:
             self.precision_plugin, self._precision = self._precision, None
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others

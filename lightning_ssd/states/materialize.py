@@ -19,7 +19,7 @@ class Unborn:
 
     Attributes:
         parameters: stand-ins on the CPU, of the right shape and without memory.
-        buffers: modules and names of buffers; they are on the CPU, and hold `_NO_VALUE`.
+        buffers: modules and names of buffers; they hold what stands for no value.
     """
 
     parameters: set[nn.Parameter]
