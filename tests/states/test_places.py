@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import build
-from lightning_ssd.storage import PosixBackend, StorageError, StorageFullError
+from lightning_ssd.storage import ChecksumError, PosixBackend, StorageError, StorageFullError
 from tests.states.test_training import Block, Model, assert_same, host, loader, train
 from tests.storage.faults import FaultyBackend
 
@@ -197,6 +197,39 @@ def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: 
         trainer.fit(model, loader(), loader(2, seed=2))
     left = model.state_dict()
     assert any(all(torch.equal(left[name], step[name]) for name in left) for step in steps)
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("clip", [None, 8.0])
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ({"error": {"read": OSError(5, "Input/output error")}}, StorageError, "read.*scratch.*Input/output error"),
+        ({"error": {"write": OSError(28, "No space left on device")}}, StorageFullError, "write.*scratch"),
+        ({"short": {"read"}}, StorageError, "read only .* bytes at offset"),
+        ({"flip": True}, ChecksumError, "are not what was written"),
+    ],
+)
+def test_faults_in_the_middle(
+    tmp_path: Path, fault: dict[str, Any], error: Any, message: str, clip: float | None
+) -> None:
+    """Whatever goes wrong with a drive, training hears it before it computes with it, and ends."""
+    backend = FaultyBackend()
+
+    class Broken(Model):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if len(self.losses) == 5:
+                for name, value in fault.items():
+                    setattr(backend, name, value)
+
+    model = Broken()
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(backend=backend, checksum=True, gpu_memory=1), max_epochs=2,
+                         default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, gradient_clip_val=clip)  # fmt: skip
+    with pytest.raises(error, match=message):
+        trainer.fit(model, loader())
+    assert len(model.losses) < 8
+    assert all(value.shape == Model().state_dict()[name].shape for name, value in model.state_dict().items())
     assert_nothing_is_left(tmp_path)
 
 
