@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import OffloadConfig, check_choice
-from lightning_ssd.activations.copies import make_copies
+from lightning_ssd.activations.copies import Copies, make_copies
 from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
@@ -183,18 +183,10 @@ def make_model_states(
         undo.callback(copies.close)
         most = FLAT_ELEMENTS if config.states == "host" else STAGED_FLAT_ELEMENTS
         of_units = _make_flats(module, units, leaving, groups, device, autocast, most)
-        rules: dict[Flat, Rule] = {}
-        of_flats: dict[Flat, tuple[Optimizer, int]] = {}
-        layouts: list[Layout] = []
-        for flat in (flat for _, flats in of_units for flat in flats):
-            names: tuple[str, ...] = ()
-            if (group := groups.get(flat.slices[0].parameter)) is not None:
-                of_flats[flat] = group
-                rules[flat] = rule_for(group[0], flat)
-                names = rules[flat].state_names(group[0].param_groups[group[1]])
-            split = config.state_format == "split" and flat.dtype == torch.bfloat16
-            revertible = gated and config.clip != "deferred" and isinstance(rules.get(flat), ElementwiseRule)
-            layouts.append(Layout(flat, split, names, flat in rules, slots=2 if revertible else 1))
+        flats = [flat for _, flats in of_units for flat in flats]
+        of_flats = {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
+        rules = {flat: rule_for(optimizer, flat) for flat, (optimizer, _) in of_flats.items()}
+        layouts = [_layout(flat, rules.get(flat), of_flats.get(flat), config, gated=gated) for flat in flats]
         # Host memory alone, if that was asked for.
         kind = "host" if config.states == "auto" and storage.tier == "host" else config.states
         assert kind != "gpu"
@@ -210,18 +202,7 @@ def make_model_states(
             scratch = _make_scratch(places, storage, default_path, device)
         if scratch is not None:
             undo.callback(scratch.close)
-        homes: dict[Flat, Home] = {}
-        for layout, of_weights, of_rest in zip(layouts, places.weights, places.rest, strict=True):
-            weights: Place = _make_place(
-                layout.flat.nbytes, of_weights, scratch, slots=layout.slots, pin=device.type == "cuda"
-            )
-            undo.callback(weights.free)
-            rest: Place | None = None
-            if layout.rest_bytes:
-                rest = _make_place(layout.rest_bytes, of_rest, scratch, slots=layout.slots, pin=False)
-                undo.callback(rest.free)
-            home = homes[layout.flat] = Home(layout, weights, rest, copies, scratch)
-            undo.callback(home.give_back)
+        homes = _make_homes(layouts, places, scratch, copies, undo)
         for together in born_together(module, units):
             materialize(module, [units[index] for index in together], unborn, device)
             for index in together:
@@ -366,6 +347,33 @@ def _make_scratch(
         scratch = Scratch(store, window, Worker("fetcher"), staging, Worker("opener"))
         undo.pop_all()
     return scratch
+
+
+def _layout(
+    flat: Flat, rule: Rule | None, group: tuple[Optimizer, int] | None, config: StatesConfig, *, gated: bool
+) -> Layout:
+    names = () if rule is None or group is None else rule.state_names(group[0].param_groups[group[1]])
+    split = config.state_format == "split" and flat.dtype == torch.bfloat16
+    revertible = gated and config.clip != "deferred" and isinstance(rule, ElementwiseRule)
+    return Layout(flat, split, names, rule is not None, slots=2 if revertible else 1)
+
+
+def _make_homes(
+    layouts: Sequence[Layout], places: Places, scratch: Scratch | None, copies: Copies, undo: contextlib.ExitStack
+) -> dict[Flat, Home]:
+    """Makes the flats' homes, which are empty; `undo` gives their places back, and parameters that have moved in."""
+    homes: dict[Flat, Home] = {}
+    pin = copies.device.type == "cuda"
+    for layout, of_weights, of_rest in zip(layouts, places.weights, places.rest, strict=True):
+        weights = _make_place(layout.flat.nbytes, of_weights, scratch, slots=layout.slots, pin=pin)
+        undo.callback(weights.free)
+        rest: Place | None = None
+        if layout.rest_bytes:
+            rest = _make_place(layout.rest_bytes, of_rest, scratch, slots=layout.slots, pin=False)
+            undo.callback(rest.free)
+        home = homes[layout.flat] = Home(layout, weights, rest, copies, scratch)
+        undo.callback(home.give_back)
+    return homes
 
 
 def _make_place(nbytes: int, where: Literal["host", "ssd"], scratch: Scratch | None, *, slots: int, pin: bool) -> Place:
