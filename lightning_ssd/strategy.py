@@ -259,7 +259,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             else:
                 config = replace(config, ssd_capacity=left)
         if config.tier == "host" and config.host_memory == 0:
-            config = replace(config, offload="none", host_memory=SMALLEST_TIER)
+            config = replace(config, offload="none")
         return config
 
     @property

@@ -12,10 +12,9 @@ from torch import Tensor
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, ended, finished
-from lightning_ssd.states.place import HostPlace, Place, Scratch
+from lightning_ssd.states.place import Place, Scratch
 from lightning_ssd.states.split import join, split
 from lightning_ssd.storage import PinnedBuffer
-from lightning_ssd.storage.slots import align_up
 
 log = logging.getLogger(__name__)
 
@@ -160,11 +159,6 @@ class Home:
         self.steps = 0
         """Steps that count."""
 
-    @property
-    def slots(self) -> int:
-        """1, or 2 if a step can be taken back."""
-        return min(place.slots for place in self._places)
-
     def reserve(self, stepped: "Future[Any]") -> None:
         """The flat will be opened, changed and closed before `stepped` is done."""
         self._stepped = stepped
@@ -197,8 +191,8 @@ class Home:
         def go(stepped: "Future[Any]") -> None:
             try:
                 stepped.result()
-                if isinstance(weights, HostPlace):
-                    issued.set_result(self._copies.into(weights.tensor, target, after))
+                if weights.staging_bytes == 0:
+                    issued.set_result(self._copies.into(weights.open(None, read=True)[0], target, after))
                     return
                 assert self._scratch is not None
                 fetched = self._scratch.fetcher.submit(fetch, [weights.settled()])
@@ -264,7 +258,7 @@ class Home:
         for place in self._places:
             if place.staging_bytes:
                 writes.append(place.write(opened.buffer.tensor[start : start + place.nbytes], other=step))
-                start += align_up(place.nbytes)
+                start += place.staging_bytes
         all_of(writes).add_done_callback(lambda _: self._release(opened))
 
     def commit(self) -> None:

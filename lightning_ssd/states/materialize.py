@@ -85,8 +85,9 @@ def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: 
                 continue
             seen.add(module)
             _give_values(root, module, own, mine)
+    given = {parameter for module in seen for parameter in module.parameters(recurse=False)}
     for parameter, name in mine.items():
-        if not any(parameter in set(module.parameters(recurse=False)) for module in seen):
+        if parameter not in given:
             raise ValueError(
                 f"parameter {name!r} was built on `meta` in a module of which other parameters were not. Build all of "
                 "it there, or none."

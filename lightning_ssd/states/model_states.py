@@ -30,7 +30,7 @@ from lightning_ssd.states.futures import all_of, finished, then
 from lightning_ssd.states.gate import Clip, Gate
 from lightning_ssd.states.gradient import Gradient
 from lightning_ssd.states.home import Home
-from lightning_ssd.states.optimizers import Rule
+from lightning_ssd.states.optimizers import Rule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.state_dicts import StateDicts
@@ -98,7 +98,7 @@ class ModelStates:
         self._scratch = scratch
         self._overlap = overlap
         self._hold = hold
-        self._clip_value = clip_value
+        self._clip_value = None if hold else clip_value
         self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
         self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda") for flat in rules}
@@ -148,8 +148,6 @@ class ModelStates:
 
     def begin(self, kind: Literal["train", "evaluate"]) -> None:
         """A forward begins, with a backward ("train") or without."""
-        if kind == "train":
-            self.state_dicts.lazy.take_in()
         self.state_dicts.put_away()
         self._stream.begin(kind)
 
@@ -186,17 +184,17 @@ class ModelStates:
             limit: the largest norm, or value.
             algorithm: "norm" or "value".
         """
-        if self._stepping is optimizer and not self._hold and algorithm == "norm" and self._gate.gated:
+        early = self._stepping is optimizer and not self._hold
+        if early and algorithm == "norm" and self._gate.gated:
             self._clip_by_norm(optimizer, limit)
             return
-        if self._stepping is optimizer and not self._hold and algorithm == "value" and limit == self._clip_value:
+        if early and algorithm == "value" and limit == self._clip_value:
             # Of what has left, the jobs do it.
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            if parameters:
+            if parameters := [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]:
                 torch.nn.utils.clip_grad_value_(parameters, limit)
             return
         with self.lend_gradients():
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = parameters_of(optimizer)
             if algorithm == "norm":
                 torch.nn.utils.clip_grad_norm_(parameters, limit)
             else:
@@ -241,7 +239,7 @@ class ModelStates:
     @contextlib.contextmanager
     def _lend_weights(self) -> Iterator[None]:
         """Makes every parameter that has left a whole fp32 tensor on the CPU."""
-        self.state_dicts.put_away()
+        self.state_dicts.before_change()
         self.drain()
         self._stream.release_all()
         lent = {flat: home.borrow() for flat, home in self.homes.items()}
@@ -304,7 +302,7 @@ class ModelStates:
     def _give_back(self) -> None:
         """Makes the parameters whole on the CPU, as the last step that was made left them."""
         # Half of a step is none, where it can be taken back.
-        revertible = [self.homes[flat] for flat in self._gradients if self.homes[flat].slots == 2]
+        revertible = [self.homes[flat] for flat in self._gradients if self.homes[flat].layout.slots == 2]
         whole = [home.steps - (home.written().exception() is not None) for home in revertible]
         for home in revertible:
             if home.steps > min(whole):
@@ -353,13 +351,14 @@ class ModelStates:
             gradient.settled.result()
         gradient.landed[index] = True
         gradient.landings += 1
+        wants = _wants(flat)
         complete = (
             self._stepping is not None
             and self._overlap != "none"
             and not self._hold
             and self._groups[flat][0] is self._stepping
             # Each once, and in the last backward, too: a gradient that comes in parts is complete at the end only.
-            and gradient.landings == self._expected.get((flat, _wants(flat))) == sum(_wants(flat))
+            and gradient.landings == self._expected.get((flat, wants)) == sum(wants)
         )
         if self._gate.scaled and not self._hold:
             self._gate.check(grad)
@@ -415,6 +414,7 @@ class ModelStates:
     def begin_step(self, optimizer: Optimizer) -> None:
         """A step of `optimizer` begins: what backward completes from here on is stepped at once."""
         if self._stepping is None:
+            self.state_dicts.before_change()
             self._stepping = optimizer
             self._gate.begin(hold=self._hold)
 
@@ -437,7 +437,7 @@ class ModelStates:
             if self._groups[flat][0] is optimizer and flat not in self._launched and gradient.summing:
                 self._launch(flat)
         launched, self._launched = self._launched, {}
-        revertible = {flat: home for flat in launched if (home := self.homes[flat]).slots == 2}
+        revertible = {flat: home for flat in launched if (home := self.homes[flat]).layout.slots == 2}
         if revertible:
             self._committed = all_of(then(launched[flat], home.written) for flat, home in revertible.items())
         self._stepping = None
@@ -458,8 +458,7 @@ class ModelStates:
                 sum_of_flat = self._sums.get(flat) if flat in self._launched else gradient.settled
                 if sum_of_flat is not None:
                     sum_of_flat.result()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._gate.clip(parameters, self._norms, limit)
+        self._gate.clip(parameters_of(optimizer), self._norms, limit)
 
     def _launch(self, flat: Flat) -> None:
         """Hands the step of `flat` to the CPU."""
@@ -481,17 +480,17 @@ class ModelStates:
             gradient,
             landed,
             self._gate.known,
-            self._clip_value if not self._hold else None,
+            self._clip_value,
             self._stepper,
             self._order[flat],
         )
-        after = [arrived] if home.slots == 1 else [arrived, self._committed]
+        after = [arrived] if home.layout.slots == 1 else [arrived, self._committed]
         guess = self._gate.guess
         # One made in vain must leave what was, and the gradient, as they are.
         certain = self._gate.known.done()
         if self._overlap == "naive":
             done = step.naive(after)
-        elif guess is not None and (certain or (home.slots == 2 and landed is not None)):
+        elif guess is not None and (certain or (home.layout.slots == 2 and landed is not None)):
             done = step.early(guess, after)
         else:
             done = step.late(after)

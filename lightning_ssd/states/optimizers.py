@@ -287,6 +287,11 @@ class OwnStepRule(Rule):
         self._optimizer.state[self._parameters[index]] = dict(state)
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters of all groups, in the order in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def rule_for(optimizer: Optimizer, flat: Flat) -> Rule:
     """Returns how `optimizer` steps `flat`."""
     if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):

@@ -82,13 +82,8 @@ class HostPlace(Place):
         self.slots = slots
         self._slabs = [Slab(nbytes, pin=pin) for _ in range(slots)]
 
-    @property
-    def tensor(self) -> Tensor:
-        """The bytes."""
-        return self._slabs[self._slot].tensor
-
     def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
-        return self.tensor, finished(None)
+        return self._slabs[self._slot].tensor, finished(None)
 
     def other(self, opened: Tensor) -> Tensor:
         return self._slabs[(self._slot + 1) % self.slots].tensor

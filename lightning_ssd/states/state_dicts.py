@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.lazy import LazyTensors
-from lightning_ssd.states.optimizers import Rule
+from lightning_ssd.states.optimizers import Rule, parameters_of
 
 
 @dataclass
@@ -81,10 +81,14 @@ class StateDicts:
                 item.values.take(item.masters)
             self._homes[flat].close(item.values, changed=item.changed)
 
-    def remove(self) -> None:
-        """Takes the hooks off."""
+    def before_change(self) -> None:
+        """Values are about to change: those that were promised are read, and nothing is at hand any more."""
         self.lazy.take_in()
         self.put_away()
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        self.before_change()
         for handle in self._handles:
             handle.remove()
 
@@ -95,12 +99,12 @@ class StateDicts:
         ]
 
     def _open(self, flats: set[Flat]) -> None:
-        self._settle()
         self.put_away(but=flats)
-        for flat in flats:
-            if flat not in self._at_hand:
-                values = self._homes[flat].open().result()
-                self._at_hand[flat] = _AtHand(values, values.masters())
+        if missing := flats - self._at_hand.keys():
+            self._settle()
+        for flat in missing:
+            values = self._homes[flat].open().result()
+            self._at_hand[flat] = _AtHand(values, values.masters())
 
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         """Puts the master weights, copied, where the module has put what is on the device."""
@@ -180,7 +184,6 @@ class StateDicts:
 
     def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, Flat, int]]:
         """Yields, of the optimizer's parameters that have left, the number in its state dict, and flat and index."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(parameters):
+        for number, parameter in enumerate(parameters_of(optimizer)):
             if parameter in self._where:
                 yield number, *self._where[parameter]

@@ -96,6 +96,40 @@ def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
             assert all(torch.equal(a["optimizer"][number][name], value) for name, value in state.items())
 
 
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_state_dicts_around_a_step_by_hand(tmp_path: Path, states: str) -> None:
+    """What was read before a step is not shown after it."""
+
+    class ByHand(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.seen: list[dict[str, Tensor]] = []
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers()
+            loss = self.loss(batch[0])
+            self.losses.append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.see()
+            lazily = self.trainer.strategy.lightning_module_state_dict()
+            optimizer.step()
+            self.see()
+            self.seen.append({name: value + 0 for name, value in lazily.items()})
+
+        def see(self) -> None:
+            self.seen.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    plain: Any = train(tmp_path, "auto", ByHand())
+    ours: Any = train(tmp_path, ssd(states=states), ByHand())
+    assert len(ours.seen) == len(plain.seen) > 30
+    for index, (a, b) in enumerate(zip(ours.seen, plain.seen, strict=True)):
+        # Plain Lightning's are the parameters themselves.
+        expected = plain.seen[index - 2] if index % 3 == 2 else b
+        assert tree_equal(a, expected), index
+
+
 def test_saving_in_the_background(tmp_path: Path) -> None:
     plain = saved(tmp_path / "plain", "auto")
     ours = saved(tmp_path / "ours", SSDOffloadStrategy(states="ssd", min_bytes=1, checkpoint_io=AsyncCheckpointIO()))
