@@ -31,6 +31,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lightning_ssd.storage.memory import available_memory
+
 CASES = [
     "deepspeed-cpu:2048x24",
     "host:2048x24",
@@ -176,13 +178,13 @@ def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]
     else:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.full_finetune", "--path", path]
         command += ["--one", json.dumps(case)] + ([f"--timeline={timeline}"] if timeline else [])
-    before = least = _available()
+    before = least = available_memory()
     ended = threading.Event()
 
     def watch() -> None:
         nonlocal least
         while not ended.wait(0.2):
-            least = min(least, _available())
+            least = min(least, available_memory())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -193,11 +195,6 @@ def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]
     if not lines:
         return {"error": f"exit code {process.returncode}"}
     return json.loads(lines[-1]) | {"ram": before - least}
-
-
-def _available() -> int:
-    with open("/proc/meminfo") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def draw(results: dict[str, Any], picture: Path) -> None:

@@ -78,8 +78,11 @@ def export(
 
 
 def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: torch.dtype | None) -> list[Path]:
+    def of(value: Tensor) -> torch.dtype:
+        return dtype if dtype is not None and value.is_floating_point() else value.dtype
+
     def size(value: Tensor) -> int:
-        return value.numel() * (dtype if dtype is not None and value.is_floating_point() else value.dtype).itemsize
+        return value.numel() * of(value).itemsize
 
     shards: list[list[str]] = [[]]
     filled = 0
@@ -94,11 +97,8 @@ def _write(weights: dict[str, Tensor], folder: Path, shard_bytes: int, dtype: to
     for index, names in enumerate(shards):
         name = "model" if len(shards) == 1 else f"model-{index + 1:05}-of-{len(shards):05}"
         files.append(folder / f"{name}.safetensors")
-        shard = {
-            key: (weights[key].to(dtype) if dtype is not None and weights[key].is_floating_point() else weights[key])
-            for key in names
-        }
-        save_file({key: value.clone() for key, value in shard.items()}, files[-1], metadata={"format": "pt"})
+        shard = {key: weights[key].to(of(weights[key]), copy=True) for key in names}
+        save_file(shard, files[-1], metadata={"format": "pt"})
         where |= dict.fromkeys(names, files[-1].name)
     if len(shards) > 1:
         total = sum(map(size, weights.values()))

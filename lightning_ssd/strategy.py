@@ -314,24 +314,24 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.tensor_cache is not None
-        if self.model_states is not None:
-            self.model_states.begin("train")
+        self._begin("train")
         with self.tensor_cache.hooks():
             return super().training_step(*args, **kwargs)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _begin(self, kind: Literal["train", "evaluate"]) -> None:
         if self.model_states is not None:
-            self.model_states.begin("evaluate")
+            self.model_states.begin(kind)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin("evaluate")
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model_states is not None:
-            self.model_states.begin("evaluate")
+        self._begin("evaluate")
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model_states is not None:
-            self.model_states.begin("evaluate")
+        self._begin("evaluate")
         return super().predict_step(*args, **kwargs)
 
     def teardown(self) -> None:

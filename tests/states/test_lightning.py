@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.states.test_checkpoints import tree_equal
 from tests.states.test_places import ssd
 from tests.states.test_training import Model, adamw, assert_same, host, loader, train
 
@@ -63,16 +64,6 @@ class Shown(Model):
         self.shown.append({name: value.clone() for name, value in self.state_dict().items()})
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 def test_what_lightning_shows(tmp_path: Path, strategy: Any) -> None:
     """Steps, rates, metrics, state dicts; schedulers by step and by metric; a group that is edited."""
     monitors = [pl.callbacks.LearningRateMonitor() for _ in range(2)]
@@ -82,7 +73,7 @@ def test_what_lightning_shows(tmp_path: Path, strategy: Any) -> None:
         runs.append(train(tmp_path, how, Shown(), max_epochs=3, logger=logger, callbacks=[monitor],
                           gradient_clip_val=8.0, log_every_n_steps=1))  # fmt: skip
     assert_same(runs[1], runs[0])
-    assert len(runs[0].shown) > 36 and same(runs[1].shown, runs[0].shown)
+    assert len(runs[0].shown) > 36 and tree_equal(runs[1].shown, runs[0].shown)
     logged = []
     for index in range(2):
         (file,) = (tmp_path / str(index)).rglob("metrics.csv")
