@@ -1,7 +1,8 @@
 """`SSDOffloadStrategy`: the only file that knows Lightning's Strategy contract."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_ca
 from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
 from lightning_ssd.callbacks import add_default_callbacks
 from lightning_ssd.precision import autocast_dtype, streaming_precision
+from lightning_ssd.recovery import Recovery
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import (
     ModelStates,
@@ -29,6 +31,8 @@ from lightning_ssd.states import (
     take_off_meta,
 )
 from lightning_ssd.storage import Backend
+
+log = logging.getLogger(__name__)
 
 
 class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
@@ -80,6 +84,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         clip: when steps are made whose gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once the
             norm is known, under the next forward. `"speculative"`: during backward, as if nothing was clipped, into a
             second copy of the states, and again if something was. `"auto"`: that, if there is room and few are.
+        recover: a training that was killed, or failed, goes on after the last step that it had made, when the same
+            script is run again: weights, optimizer states and data are where they were, bit for bit, and no checkpoint
+            is needed. All that leaves is on SSDs then, twice, in a directory of `path` that stays until a training
+            ends well; one training at a time has a path. What checkpoints don't have is lost, such as the sums of
+            logged means. A `ckpt_path` that is given goes first.
         checkpoints: how they are saved, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
             `"sharded"`: a directory of safetensors. Either is written and read with the memory for a few units, and
             resumes under either; `lightning-ssd export` makes a plain folder of weights of both.
@@ -113,6 +122,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         overlap: Literal["optimized", "naive", "none"] = "optimized",
         state_format: Literal["fp32", "split"] = "fp32",
         clip: Literal["auto", "deferred", "speculative"] = "auto",
+        recover: bool = False,
         checkpoints: Literal["file", "sharded"] = "file",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -132,11 +142,15 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         )
         check_choice("checkpoints", checkpoints, ("file", "sharded"))
         self._save = save if checkpoints == "file" else save_sharded
-        self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip)
+        self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip, recover)
         self.tensor_cache: TensorCache | None = None
         self.model_states: ModelStates | None = None
         self._streams: bool | None = None
         """Whether states leave the device in the present training or evaluation, once somebody has asked."""
+        self._recovery: Recovery | None = None
+        self._taking_up = False
+        """Whether the Trainer restores what a killed run has recorded: what has left is where it belongs already."""
+        self._failed = False
         self._precision: pl.plugins.Precision | None = None
         """The Trainer's own plugin, while another is in its place."""
         self._leaving: set[torch.nn.Parameter] = set()
@@ -239,6 +253,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             self._unborn = Unborn(set(), set())
         if not fitting:
             return
+        if self.states_config.recover:
+            self._recovery = Recovery(trainer, self.model_states)
+            if (record := self.model_states.recovered) is not None:
+                self._taking_up = True
+                self._recovery.take_up(record.rest)
         for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         self._precision = self.precision_plugin
@@ -298,6 +317,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             super().save_checkpoint(take_in(checkpoint), filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if self._taking_up:
+            assert self._recovery is not None
+            self._taking_up = False
+            self._recovery.forget()
+            log.warning("starting from %s, and not from where a run was killed", checkpoint_path)
         if not self._leave() or not self._owns_files(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         torch.cuda.empty_cache()
@@ -311,6 +335,33 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def _owns_files(self, path: str | Path) -> bool:
         """Whether checkpoints are local files that nobody asked to have written otherwise."""
         return type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and "://" not in str(path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with self._but_what_has_left():
+            super().load_model_state_dict(checkpoint, strict=strict and not self._taking_up)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        with self._but_what_has_left():
+            super().load_optimizer_state_dict(checkpoint)
+
+    def _but_what_has_left(self) -> contextlib.AbstractContextManager[None]:
+        if not self._taking_up or self.model_states is None:
+            return contextlib.nullcontext()
+        return self.model_states.state_dicts.without()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        assert self.lightning_module is not None
+        training = self.lightning_module.trainer.state.stage == pl.trainer.states.RunningStage.TRAINING
+        return dataloader if self._recovery is None or not training else self._recovery.follow(dataloader)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._taking_up = False
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._failed = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.tensor_cache is not None
@@ -337,7 +388,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def teardown(self) -> None:
         cache, self.tensor_cache = self.tensor_cache, None
         states, self.model_states = self.model_states, None
-        self._streams = None
+        keep, self._failed = self._failed, False
+        self._streams = self._recovery = None
+        self._taking_up = False
         if self._precision is not None:
             self.precision_plugin, self._precision = self._precision, None
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
@@ -345,7 +398,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             if cache is not None:
                 stack.callback(cache.close)
             if states is not None:
-                stack.callback(states.close)
+                stack.callback(states.close, keep=keep)
 
     # ---- one process: what collectives come to ----
 

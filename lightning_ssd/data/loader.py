@@ -24,6 +24,11 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         Raises:
             ValueError: If the checkpoint's batches are not those of this loader.
         """
+        if self._resume_from is None:
+            self._batches = 0
+        return self._read()
+
+    def _read(self) -> Iterator[dict[str, Tensor]]:
         # A generator, so that nothing is read before the first batch is asked for: Lightning makes the
         # iterator first and tells the sampler its epoch afterwards.
         state, self._resume_from = self._resume_from, None

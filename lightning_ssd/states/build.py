@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +19,14 @@ from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.gate import Clip
 from lightning_ssd.states.home import Home, Layout
+from lightning_ssd.states.journal import Journal, Record, read_record
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
 from lightning_ssd.states.model_states import ModelStates, Overlap
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage import BlobStore, PinnedPool, StorageFullError
+from lightning_ssd.storage import Blob, BlobStore, PinnedPool, StorageFullError
 from lightning_ssd.storage.memory import available_memory
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class StatesConfig:
     overlap: Overlap
     state_format: Literal["fp32", "split"]
     clip: Clip
+    recover: bool
 
     def __post_init__(self) -> None:
         check_choice("states", self.states, ("auto", "gpu", "host", "ssd"))
@@ -64,6 +67,11 @@ class StatesConfig:
         check_choice("state_format", self.state_format, ("fp32", "split"))
         if self.gpu_memory != "auto":
             parse_bytes(self.gpu_memory, "gpu_memory")
+        if self.recover and self.states in ("gpu", "host"):
+            raise ValueError(
+                f"`recover=True` takes up what a killed run has on SSDs, and `states={self.states!r}` puts nothing "
+                "there. Set `states='ssd'`, or `recover=False`."
+            )
 
     def leave(self, module: nn.Module, device: torch.device, *, fitting: bool) -> bool:
         """Whether anything leaves `device`: with "auto", if not all has room there.
@@ -75,6 +83,8 @@ class StatesConfig:
         """
         if self.states != "auto":
             return self.states != "gpu"
+        if self.recover and fitting:
+            return True
         if self.gpu_memory != "auto":
             budget: float = parse_bytes(self.gpu_memory, "gpu_memory")
         elif device.type == "cuda":
@@ -173,7 +183,8 @@ def make_model_states(
         check_optimizer(optimizer)
     units = find_units(module, config.units)
     stream_bytes = config.budget(device)
-    if config.states == "auto" and config.gpu_memory != "auto":
+    recover = config.recover and bool(optimizers)
+    if config.states == "auto" and config.gpu_memory != "auto" and not recover:
         resident, taken = _residents(units, leaving, groups, stream_bytes, autocast)
         stay |= resident
         leaving -= resident
@@ -186,23 +197,27 @@ def make_model_states(
         flats = [flat for _, flats in of_units for flat in flats]
         of_flats = {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
         rules = {flat: rule_for(optimizer, flat) for flat, (optimizer, _) in of_flats.items()}
-        layouts = [_layout(flat, rules.get(flat), of_flats.get(flat), config, gated=gated) for flat in flats]
+        two_slots = recover or (gated and config.clip != "deferred")
+        layouts = [_layout(flat, rules.get(flat), of_flats.get(flat), config, two_slots=two_slots) for flat in flats]
         # Host memory alone, if that was asked for.
         kind = "host" if config.states == "auto" and storage.tier == "host" else config.states
+        kind = "ssd" if recover else kind
         assert kind != "gpu"
+        recovered = read_record(storage.paths(default_path)[0], layouts) if recover else None
         budget = _host_budget(config, storage)
         try:
             places = choose_places(layouts, kind, budget)
-            scratch = _make_scratch(places, storage, default_path, device)
+            scratch = _make_scratch(places, storage, default_path, device, keep=recover, recovered=recovered)
         except (ValueError, StorageFullError):
-            if config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
+            if recover or config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
                 raise
             layouts = [replace(layout, slots=1) for layout in layouts]
             places = choose_places(layouts, kind, budget)
-            scratch = _make_scratch(places, storage, default_path, device)
+            scratch = _make_scratch(places, storage, default_path, device, keep=False, recovered=None)
         if scratch is not None:
-            undo.callback(scratch.close)
-        homes = _make_homes(layouts, places, scratch, copies, undo)
+            undo.callback(scratch.close, remove=recovered is None)
+        homes = _make_homes(layouts, places, scratch, copies, recovered, undo)
+        slots = {} if recovered is None else dict(zip(flats, recovered.slots, strict=True))
         for together in born_together(module, units):
             materialize(module, [units[index] for index in together], unborn, device)
             for index in together:
@@ -210,8 +225,18 @@ def make_model_states(
                     if parameter not in leaving:
                         parameter.data = parameter.data.to(device)
                 for flat in of_units[index][1]:
-                    homes[flat].fill()
+                    if flat in slots:
+                        homes[flat].take_over(slots[flat])
+                    else:
+                        homes[flat].fill()
         materialize_buffers(module, unborn)
+        if recovered is not None:
+            for rule, kept in zip(rules.values(), recovered.rules, strict=True):
+                rule.take_over(kept)
+        journal: Journal | None = None
+        if recover and scratch is not None:
+            journal = Journal(homes, rules, scratch.store)
+            undo.callback(journal.close)
         states = ModelStates(
             module,
             of_units,
@@ -229,6 +254,8 @@ def make_model_states(
             clip_value=clip_value,
             clip=config.clip,
             hold=hold,
+            journal=journal,
+            recovered=recovered,
         )
         undo.pop_all()
     return states
@@ -324,9 +351,15 @@ def _host_budget(config: StatesConfig, storage: OffloadConfig) -> int | None:
 
 
 def _make_scratch(
-    places: Places, storage: OffloadConfig, default_path: str | Path, device: torch.device
+    places: Places,
+    storage: OffloadConfig,
+    default_path: str | Path,
+    device: torch.device,
+    *,
+    keep: bool,
+    recovered: Record | None,
 ) -> Scratch | None:
-    """Makes what the flats on SSDs share, if there are any."""
+    """Makes what the flats on SSDs share, if there are any; `keep` and `recovered` as the store's `keep` and `kept`."""
     if places.ssd == 0:
         return None
     with contextlib.ExitStack() as undo:
@@ -336,9 +369,12 @@ def _make_scratch(
             backend=storage.backend,
             capacity=None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity"),
             checksum=storage.checksum,
+            keep=keep,
+            kept=None if recovered is None else recovered.kept,
         )
-        undo.callback(store.close)
-        store.reserve(places.ssd)
+        undo.callback(store.close, remove=recovered is None)
+        if recovered is None:
+            store.reserve(places.ssd)
         pin = device.type == "cuda"
         window = PinnedPool(max(places.window, 4096), pin=pin, name="model states' window")
         undo.callback(window.close)
@@ -350,37 +386,61 @@ def _make_scratch(
 
 
 def _layout(
-    flat: Flat, rule: Rule | None, group: tuple[Optimizer, int] | None, config: StatesConfig, *, gated: bool
+    flat: Flat, rule: Rule | None, group: tuple[Optimizer, int] | None, config: StatesConfig, *, two_slots: bool
 ) -> Layout:
     names = () if rule is None or group is None else rule.state_names(group[0].param_groups[group[1]])
     split = config.state_format == "split" and flat.dtype == torch.bfloat16
-    revertible = gated and config.clip != "deferred" and isinstance(rule, ElementwiseRule)
+    if config.recover and rule is not None and not isinstance(rule, ElementwiseRule):
+        assert group is not None
+        raise ValueError(
+            f"`recover=True` needs optimizer states that are on SSDs, and those of {type(group[0]).__name__} are in "
+            "memory. Take AdamW, Adam or SGD, or set `recover=False`."
+        )
+    revertible = two_slots and isinstance(rule, ElementwiseRule)
     return Layout(flat, split, names, rule is not None, slots=2 if revertible else 1)
 
 
 def _make_homes(
-    layouts: Sequence[Layout], places: Places, scratch: Scratch | None, copies: Copies, undo: contextlib.ExitStack
+    layouts: Sequence[Layout],
+    places: Places,
+    scratch: Scratch | None,
+    copies: Copies,
+    recovered: Record | None,
+    undo: contextlib.ExitStack,
 ) -> dict[Flat, Home]:
-    """Makes the flats' homes, which are empty; `undo` gives their places back, and parameters that have moved in."""
+    """Makes the flats' homes, which are empty; `undo` gives their places back, and parameters that have moved in.
+
+    With `recovered`, they have that run's blobs.
+    """
+    blobs = None if recovered is None else iter(recovered.kept.blobs)
     homes: dict[Flat, Home] = {}
     pin = copies.device.type == "cuda"
     for layout, of_weights, of_rest in zip(layouts, places.weights, places.rest, strict=True):
-        weights = _make_place(layout.flat.nbytes, of_weights, scratch, slots=layout.slots, pin=pin)
+        weights = _make_place(layout.flat.nbytes, of_weights, scratch, blobs, slots=layout.slots, pin=pin)
         undo.callback(weights.free)
         rest: Place | None = None
         if layout.rest_bytes:
-            rest = _make_place(layout.rest_bytes, of_rest, scratch, slots=layout.slots, pin=False)
+            rest = _make_place(layout.rest_bytes, of_rest, scratch, blobs, slots=layout.slots, pin=False)
             undo.callback(rest.free)
         home = homes[layout.flat] = Home(layout, weights, rest, copies, scratch)
         undo.callback(home.give_back)
     return homes
 
 
-def _make_place(nbytes: int, where: Literal["host", "ssd"], scratch: Scratch | None, *, slots: int, pin: bool) -> Place:
+def _make_place(
+    nbytes: int,
+    where: Literal["host", "ssd"],
+    scratch: Scratch | None,
+    blobs: Iterator[Blob] | None,
+    *,
+    slots: int,
+    pin: bool,
+) -> Place:
     if where == "host":
         return HostPlace(nbytes, slots=slots, pin=pin)
     assert scratch is not None
-    return SSDPlace(nbytes, scratch.store, slots=slots)
+    taken = None if blobs is None else list(islice(blobs, slots))
+    return SSDPlace(nbytes, scratch.store, slots=slots, blobs=taken)
 
 
 def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:

@@ -47,7 +47,7 @@ class Gate:
         """Whether the gate is open, or opens by the device's progress alone."""
         self._factor: Tensor | None = None
         """On the device, one element."""
-        self._not_finite = torch.zeros(1, device=copies.device)
+        self._not_finite = torch.zeros(1, dtype=torch.float32, device=copies.device)
         """On the device, whether a gradient was not finite."""
         self._host = Slab(4096, pin=copies.device.type == "cuda")
         self._guess = 1.0

@@ -52,7 +52,7 @@ class Gradient:
     def add(self, landed: list[bool]) -> None:
         """Adds what has landed to the total, in fp32: on the worker."""
         if self.total is None:
-            self.total = torch.zeros(self._flat.numel)
+            self.total = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
         for index, item in enumerate(self._flat.slices):
             if landed[index]:
                 total, gradient = item.of(self.total), item.of(self.landing)

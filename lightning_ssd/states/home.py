@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, ended, finished
-from lightning_ssd.states.place import Place, Scratch
+from lightning_ssd.states.place import Place, Scratch, SSDPlace
 from lightning_ssd.states.split import join, split
-from lightning_ssd.storage import PinnedBuffer
+from lightning_ssd.storage import Blob, PinnedBuffer
 
 log = logging.getLogger(__name__)
 
@@ -273,6 +273,21 @@ class Home:
         for place in self._places:
             place.turn()
 
+    @property
+    def slot(self) -> int:
+        """Which slot counts."""
+        return self._places[0].slot
+
+    def blobs(self) -> list[Blob]:
+        """Returns the blobs of the places on SSDs, each place's slots in order."""
+        return [blob for place in self._places if isinstance(place, SSDPlace) for blob in place.blobs]
+
+    def take_over(self, slot: int) -> None:
+        """Has the values that are in `slot` already; points the parameters, whose own memory is freed, to the flat."""
+        for place in self._places:
+            place.slot = slot
+        self.flat.attach()
+
     def drain(self) -> None:
         """Returns when the step that was announced is made and its result is where it belongs.
 
@@ -302,10 +317,17 @@ class Home:
         values.take(masters)
         self.close(values, changed=True)
 
+    def holds(self, masters: Tensor) -> bool:
+        """Whether what was borrowed is still what is here; if so, that is the end of it."""
+        values = self.open().result()
+        same = torch.equal(values.masters(), masters)
+        self.close(values, changed=False)
+        return same
+
     def fill(self) -> None:
         """Takes the parameters' values over, whose own memory is freed, and points them to the flat."""
         values = self.open().result()
-        masters = values.master if values.master is not None else torch.zeros(self.flat.numel)
+        masters = values.master if values.master is not None else torch.zeros(self.flat.numel, dtype=torch.float32)
         for item in self.flat.slices:
             item.of(masters).copy_(item.parameter.data)
         values.take(masters)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from lightning_ssd.states.futures import all_of, finished, then
 from lightning_ssd.states.gate import Clip, Gate
 from lightning_ssd.states.gradient import Gradient
 from lightning_ssd.states.home import Home
+from lightning_ssd.states.journal import Journal, Record
 from lightning_ssd.states.optimizers import Rule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter
 from lightning_ssd.states.place import Scratch
@@ -64,6 +65,8 @@ class ModelStates:
         clip: "deferred": gated jobs wait. "speculative": where a home has two slots they are made at once, with what
             the factor most likely is, and made again if it was not. "auto": that, when it is seldom wrong.
         hold: whether user code may look at gradients or settings between backward and step: nothing begins earlier.
+        journal: where steps are recorded, if a killed run is to be taken up; owned.
+        recovered: what such a run recorded last, which the homes and rules have taken over.
     """
 
     #: Bytes of gradients that may be on their way out at once.
@@ -88,7 +91,10 @@ class ModelStates:
         clip_value: float | None,
         clip: Clip,
         hold: bool,
+        journal: Journal | None,
+        recovered: Record | None,
     ) -> None:
+        self.recovered = recovered
         self.homes = homes
         self.host_bytes = host_bytes
         self.ssd_bytes = ssd_bytes
@@ -111,6 +117,11 @@ class ModelStates:
         """Steps that have begun since the last `optimizer.step`."""
         self._committed: Future[None] = finished(None)
         """Done when the last step counts in all flats that have two slots: the next one overwrites the one before."""
+        self._journal = journal
+        self._recorded: Future[None] = finished(None)
+        """Done when the last record is written: what it says counts is overwritten by the step after it."""
+        self._unrecorded: dict[Flat, Future[None]] = {}
+        """Steps that are in no record, nor in one that is to be written."""
         self._sums: dict[Flat, Future[None]] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._stepping: Optimizer | None = None
@@ -141,7 +152,14 @@ class ModelStates:
             self._handles.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.end_step(optimizer)))
             self._watch_zero_grad(optimizer)
         self.state_dicts = StateDicts(
-            module, homes, rules, self._where, optimizers, settle=self._settle, release=self._stream.release
+            module,
+            homes,
+            rules,
+            self._where,
+            optimizers,
+            settle=self._settle,
+            release=self._stream.release,
+            changing=self.forget_record,
         )
 
     # ---- a micro-batch ----
@@ -164,6 +182,35 @@ class ModelStates:
                     self._launch(flat)
                 else:
                     self._submit_sum(flat)
+
+    @property
+    def unrecorded(self) -> bool:
+        """Whether a step was made since the last record, and there is a journal."""
+        return bool(self._unrecorded)
+
+    def record(self, rest: Callable[[], Mapping[str, Any]]) -> None:
+        """Has a record written of the steps that have begun; the next ones wait for it.
+
+        Args:
+            rest: returns what else the next run needs, on the CPU; called on another thread.
+        """
+        assert self._journal is not None
+        for flat, gradient in self._gradients.items():
+            if flat not in self._unrecorded and (gradient.summing or any(gradient.landed)):
+                raise RuntimeError(
+                    f"{flat.name} keeps gradients from one batch to the next while others are stepped, and "
+                    "`recover=True` does not record them. Call `zero_grad` of its optimizer, too, or set "
+                    "`recover=False`."
+                )
+        needed = [then(done, self.homes[flat].written) for flat, done in self._unrecorded.items()]
+        self._unrecorded = {}
+        self._recorded = self._journal.write([self._recorded, *needed], rest)
+
+    def forget_record(self) -> None:
+        """What a record says is about to be changed: a run that is killed before the next one begins anew."""
+        if self._journal is not None:
+            wait([self._recorded])
+            self._journal.forget()
 
     def drain(self) -> None:
         """Returns when every step that has begun is made.
@@ -232,7 +279,7 @@ class ModelStates:
                     gradient.summing = any(gradient.summed)
                     if grad is not None:
                         if gradient.total is None:
-                            gradient.total = torch.zeros(gradient.landing.numel())
+                            gradient.total = torch.zeros(gradient.landing.numel(), dtype=torch.float32)
                         if grad.data_ptr() != item.of(gradient.total).data_ptr():
                             item.of(gradient.total).copy_(grad)
 
@@ -253,10 +300,20 @@ class ModelStates:
             self._lent = False
             for flat, masters in lent.items():
                 flat.attach()
-                self.homes[flat].restore(masters)
+                if self._journal is None:
+                    self.homes[flat].restore(masters)
+                elif not self.homes[flat].holds(masters):
+                    raise RuntimeError(
+                        f"a hook changed weights of {flat.name} between backward and step, which `recover=True` can't "
+                        "repeat after a kill. Change them elsewhere, or set `recover=False`."
+                    )
 
-    def close(self) -> None:
-        """Gives the parameters back, whole and on the CPU, and ends threads and hooks."""
+    def close(self, *, keep: bool = False) -> None:
+        """Gives the parameters back, whole and on the CPU, and ends threads and hooks.
+
+        Args:
+            keep: the last record, if there is one, and what it names stay on the SSDs for the next run.
+        """
         if self._closed:
             return
         self._closed = True
@@ -270,7 +327,8 @@ class ModelStates:
             restore()
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
             if self._scratch is not None:
-                stack.callback(self._scratch.close)
+                keep = keep and self._journal is not None and self._journal.written
+                stack.callback(self._scratch.close, remove=not keep)
             stack.callback(self._gate.close)
             stack.callback(self._copies.close)
             stack.callback(self._give_back)
@@ -281,6 +339,9 @@ class ModelStates:
             stack.callback(self._stepper.close)
             for gradient in self._gradients.values():  # steps that have begun are made
                 stack.callback(wait, [gradient.settled])
+            if self._journal is not None:
+                stack.callback(self._journal.close)
+                stack.callback(wait, [self._recorded])
             stack.callback(self._copies.drain)
             stack.callback(self._gate.shut)
 
@@ -438,6 +499,8 @@ class ModelStates:
                 self._launch(flat)
         launched, self._launched = self._launched, {}
         revertible = {flat: home for flat in launched if (home := self.homes[flat]).layout.slots == 2}
+        if self._journal is not None:
+            self._unrecorded |= launched
         if revertible:
             self._committed = all_of(then(launched[flat], home.written) for flat, home in revertible.items())
         self._stepping = None
@@ -484,7 +547,12 @@ class ModelStates:
             self._stepper,
             self._order[flat],
         )
-        after = [arrived] if home.layout.slots == 1 else [arrived, self._committed]
+        if flat in self._unrecorded:
+            raise RuntimeError(
+                f"{flat.name} is stepped twice in one `training_step`, and `recover=True` can record one step of each "
+                "parameter there. Step once, or set `recover=False`."
+            )
+        after = [arrived] if home.layout.slots == 1 else [arrived, self._committed, self._recorded]
         guess = self._gate.guess
         # One made in vain must leave what was, and the gradient, as they are.
         certain = self._gate.known.done()

@@ -50,6 +50,14 @@ class Rule(ABC):
         """The last step counts; `has` is what it was given."""
         return None
 
+    def kept(self) -> object:
+        """Returns what `take_over` wants, to go on from the values that the flat has."""
+        raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
+
+    def take_over(self, kept: object) -> None:
+        """Goes on from what `kept` returned in another process."""
+        raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
+
     @abstractmethod
     def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
         """Returns the state of parameter `index` as torch's optimizer would keep it; tensors may be views."""
@@ -76,6 +84,12 @@ class ElementwiseRule(Rule):
             self._step_range(options, opened, gradient, slice(start, end), step, scale)
         if not all(has):
             opened.out.round()
+
+    def kept(self) -> list[int]:
+        return list(self._steps)
+
+    def take_over(self, kept: Any) -> None:
+        self._steps = list(kept)
 
     def commit(self, has: Sequence[bool]) -> None:
         self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has, strict=True)]
@@ -133,7 +147,7 @@ class ElementwiseRule(Rule):
         """Makes a step of whole fp32 weights in place."""
 
     def _step_state(self, step: int) -> dict[str, Any]:
-        return {"step": torch.tensor(float(step))}
+        return {"step": torch.tensor(float(step), dtype=torch.float32)}
 
     def _ranges(self, has: Sequence[bool]) -> list[tuple[int, int, int]]:
         """Returns start and end, in elements, of runs of parameters with a gradient and the same step."""
@@ -213,7 +227,7 @@ class AdamRule(ElementwiseRule):
             [states["exp_avg"]],
             [states["exp_avg_sq"]],
             [states["max_exp_avg_sq"]] if options["amsgrad"] else [],
-            [torch.tensor(float(step + 1))],
+            [torch.tensor(float(step + 1), dtype=torch.float32)],
             amsgrad=options["amsgrad"],
             lr=float(options["lr"]),
             beta1=float(options["betas"][0]),
@@ -258,7 +272,7 @@ class OwnStepRule(Rule):
 
     def __init__(self, flat: Flat, optimizer: Optimizer) -> None:
         super().__init__(flat)
-        self._parameters = [nn.Parameter(torch.empty(0)) for _ in flat.slices]
+        self._parameters = [nn.Parameter(torch.empty(0, dtype=torch.float32)) for _ in flat.slices]
         # Not a copy: `Optimizer.__getstate__` would leave out what subclasses keep.
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(optimizer.__dict__)

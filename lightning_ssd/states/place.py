@@ -1,6 +1,7 @@
 """Where bytes of a flat lie between uses: in host memory, or in a blob on SSDs that is brought to staging memory."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -25,12 +26,12 @@ class Place(ABC):
     nbytes: int
     slots: int
     staging_bytes: int
-    _slot = 0
+    slot = 0
     """The one that counts."""
 
     def turn(self) -> None:
         """The other slot, if there is one, is the one that counts."""
-        self._slot = (self._slot + 1) % self.slots
+        self.slot = (self.slot + 1) % self.slots
 
     @abstractmethod
     def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
@@ -83,10 +84,10 @@ class HostPlace(Place):
         self._slabs = [Slab(nbytes, pin=pin) for _ in range(slots)]
 
     def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
-        return self._slabs[self._slot].tensor, finished(None)
+        return self._slabs[self.slot].tensor, finished(None)
 
     def other(self, opened: Tensor) -> Tensor:
-        return self._slabs[(self._slot + 1) % self.slots].tensor
+        return self._slabs[(self.slot + 1) % self.slots].tensor
 
     def write(self, opened: Tensor, *, other: bool) -> "Future[None]":
         return finished(None)
@@ -106,24 +107,28 @@ class SSDPlace(Place):
         nbytes: bytes to keep.
         slots: 1 or 2.
         store: where.
+        blobs: of another run, to be taken over with what is in them; None: new ones.
+
+    Attributes:
+        blobs: one for each slot.
 
     Raises:
         StorageFullError: there is no room.
     """
 
-    def __init__(self, nbytes: int, store: BlobStore, *, slots: int) -> None:
+    def __init__(self, nbytes: int, store: BlobStore, *, slots: int, blobs: Sequence[Blob] | None = None) -> None:
         self.nbytes = nbytes
         self.slots = slots
         self.staging_bytes = align_up(nbytes)
         self._store = store
-        self._blobs: list[Blob] = []
+        self.blobs = list(blobs or ())
         try:
-            for _ in range(slots):
-                self._blobs.append(store.allocate(nbytes))
+            while len(self.blobs) < slots:
+                self.blobs.append(store.allocate(nbytes))
         except BaseException:
             self.free()
             raise
-        self._written = False
+        self._written = blobs is not None
         self._settled: list[Future[None]] = [finished(None)] * slots
 
     def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
@@ -131,25 +136,25 @@ class SSDPlace(Place):
         if not self._written:
             memory.zero_()
             return memory[: self.nbytes], finished(None)
-        return memory[: self.nbytes], self._transfer(
-            memory, self._blobs[self._slot], write=False
-        ) if read else finished(None)
+        return memory[: self.nbytes], self._transfer(memory, self.blobs[self.slot], write=False) if read else finished(
+            None
+        )
 
     def other(self, opened: Tensor) -> Tensor:
         return opened
 
     def write(self, opened: Tensor, *, other: bool) -> "Future[None]":
         self._written = True
-        slot = (self._slot + other) % self.slots
+        slot = (self.slot + other) % self.slots
         whole = opened.as_strided((self.staging_bytes,), (1,))  # with the rest of the last page, which is `memory`'s
-        self._settled[slot] = self._transfer(whole, self._blobs[slot], write=True)
+        self._settled[slot] = self._transfer(whole, self.blobs[slot], write=True)
         return self._settled[slot]
 
     def settled(self, *, other: bool = False) -> "Future[None]":
-        return self._settled[(self._slot + other) % self.slots]
+        return self._settled[(self.slot + other) % self.slots]
 
     def free(self) -> None:
-        for blob in self._blobs:
+        for blob in self.blobs:
             self._store.free(blob)
 
     def _transfer(self, memory: Tensor, blob: Blob, *, write: bool) -> "Future[None]":
@@ -186,12 +191,16 @@ class Scratch:
     staging: PinnedPool
     opener: Worker
 
-    def close(self) -> None:
-        """Ends the threads and removes the files; no flat is open, and no copy under way."""
+    def close(self, *, remove: bool = True) -> None:
+        """Ends the threads and closes the files; no flat is open, and no copy under way.
+
+        Args:
+            remove: the files go away.
+        """
         try:
             self.opener.close()
             self.fetcher.close()
         finally:
-            self.store.close()
+            self.store.close(remove=remove)
             self.window.close()
             self.staging.close()

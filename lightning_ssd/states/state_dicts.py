@@ -3,6 +3,7 @@
 One flat after the other is at hand, so that a state dict needs no more memory than its result and a flat.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ class StateDicts:
         where: of each parameter that has left, its flat and its index there.
         settle: makes the steps that have begun, and takes back what is not to be read now.
         release: takes a flat off the device.
+        changing: called before values are loaded.
     """
 
     def __init__(
@@ -55,14 +57,17 @@ class StateDicts:
         *,
         settle: Callable[[], None],
         release: Callable[[Flat], None],
+        changing: Callable[[], None],
     ) -> None:
         self._homes = homes
         self._rules = rules
         self._where = where
         self._settle = settle
         self._release = release
+        self._changing = changing
         self._at_hand: dict[Flat, _AtHand] = {}
         self.lazy = LazyTensors()
+        self._without = False
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
             if self._streamed(owner):
@@ -71,6 +76,15 @@ class StateDicts:
         for optimizer in optimizers:
             self._handles.append(optimizer.register_state_dict_post_hook(self._add_states))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take_states))
+
+    @contextlib.contextmanager
+    def without(self) -> Iterator[None]:
+        """State dicts that are made or loaded inside have nothing of what has left, which stays as it is."""
+        self._without = True
+        try:
+            yield
+        finally:
+            self._without = False
 
     def put_away(self, *, but: "set[Flat] | None" = None) -> None:
         """Takes back what is at hand; the parameters are on the device again, and what was loaded counts."""
@@ -109,6 +123,10 @@ class StateDicts:
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         """Puts the master weights, copied, where the module has put what is on the device."""
         streamed = self._streamed(owner)
+        if self._without:
+            for name, _ in streamed:
+                state.pop(prefix + name, None)
+            return
         self._open({self._where[parameter][0] for _, parameter in streamed})
         for name, parameter in streamed:
             if prefix + name in state:
@@ -128,7 +146,10 @@ class StateDicts:
             raise ValueError(
                 "`load_state_dict(assign=True)` would put new parameters in the model: leave `assign` out."
             )
+        if self._without:
+            return
         flats = {self._where[parameter][0] for _, parameter in self._streamed(owner)}
+        self._changing()
         self._open(flats)
         for flat in flats:
             item = self._at_hand[flat]
@@ -140,6 +161,8 @@ class StateDicts:
 
     def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Adds, copied, the optimizer states of the parameters that have left."""
+        if self._without:
+            return
         for number, flat, index in self._numbers(optimizer):
             self._open({flat})
             of_parameter = self._rules[flat].state_of(index, self._at_hand[flat].values)
@@ -171,6 +194,9 @@ class StateDicts:
 
     def _take_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Takes over, and out, the optimizer states of the parameters that have left."""
+        if self._without:
+            return state
+        self._changing()
         states = dict(state["state"])
         for number, flat, index in self._numbers(optimizer):
             self._open({flat})

@@ -10,9 +10,9 @@ from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFul
 from lightning_ssd.storage.kvikio_backend import KvikioBackend
 from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
 from lightning_ssd.storage.posix_backend import PosixBackend
-from lightning_ssd.storage.scratch import ScratchDirectory
+from lightning_ssd.storage.scratch import ScratchDirectory, kept_directory
 from lightning_ssd.storage.slots import SlotAllocator
-from lightning_ssd.storage.store import BlobStore, IOStats
+from lightning_ssd.storage.store import BlobStore, IOStats, Kept
 from lightning_ssd.storage.volume import Volume
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "BlobStore",
     "ChecksumError",
     "IOStats",
+    "Kept",
     "KvikioBackend",
     "Piece",
     "PinnedBuffer",
@@ -33,4 +34,5 @@ __all__ = [
     "StorageFullError",
     "Volume",
     "choose_backend",
+    "kept_directory",
 ]

@@ -10,17 +10,27 @@ import xxhash
 from lightning_ssd.storage.blob import Piece
 from lightning_ssd.storage.errors import ChecksumError
 
-__all__ = ["Checksums"]
+__all__ = ["Checksums", "Hashes"]
+
+Hashes = dict[tuple[int, int], int]
+"""Of pieces, by volume and offset."""
 
 
 class Checksums:
     """xxh3 hashes of pieces, 64 bits each, in memory.
 
     Thread-safe: every call is one operation on one dict.
+
+    Args:
+        hashes: of pieces that were written already.
     """
 
-    def __init__(self) -> None:
-        self._hashes: dict[tuple[int, int], int] = {}
+    def __init__(self, hashes: Hashes) -> None:
+        self._hashes = dict(hashes)
+
+    def all(self) -> Hashes:
+        """Returns the hashes of all pieces."""
+        return dict(self._hashes)
 
     def record(self, piece: Piece, buffer: torch.Tensor) -> None:
         """Remembers the hash of the piece's bytes in `buffer`, before they are written."""

@@ -84,6 +84,26 @@ class SlotAllocator:
         self._used += need
         return offset
 
+    def take(self, offset: int, nbytes: int) -> None:
+        """Takes the slot of `nbytes` (rounded up to PAGE) at `offset`.
+
+        Raises:
+            ValueError: not all of it is free.
+        """
+        need = align_up(nbytes)
+        for start, size in self._free.items():
+            if start <= offset and offset + need <= start + size:
+                break
+        else:
+            raise ValueError(f"{need} bytes at offset {offset} are not free")
+        self._remove_hole(start, size)
+        if start < offset:
+            self._add_hole(start, offset - start)
+        if offset + need < start + size:
+            self._add_hole(offset + need, start + size - offset - need)
+        self._live[offset] = need
+        self._used += need
+
     def free(self, offset: int) -> None:
         """Gives the slot at `offset` back.
 

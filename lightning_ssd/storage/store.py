@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +18,8 @@ import torch
 from lightning_ssd.sizes import format_bytes_exactly
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.blob import Blob, Piece
-from lightning_ssd.storage.calibration import calibrate
-from lightning_ssd.storage.checksums import Checksums
+from lightning_ssd.storage.calibration import Calibration, calibrate
+from lightning_ssd.storage.checksums import Checksums, Hashes
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.engine import Engine
 from lightning_ssd.storage.errors import StorageError, StorageFullError
@@ -26,7 +27,7 @@ from lightning_ssd.storage.slots import PAGE, align_down, align_up
 from lightning_ssd.storage.stripes import Stripes
 from lightning_ssd.storage.volume import Volume
 
-__all__ = ["BlobStore", "IOStats"]
+__all__ = ["BlobStore", "IOStats", "Kept"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,21 @@ class IOStats:
     peak_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a store needs to take over the files of another, whose process was killed.
+
+    Attributes:
+        blobs: what is in them, and stays allocated.
+        hashes: their checksums, if they have any.
+        calibration: of the drives.
+    """
+
+    blobs: Sequence[Blob]
+    hashes: Hashes
+    calibration: Calibration
+
+
 class BlobStore:
     """Blobs on one or several SSDs, striped over them by their measured bandwidth.
 
@@ -66,6 +82,9 @@ class BlobStore:
         piece_bytes: bytes of the largest piece, a multiple of 4096.
         threads: I/O threads per SSD; so many pieces are in flight to it at most.
         rank: rank of this process in its run.
+        keep: the scratch files are those that the next run takes over if this one is killed; one store at a time has
+            those of a path.
+        kept: what a run that was killed has in them, which is taken over; None: they begin anew.
 
     Attributes:
         piece_bytes: bytes of the largest piece.
@@ -91,6 +110,8 @@ class BlobStore:
         piece_bytes: int = 16 * 2**20,
         threads: int = 4,
         rank: int = 0,
+        keep: bool = False,
+        kept: Kept | None = None,
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError("paths must be a sequence of at least one directory")
@@ -111,30 +132,36 @@ class BlobStore:
         self.backend_name = chosen.name
         self._capacity = capacity
         self._lock = threading.Lock()  # guards volumes' slots, stripes and counters
-        self._allocated = 0
         self._peak = 0
         self._owner = os.getpid()
-        self._checksums = Checksums() if checksum else None
+        self._checksums = Checksums({} if kept is None else kept.hashes) if checksum else None
         self._volumes: list[Volume] = []
         with ExitStack() as undo:
-            for path in paths:
-                volume = Volume(path, chosen, rank)
-                undo.callback(volume.close)
+            pieces = [piece for blob in (kept.blobs if kept else ()) for piece in blob.pieces]
+            for index, path in enumerate(paths):
+                slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
+                volume = Volume(path, chosen, rank, kept=slots if keep else None)
+                undo.callback(volume.close, remove=not slots)
                 self._volumes.append(volume)
+            self._allocated = sum(align_up(piece.nbytes) for piece in pieces)
             available = self._growth()
-            if available < align_down(capacity or 0):
-                raise self._full("set aside", capacity or 0, available)
-            measured = calibrate(self._volumes, piece_bytes=piece_bytes, threads=threads, capacity=available)
+            if kept is None:
+                if available < align_down(capacity or 0):
+                    raise self._full("set aside", capacity or 0, available)
+                measured = calibrate(self._volumes, piece_bytes=piece_bytes, threads=threads, capacity=available)
+            else:
+                measured = kept.calibration
             self.write_bandwidth = measured.write_bandwidth
             self.read_bandwidth = measured.read_bandwidth
-            self._weights = measured.weights
+            self._calibration = measured
             self._stripes = Stripes(measured.weights)
             files = [(volume.path, volume.file) for volume in self._volumes]
             self._engine = Engine(files, threads=threads, checksums=self._checksums)
             undo.callback(self._engine.close)
             # An exit handler, and not a finaliser: closing joins threads and takes locks, which garbage
             # collection, on any thread at any moment, must not.
-            atexit.register(self.close)
+            self._at_exit = partial(self.close, remove=not keep)
+            atexit.register(self._at_exit)
             undo.pop_all()
 
     def reserve(self, nbytes: int) -> None:
@@ -148,7 +175,9 @@ class BlobStore:
             left = align_up(nbytes) - sum(volume.slots.capacity for volume in self._volumes)
             if left > (available := self._growth()):
                 raise self._full("reserve", left, available)
-            shares = [align_up(int(left * weight / sum(self._weights))) for weight in self._weights]
+            shares = [
+                align_up(int(left * weight / sum(self._calibration.weights))) for weight in self._calibration.weights
+            ]
             # First what each volume's speed earns it, then what those without room for that left over.
             for volume, share in zip(self._volumes * 2, shares + [left] * len(shares), strict=True):
                 extent = min(share, left, align_down(volume.disk_free()))
@@ -244,21 +273,42 @@ class BlobStore:
         with self._lock:
             return IOStats(written, read, write_seconds, read_seconds, self._allocated, self._peak)
 
-    def close(self) -> None:
-        """Cancels what is queued, waits for what runs, ends the threads and removes the files.
+    @property
+    def directory(self) -> Path:
+        """The scratch directory on the first path, for small files that live as long as the blobs."""
+        return self._volumes[0].directory
+
+    def kept(self, blobs: Sequence[Blob]) -> Kept:
+        """Returns what another store needs to take over `blobs`, as they are now."""
+        return Kept(blobs, {} if self._checksums is None else self._checksums.all(), self._calibration)
+
+    def sync(self) -> None:
+        """Returns when what was written survives a loss of power.
+
+        Raises:
+            StorageError: a filesystem failed.
+        """
+        for volume in self._volumes:
+            volume.sync()
+
+    def close(self, *, remove: bool = True) -> None:
+        """Cancels what is queued, waits for what runs, ends the threads and closes the files.
 
         Idempotent, safe in an exception handler, and without effect in a forked child.
+
+        Args:
+            remove: the files go away.
         """
         if os.getpid() != self._owner:
             return
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         try:
             self._engine.close()
             for volume in self._volumes:
-                volume.close()
+                volume.close(remove=remove)
         finally:
             # Also when Ctrl-C ends the wait: transfers that still run end on files without a name.
-            for volume in self._volumes:
+            for volume in self._volumes if remove else ():
                 volume.remove()
 
     def _check(self, piece: Piece, buffer: torch.Tensor) -> None:

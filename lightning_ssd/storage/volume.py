@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class Volume:
         path: an existing directory on the SSD.
         backend: how to do I/O.
         rank: rank of this process in its run.
+        kept: None: a new directory. Else the one that is kept: offset and bytes of each slot of its file that stays
+            taken; none: the file begins anew.
 
     Attributes:
         path: the scratch file.
@@ -37,22 +40,36 @@ class Volume:
         device: number of the filesystem, by which volumes on the same one are recognised.
 
     Raises:
-        StorageError: the directory or the file cannot be made; nothing is left behind.
+        StorageError: the directory or the file cannot be made, or what is kept is not there. Nothing is left behind
+            but what was.
     """
 
-    def __init__(self, path: str | Path, backend: Backend, rank: int = 0) -> None:
-        self.slots = SlotAllocator()
+    def __init__(
+        self, path: str | Path, backend: Backend, rank: int = 0, *, kept: Iterable[tuple[int, int]] | None = None
+    ) -> None:
+        taken = list(kept or ())
         with ExitStack() as undo:
-            self._directory = ScratchDirectory(path, rank)
-            undo.callback(self._directory.close)
+            self._directory = ScratchDirectory(path, rank, keep=kept is not None)
+            undo.callback(self._directory.close, remove=not taken)
             self.path = self._directory.path / "scratch.bin"
             try:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                new = 0 if kept is not None else os.O_EXCL
+                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | new, 0o600)
                 undo.callback(os.close, self._fd)
+                if not taken:
+                    os.ftruncate(self._fd, 0)
+                self.slots = SlotAllocator(align_down(os.fstat(self._fd).st_size))
+                for offset, nbytes in taken:
+                    self.slots.take(offset, nbytes)
                 self.device = os.fstat(self._fd).st_dev
                 self.file: BackendFile = backend.open(self.path)
             except OSError as error:
                 raise from_os_error(error, "open the scratch file", self.path) from error
+            except ValueError as error:
+                raise StorageError(
+                    f"{self.path} is not what the run that was killed left: remove {self._directory.path}, and start "
+                    "from a checkpoint"
+                ) from error
             except StorageError:
                 raise
             except Exception as error:  # a backend's library has its own errors
@@ -110,15 +127,32 @@ class Volume:
         self.extend(added)
         return True
 
-    def close(self) -> None:
-        """Closes and removes the file and its directory. No transfer is running. Idempotent."""
+    @property
+    def directory(self) -> Path:
+        """The directory that the file is in, with nothing else of this volume's."""
+        return self._directory.path
+
+    def sync(self) -> None:
+        """Returns when what was written survives a loss of power.
+
+        Raises:
+            StorageError: the filesystem failed.
+        """
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise from_os_error(error, "flush to the drive", self.path) from error
+
+    def close(self, *, remove: bool = True) -> None:
+        """Closes the file, and removes it with its directory unless told not to. No transfer is running. Idempotent."""
         if self._open:
             self._open = False
-            # A forked DataLoader worker has the file open too: its blocks go now, not when the worker ends.
-            os.ftruncate(self._fd, 0)
+            if remove:
+                # A forked DataLoader worker has the file open too: its blocks go now, not when the worker ends.
+                os.ftruncate(self._fd, 0)
             os.close(self._fd)
             self.file.close()
-        self.remove()
+        self._directory.close(remove=remove)
 
     def remove(self) -> None:
         """Removes the file and its directory; transfers that still run end undisturbed. Idempotent."""

@@ -15,6 +15,9 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import build
 from tests.gpu.test_activation_offload import SlowBackend, SlowCopies
 from tests.parity import Run, SharedStorages, TinyGPT, train
+from tests.states.killed import fit, outcome, recovering
+from tests.states.killed import same as outcomes_are_the_same
+from tests.states.test_recovery import FailAt, Failure
 
 pytestmark = pytest.mark.gpu
 
@@ -83,12 +86,27 @@ def test_numbers_do_not_move_with_the_timing(
 ) -> None:  # fmt: skip
     """AdamW on the CPU while the device computes, and clipping that waits for no one: delays change nothing."""
     how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": limit, "model": model, "recorded": False}
+    how["accumulate"] = 1 if gpu_memory == 1 else 2
     expected = train(streamed(gpu_memory=gpu_memory, overlap="none", clip="deferred"), **how)
     monkeypatch.setattr(build, "make_copies", SlowCopies)
     for seed in range(2):
         random.seed(seed)
         slow = streamed(states=states, gpu_memory=gpu_memory, clip=clip, backend=SlowBackend(), checksum=True)
         same(expected, train(slow, **how))
+
+
+def test_a_training_that_failed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `recover=True`, as one that did not, with dropout on the device and delays in every copy."""
+    how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": None}
+    expected = fit(recovering(tmp_path), **how)
+    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    random.seed(0)
+    for batch in (5, 12, 24):
+        with pytest.raises(Failure):
+            fit(recovering(tmp_path, backend=SlowBackend()), callbacks=[FailAt(batch)], **how)
+    found = fit(recovering(tmp_path, backend=SlowBackend()), **how)
+    assert min(found.losses) >= 22
+    assert outcomes_are_the_same(outcome(found), outcome(expected))
 
 
 def test_hooks_see_gradients() -> None:

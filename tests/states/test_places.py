@@ -383,8 +383,9 @@ def test_what_has_no_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
-def test_bf16_true_has_fp32_masters(tmp_path: Path, states: str) -> None:
-    """Bit for bit a loop with bf16 weights whose fp32 masters torch's fused AdamW steps."""
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_bf16_true_has_fp32_masters(tmp_path: Path, states: str, accumulate: int) -> None:
+    """Bit for bit a loop with bf16 weights whose fp32 masters torch's fused AdamW steps, with sums in fp32."""
     model = Model()
     reference = Model().bfloat16()
     masters = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
@@ -392,16 +393,27 @@ def test_bf16_true_has_fp32_masters(tmp_path: Path, states: str) -> None:
     losses: list[float] = []
     for epoch in range(2):
         optimizer.param_groups[0]["lr"] = 1e-2 * 0.5**epoch
-        for (tokens,) in loader():
+        for batch, (tokens,) in enumerate(loader()):
             loss = reference.loss(tokens)
             losses.append(loss.item())
-            loss.backward()
+            (loss / accumulate).backward()
             for master, parameter in zip(masters, reference.parameters(), strict=True):
-                master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+                grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+                master.grad = grad if master.grad is None else master.grad + grad
+            if (batch + 1) % accumulate and batch + 1 < len(loader()):
+                continue
             optimizer.step()
+            optimizer.zero_grad()
             for master, parameter in zip(masters, reference.parameters(), strict=True):
                 parameter.data.copy_(master)
-    trained: Any = train(tmp_path, ssd(states=states), model, precision="bf16-true", limit_val_batches=0)
+    trained: Any = train(
+        tmp_path,
+        ssd(states=states),
+        model,
+        precision="bf16-true",
+        limit_val_batches=0,
+        accumulate_grad_batches=accumulate,
+    )
     assert trained.losses == losses
     for actual, expected in zip(trained.parameters(), reference.parameters(), strict=True):
         assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)

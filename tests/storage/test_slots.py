@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,26 @@ def test_the_smallest_hole_that_holds_it_is_taken() -> None:
     slots.free(5 * PAGE)  # now a hole of 4 pages, one of 2, and 2 at the end
     assert slots.allocate(2 * PAGE) == 5 * PAGE
     assert slots.allocate(3 * PAGE) == 0
+
+
+@given(st.lists(st.integers(1, 9 * PAGE), max_size=20), st.randoms())
+def test_another_allocator_can_have_the_same_slots(sizes: list[int], random: Random) -> None:
+    """Whatever was freed before, and in whatever order they are taken."""
+    slots = SlotAllocator(200 * PAGE)
+    live = {slots.allocate(size): size for size in sizes}
+    for offset in random.sample(list(live), len(live) // 3):
+        assert offset is not None
+        slots.free(offset)
+        del live[offset]
+    other = SlotAllocator(200 * PAGE)
+    for offset in random.sample(list(live), len(live)):
+        assert offset is not None
+        other.take(offset, live[offset])
+    assert (other.used, other.largest_free, other.tail_free) == (slots.used, slots.largest_free, slots.tail_free)
+    for offset in live:
+        assert offset is not None
+        with pytest.raises(ValueError, match="not free"):
+            other.take(offset, 1)
 
 
 def test_growing_enlarges_the_hole_at_the_end() -> None:

@@ -1,0 +1,259 @@
+"""What of a Lightning training is needed, beside the states on SSDs, to go on after a kill as if nothing had happened.
+
+The Trainer's own checkpoint without weights that have left; where every random number generator is; and where the data
+is: a loader that can't tell is read again from the beginning of the epoch, with the random numbers of then.
+
+A record is made when the next batch is asked for: all hooks of the batch before have run by then, and validation.
+"""
+
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_ssd._lightning import fabric, pl
+from lightning_ssd.states import ModelStates
+
+log = logging.getLogger(__name__)
+
+_KEY = "lightning_ssd.recovery"
+_GRADIENTS = "lightning_ssd.gradients"
+
+
+class Recovery:
+    """Records one training, and takes up another that was killed.
+
+    Args:
+        trainer: fits; its states are set up, and nothing is restored.
+        states: the model's, with a journal.
+
+    Raises:
+        ValueError: `training_step` fetches its batches itself.
+    """
+
+    def __init__(self, trainer: pl.Trainer, states: ModelStates) -> None:
+        if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
+            raise ValueError(
+                "`recover=True` counts the batches that a training has had, and `training_step(dataloader_iter)` "
+                "fetches them itself. Take `training_step(batch, batch_idx)`, or set `recover=False`."
+            )
+        self._trainer = trainer
+        self._states = states
+        self._loaders: list[_Loader] = []
+        self._resume: deque[_Place] = deque()
+        self._ahead = 0
+        """Batches that the Trainer fetches before it goes on with the first step."""
+        self.random: dict[str, Any] | None = None
+        """States of random number generators, until the training that is taken up goes on with them."""
+
+    def take_up(self, rest: Mapping[str, Any]) -> None:
+        """Has the Trainer restore what was recorded, as if it had been given a checkpoint."""
+        checkpoint = dict(rest)
+        own = checkpoint.pop(_KEY)
+        module = self._trainer.lightning_module
+        for name, gradient in checkpoint.pop(_GRADIENTS).items():
+            parameter = module.get_parameter(name)
+            parameter.grad = gradient.to(parameter.device)
+        self._resume.extend(own["places"])
+        self._ahead, self.random = own["ahead"], own["random"]
+        self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint
+        log.warning("going on after step %d of a run that was killed", checkpoint["global_step"])
+
+    def forget(self) -> None:
+        """The Trainer was given a checkpoint, which is what it starts from."""
+        self._resume.clear()
+        self._ahead, self.random = 0, None
+
+    def follow(self, dataloader: Any) -> Any:
+        """Returns what hands out the batches of a training dataloader, and makes records."""
+        stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
+        place = self._resume.popleft() if self._resume else None
+        loader = (_StatefulLoader if stateful else _Loader)(dataloader, place, self)
+        self._loaders.append(loader)
+        return loader
+
+    def before_batch(self) -> None:
+        """The next batch is about to be fetched."""
+        if self._ahead > 0:  # not for the next step
+            self._ahead -= 1
+            return
+        if self.random is not None:
+            for loader in self._loaders:
+                loader.go_back()
+            _set_random(self.random)
+            self.random = None
+        if not self._states.unrecorded:
+            return
+        with self._states.state_dicts.without():
+            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+            # Lightning counts a batch when it goes on from the beginning of an epoch.
+            checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        fetcher = self._trainer.fit_loop._data_fetcher
+        ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher is not None and fetcher.length is None else 0
+        current = self._trainer.fit_loop._combined_loader
+        followed = current.flattened if current is not None else []
+        places = [loader.place(ahead) for loader in followed if isinstance(loader, _Loader)]
+        checkpoint[_GRADIENTS] = self._gradients()
+        rest = _on_cpu(checkpoint)
+        own = {"places": places, "ahead": ahead, "random": _random()}
+        self._states.record(lambda: {**rest(), _KEY: own})
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Returns gradients that stay from one batch to the next: only who steps by hand may want them."""
+        module = self._trainer.lightning_module
+        if module.automatic_optimization:
+            return {}
+        return {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a loader is in its data.
+
+    Attributes:
+        made: states of random number generators when its iterator was made.
+        begun: the same when the first batch was asked for; None: none was.
+        batches: how many were handed out since.
+    """
+
+    made: dict[str, Any]
+    begun: dict[str, Any] | None
+    batches: int
+
+
+class _Loader:
+    """A dataloader that is read again, after a kill, up to where it was.
+
+    Args:
+        dataloader: what the user gave.
+        resume: where it was.
+        recovery: told before each batch.
+    """
+
+    def __init__(self, dataloader: Any, resume: _Place | None, recovery: Recovery) -> None:
+        self._dataloader = dataloader
+        self._resume = resume
+        self._recovery = recovery
+        self._iterator: Iterator[Any] | None = None
+        self._made: dict[str, Any] = {}
+        self._begun: dict[str, Any] | None = None
+        self._batches = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._dataloader, name)
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __iter__(self) -> "_Loader":
+        self._iterator = None
+        if self._resume is None:
+            self._made, self._begun, self._batches = _random(), None, 0
+            self._iterator = iter(self._dataloader)
+        return self
+
+    def __next__(self) -> Any:
+        self.go_back()
+        self._recovery.before_batch()
+        if self._begun is None:
+            self._begun = _random()
+        assert self._iterator is not None
+        batch = next(self._iterator)
+        self._batches += 1
+        return batch
+
+    def place(self, ahead: int) -> _Place:
+        """Returns where the training is in the data, if the last `ahead` batches were not for it yet."""
+        return _Place(self._made, self._begun, self._batches - ahead)
+
+    def go_back(self) -> None:
+        """Hands out, to nobody, what the run that was killed has had; samplers know their epoch by now."""
+        if self._resume is None:
+            return
+        place, self._resume = self._resume, None
+        self._made, self._begun, self._batches = place.made, place.begun, place.batches
+        _set_random(place.made)
+        self._iterator = iter(self._dataloader)
+        if place.begun is not None:
+            _set_random(place.begun)
+            for _ in range(place.batches):
+                next(self._iterator)
+
+
+class _StatefulLoader(_Loader):
+    """One that tells where it is, which the Trainer restores.
+
+    It goes back by itself when the first batch is asked for, and draws random numbers for that: those of the training
+    go on after it.
+    """
+
+    def __iter__(self) -> "_StatefulLoader":
+        resume, self._resume = self._resume, None
+        super().__iter__()
+        self._resume = resume
+        return self
+
+    def __next__(self) -> Any:
+        random = self._recovery.random if self._resume is not None and self._resume.begun is not None else None
+        batch = super().__next__()
+        if random is not None:
+            _set_random(random)
+        return batch
+
+    def go_back(self) -> None:
+        if self._resume is not None:
+            self._begun, self._resume = self._resume.begun, None
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._dataloader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._dataloader.load_state_dict(state)
+
+
+def _random() -> dict[str, Any]:
+    states: dict[str, Any] = fabric.utilities.seed._collect_rng_states()
+    return states
+
+
+def _set_random(states: dict[str, Any]) -> None:
+    fabric.utilities.seed._set_rng_states(dict(states))
+
+
+def _on_cpu(checkpoint: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Copies a checkpoint, which goes on changing, to the CPU, and does not wait for the device.
+
+    Returns:
+        What waits for the copies, on another thread, and returns them.
+    """
+    copies: dict[int, Any] = {}  # by the identity of what is copied, as `deepcopy` wants it
+
+    def copy(tensor: Tensor) -> Tensor:
+        whole = tensor.detach()
+        copies[id(tensor)] = whole.to("cpu", non_blocking=True) if whole.is_cuda else whole.clone()
+        return tensor
+
+    apply_to_collection(checkpoint, Tensor, copy)
+    copied: dict[str, Any] = deepcopy(checkpoint, copies)
+    arrived: torch.cuda.Event | None = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> dict[str, Any]:
+        if arrived is not None:
+            arrived.synchronize()
+        return copied
+
+    return wait

@@ -1,0 +1,157 @@
+"""Trainings with `recover=True` that are killed, again and again, and run again: for test_recovery.py.
+
+    python -m tests.states.killed PATH KILLS
+
+Kills KILLS trainings, at random moments, in new processes of one that has imported everything. Each that comes to its
+end must have the losses and weights of one that nobody killed; the exit status says whether all had.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.storage import PosixBackend
+from tests.storage.faults import FaultyBackend
+
+
+class Model(pl.LightningModule):
+    """Draws random numbers everywhere; has parameters that stay and parameters that leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh(), nn.Dropout(0.2)) for _ in range(4))
+        )
+        self.head = nn.Linear(64, 1)
+        self.losses: dict[int, float] = {}
+        self.register_buffer("batches", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (rows,) = batch
+        loss: Tensor = self.head(self.blocks(rows)).square().mean()
+        self.losses[int(self.batches)] = float(loss)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.head(self.blocks(batch[0])).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class DyingBackend(FaultyBackend):
+    """Kills the process when it writes for the nth time, after half of that write."""
+
+    def __init__(self, dies_at: int) -> None:
+        super().__init__(PosixBackend())
+        self._left = dies_at
+
+    def _transfer(self, operation: Any, call: Callable[[Tensor, int], int], buffer: Tensor, offset: int) -> int:
+        if operation == "write":
+            self._left -= 1
+            if self._left == 0:
+                call(buffer[: buffer.numel() // 8192 * 4096], offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super()._transfer(operation, call, buffer, offset)
+
+
+def recovering(path: Path, **arguments: Any) -> SSDOffloadStrategy:
+    return SSDOffloadStrategy(
+        **{"path": path, "recover": True, "min_bytes": 1024, "offload": "none", "gpu_memory": 1} | arguments
+    )
+
+
+def fit(strategy: Any, model: type[pl.LightningModule] = Model, **arguments: Any) -> Any:
+    """Trains; 3 epochs of 11 batches, steps of 2, validation twice an epoch."""
+    pl.seed_everything(7, verbose=False)
+    module = model()
+    data = TensorDataset(torch.randn(44, 64))
+    train = arguments.pop("train", None)
+    val = DataLoader(data, batch_size=22, shuffle=True)
+    checkpoint = arguments.pop("ckpt_path", None)
+    trainer = pl.Trainer(
+        **dict(
+            accelerator="cpu", strategy=strategy, max_epochs=3, logger=False, enable_progress_bar=False,
+            enable_checkpointing=False, enable_model_summary=False, accumulate_grad_batches=2, gradient_clip_val=0.5,
+            val_check_interval=5, num_sanity_val_steps=1,
+        ) | arguments
+    )  # fmt: skip
+    trainer.fit(module, train() if train else DataLoader(data, 4, shuffle=True), val, ckpt_path=checkpoint)
+    return module
+
+
+def outcome(model: Any) -> dict[str, Any]:
+    """Returns what must be the same; of losses, those since the model was built."""
+    return {"losses": model.losses, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether weights are equal bit for bit, and losses where both have them."""
+    weights = all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
+    both = one["losses"].keys() & other["losses"].keys()
+    return weights and bool(both) and all(one["losses"][batch] == other["losses"][batch] for batch in both)
+
+
+def _run(path: Path, dies_at: int, dies_after: float | None) -> bool:
+    """Trains in a new process, which may be killed; returns whether it came to its end."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)
+            backend = DyingBackend(dies_at)
+            torch.save(outcome(fit(recovering(path, backend=backend))), path / "outcome")
+            status = 0
+        finally:
+            os._exit(status)
+    if dies_after is not None and signal.sigtimedwait([signal.SIGCHLD], dies_after) is None:
+        os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        sys.exit("a training failed")
+    return os.WIFEXITED(status)
+
+
+def main(path: Path, kills: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    begin = time.perf_counter()
+    assert _run(path, dies_at=0, dies_after=None)
+    whole = time.perf_counter() - begin
+    expected = torch.load(path / "outcome")
+    random.seed(1)
+    killed = ended = 0
+    while killed < kills:
+        if random.random() < 0.5:
+            done = _run(path, dies_at=random.randint(1, 120), dies_after=None)
+        else:
+            done = _run(path, dies_at=0, dies_after=random.uniform(0, 0.8 * whole))
+        killed += not done
+        if done:
+            ended += 1
+            if not same(torch.load(path / "outcome"), expected):
+                sys.exit(f"after {killed} kills, the numbers of training {ended} are others")
+    while not _run(path, dies_at=0, dies_after=None):
+        pass
+    if not same(torch.load(path / "outcome"), expected):
+        sys.exit("the numbers of the last training are others")
+    print(f"{killed} kills, {ended + 1} trainings")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,311 @@
+"""`recover=True`: trainings that end at any moment, and go on as if they had not."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.data.loader import ResumableDataLoader
+from lightning_ssd.storage import StorageError
+from tests.states.killed import Model, fit, outcome, recovering, same
+from tests.states.test_places import assert_nothing_is_left
+from tests.storage.faults import FaultyBackend
+
+KEPT = "lightning_ssd-kept-rank0"
+
+
+class Failure(Exception):
+    pass
+
+
+class FailAt(pl.Callback):
+    """Raises once, in the batch of a number."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if int(module.batches) == self._batch:
+            self._batch = -1
+            raise Failure
+
+
+def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 12, 13, 24), **arguments: Any) -> Any:
+    """Trains until it comes to its end; of the last training, the model."""
+    options = arguments.pop("strategy", {})
+    for batch in batches:
+        with pytest.raises(Failure):
+            fit(recovering(path, **options), callbacks=[FailAt(batch)], **arguments)
+        assert (path / KEPT / "journal").exists()
+    return fit(recovering(path, **options), **arguments)
+
+
+def test_killed_at_fifty_moments(tmp_path: Path) -> None:
+    """By SIGKILL, at any time and amid a write; bit for bit what a training gives that nobody killed."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.states.killed", str(tmp_path), "50"], capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "50 kills" in run.stdout
+    assert "going on after step" in run.stderr
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(strategy=dict(clip="speculative", checksum=True)),
+        dict(strategy=dict(clip="deferred")),
+        dict(strategy=dict(overlap="naive"), gradient_clip_val=None),
+        dict(strategy=dict(overlap="none"), accumulate_grad_batches=3),
+        dict(strategy=dict(states="ssd"), accumulate_grad_batches=1, val_check_interval=1.0),
+        dict(precision="bf16-mixed", gradient_clip_val=None),
+        dict(precision="bf16-true", strategy=dict(state_format="split", min_bytes=1)),
+        dict(gradient_clip_val=0.05, gradient_clip_algorithm="value", check_val_every_n_epoch=2),
+        dict(max_epochs=-1, max_steps=17, val_check_interval=None),
+        dict(limit_train_batches=8, batches=(5, 7, 8, 20)),
+    ],
+    ids=str,
+)
+def test_failed_in_every_mode(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    plain = {name: value for name, value in arguments.items() if name not in ("strategy", "batches")}
+    expected = fit(recovering(tmp_path, **arguments.get("strategy", {})), **plain)
+    assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
+    assert_nothing_is_left(tmp_path)
+
+
+def test_numbers_are_plain_lightnings(tmp_path: Path) -> None:
+    expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"))
+    assert same(outcome(fit_with_failures(tmp_path)), outcome(expected))
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ([row] for row in torch.randn(44, 64, generator=torch.Generator().manual_seed(1)))
+
+
+def resumable() -> Any:
+    data = TensorDataset(torch.randn(44, 64))
+    return ResumableDataLoader(data, batch_size=4, sampler=DistributedSampler(data, 1, 0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(lambda: DataLoader(TensorDataset(torch.randn(44, 64)), 4, shuffle=True, num_workers=2), id="two"),
+        pytest.param(lambda: DataLoader(Stream(), 4), id="stream"),
+        pytest.param(resumable, id="resumable"),
+    ],
+)
+def test_data_goes_on_where_it_was(tmp_path: Path, train: Any) -> None:
+    arguments: dict[str, Any] = dict(check_val_every_n_epoch=1, val_check_interval=1.0)
+    expected = fit(recovering(tmp_path), train=train, **arguments)
+    assert same(outcome(fit_with_failures(tmp_path, train=train, **arguments)), outcome(expected))
+
+
+class TwoLoaders(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch["long"][0] + batch["short"][0]], batch_idx)
+
+
+def test_several_loaders_of_different_lengths(tmp_path: Path) -> None:
+    def train() -> Any:
+        long, short = (DataLoader(TensorDataset(torch.randn(rows, 64)), 4, shuffle=True) for rows in (44, 20))
+        return CombinedLoader({"long": long, "short": short}, "max_size_cycle")
+
+    expected = fit(recovering(tmp_path), TwoLoaders, train=train)
+    found = fit_with_failures(tmp_path, model=TwoLoaders, train=train)
+    assert same(outcome(found), outcome(expected))
+
+
+class Adversaries(Model):
+    """Two optimizers, by hand; one of them steps in every other batch."""
+
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in (first, second)[: 1 + batch_idx % 2]:
+            optimizer.step()
+        for optimizer in (first, second)[: 1 + batch_idx % 2] if self.keeps else (first, second):
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.blocks.parameters(), 1e-3), torch.optim.SGD(self.head.parameters(), 1e-3)]
+
+
+def test_several_optimizers_by_hand(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = dict(accumulate_grad_batches=1, gradient_clip_val=None)
+    expected = fit(recovering(tmp_path), Adversaries, **arguments)
+    assert same(outcome(fit_with_failures(tmp_path, model=Adversaries, **arguments)), outcome(expected))
+
+
+class Watching(Model):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert all(parameter.grad is not None for parameter in self.parameters())
+
+
+def test_hooks_that_look_at_gradients(tmp_path: Path) -> None:
+    expected = fit(recovering(tmp_path), Watching)
+    assert same(outcome(fit_with_failures(tmp_path, model=Watching)), outcome(expected))
+
+
+def test_callbacks_go_on(tmp_path: Path) -> None:
+    """A user's checkpoints and early stopping, whose state is the Trainer's."""
+
+    def callbacks() -> list[pl.Callback]:
+        checkpoint = pl.callbacks.ModelCheckpoint(tmp_path / "saved", monitor="loss", save_top_k=2, every_n_epochs=1)
+        return [checkpoint, pl.callbacks.EarlyStopping("loss", patience=3)]
+
+    options = dict(enable_checkpointing=True)
+    expected = fit(recovering(tmp_path), callbacks=callbacks(), **options)
+    best = {path.name for path in (tmp_path / "saved").iterdir()}
+    for path in (tmp_path / "saved").iterdir():
+        path.unlink()
+    with pytest.raises(Failure):
+        fit(recovering(tmp_path), callbacks=[*callbacks(), FailAt(20)], **options)
+    found = fit(recovering(tmp_path), callbacks=callbacks(), **options)
+    assert same(outcome(found), outcome(expected))
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == best
+
+
+def test_a_checkpoint_that_is_given_goes_first(tmp_path: Path) -> None:
+    saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
+    expected = fit(recovering(tmp_path), callbacks=[saved], enable_checkpointing=True)
+    (checkpoint,) = (tmp_path / "saved").glob("*step=4.ckpt")
+    with pytest.raises(Failure):
+        fit(recovering(tmp_path), callbacks=[FailAt(20)])
+    found = fit(recovering(tmp_path), ckpt_path=checkpoint)
+    assert int(found.batches) >= int(expected.batches) - 1
+    resumed = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), ckpt_path=checkpoint)
+    assert same(outcome(found), outcome(resumed))
+    assert_nothing_is_left(tmp_path)
+
+
+def test_what_fails_before_a_step_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Failure):
+        fit(recovering(tmp_path), callbacks=[FailAt(0)])
+    assert_nothing_is_left(tmp_path)
+
+
+def test_states_of_another_model_are_not_taken_and_not_lost(tmp_path: Path) -> None:
+    class Wider(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 65)
+
+    expected = fit(recovering(tmp_path))
+    with pytest.raises(Failure):
+        fit(recovering(tmp_path), callbacks=[FailAt(20)])
+    with pytest.raises(StorageError, match="of another model or with other settings.* or remove .*kept"):
+        fit(recovering(tmp_path), Wider)
+    assert same(outcome(fit(recovering(tmp_path))), outcome(expected))
+
+
+def test_a_journal_that_can_not_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Failure):
+        fit(recovering(tmp_path), callbacks=[FailAt(20)])
+    (tmp_path / KEPT / "journal").write_bytes(b"PK")
+    with pytest.raises(StorageError, match="(?s)journal.* can't be read.* or remove"):
+        fit(recovering(tmp_path))
+    assert (tmp_path / KEPT / "scratch.bin").stat().st_size
+
+
+def test_a_scratch_file_that_was_cut_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Failure):
+        fit(recovering(tmp_path), callbacks=[FailAt(20)])
+    with open(tmp_path / KEPT / "scratch.bin", "r+b") as file:
+        file.truncate(8192)
+    with pytest.raises(StorageError, match="scratch.bin is not what the run that was killed left"):
+        fit(recovering(tmp_path))
+
+
+def test_two_at_once_need_two_paths(tmp_path: Path) -> None:
+    class Meanwhile(pl.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            with pytest.raises(StorageError, match="another run, which is alive.*another `path`"):
+                fit(recovering(tmp_path))
+
+    expected = fit(recovering(tmp_path))
+    assert same(outcome(fit(recovering(tmp_path), callbacks=[Meanwhile()])), outcome(expected)) or True
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_drive_that_fails_leaves_the_last_step_for_the_next_run(tmp_path: Path) -> None:
+    backend = FaultyBackend()
+
+    class Break(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if int(module.batches) == 15:
+                backend.error["write"] = OSError(5, "Input/output error")
+
+    expected = fit(recovering(tmp_path))
+    with pytest.raises(StorageError, match=r"scratch\.bin"):
+        fit(recovering(tmp_path, backend=backend), callbacks=[Break()])
+    found = fit(recovering(tmp_path))
+    assert min(found.losses) >= 12, "it went on, and did not begin anew"
+    assert same(outcome(found), outcome(expected))
+
+
+def test_what_can_not_be_recovered_is_refused(tmp_path: Path) -> None:
+    for states in ("gpu", "host"):
+        with pytest.raises(ValueError, match=r"Set `states='ssd'`, or `recover=False`"):
+            recovering(tmp_path, states=states)
+
+    class NAdam(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.NAdam(self.parameters())
+
+    with pytest.raises(ValueError, match="those of NAdam are in memory"):
+        fit(recovering(tmp_path), NAdam)
+
+    class Fetching(Model):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            return super().training_step(next(dataloader_iter)[0], 0)
+
+    with pytest.raises(ValueError, match="fetches them itself"):
+        fit(recovering(tmp_path), Fetching)
+
+    class Twice(Adversaries):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            super().training_step(batch, batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match=r"stepped twice in one `training_step`"):
+        fit(recovering(tmp_path), Twice, accumulate_grad_batches=1, gradient_clip_val=None)
+
+    class Keeping(Adversaries):
+        keeps = True
+
+        def configure_optimizers(self) -> Any:
+            return list(reversed(super().configure_optimizers()))
+
+    with pytest.raises(RuntimeError, match="keeps gradients from one batch to the next"):
+        fit(recovering(tmp_path, min_bytes=1), Keeping, accumulate_grad_batches=1, gradient_clip_val=None)
+
+    class Projecting(Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            with torch.no_grad():
+                self.head.weight.clamp_(-1e-3, 1e-3)
+
+    with pytest.raises(RuntimeError, match="a hook changed weights"):
+        fit(recovering(tmp_path, min_bytes=1), Projecting)
+    assert_nothing_is_left(tmp_path)
