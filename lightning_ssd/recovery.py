@@ -174,7 +174,7 @@ class _Loader:
 
     def place(self, ahead: int) -> _Place:
         """Returns where the training is in the data, if the last `ahead` batches were not for it yet."""
-        return _Place(self._made, self._begun, self._batches - ahead)
+        return _Place(self._made, self._begun, max(0, self._batches - ahead))
 
     def go_back(self) -> None:
         """Hands out, to nobody, what the run that was killed has had; samplers know their epoch by now."""
