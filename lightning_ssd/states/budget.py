@@ -16,6 +16,12 @@ Where = Literal["host", "ssd"]
 AHEAD = 3
 """Flats that staging memory holds at once: one is read, one is used, one is written."""
 
+LANDING_FLATS = 6
+"""Gradients that shared memory has room for at least: some land, some are stepped, some wait."""
+
+LANDING_SHARE = 16
+"""The part of all gradients that it has room for at least."""
+
 
 @dataclass(frozen=True)
 class Places:
@@ -26,6 +32,7 @@ class Places:
         rest: of each flat, where all others are.
         window: bytes of memory that weights pass through on their way from SSDs to the device.
         staging: bytes of memory that flats from SSDs are opened in.
+        landing: bytes of memory that gradients land in.
         host: bytes of host memory in all, gradients included.
         ssd: bytes on SSDs, in whole pages.
     """
@@ -34,11 +41,14 @@ class Places:
     rest: Sequence[Where]
     window: int
     staging: int
+    landing: int
     host: int
     ssd: int
 
 
-def choose_places(layouts: Sequence[Layout], states: Literal["host", "ssd", "auto"], budget: int | None) -> Places:
+def choose_places(
+    layouts: Sequence[Layout], states: Literal["host", "ssd", "auto"], budget: int | None, *, shared: bool
+) -> Places:
     """Returns where flats go: with "auto", to host memory as far as `budget` reaches, compute weights first.
 
     A byte of compute weights is read twice and written once a step, one of the others once each.
@@ -47,12 +57,14 @@ def choose_places(layouts: Sequence[Layout], states: Literal["host", "ssd", "aut
         layouts: of the flats, in the order of the forward.
         states: "host" and "ssd": all of them there; "auto": as said.
         budget: bytes of host memory, for gradients and staging, too; None: as many as needed.
+        shared: whether flats may share the memory that gradients land in. They do if any is on SSDs: backward then
+            waits for steps, and those for drives, which are what takes longest.
 
     Raises:
         ValueError: the budget is too small; it names `host_memory` and what is needed.
     """
     everything: list[Where] = ["host"] * len(layouts)
-    all_host = _places(layouts, everything, everything)
+    all_host = _places(layouts, everything, everything, shared)
     if states == "host" or (states == "auto" and (budget is None or all_host.host <= budget)):
         places = all_host
     else:
@@ -67,9 +79,9 @@ def choose_places(layouts: Sequence[Layout], states: Literal["host", "ssd", "aut
                 for index in sorted(order, key=lambda index: -of[index]):  # noqa: B023
                     if weights[index] == "host" or kind is weights:
                         kind[index] = "host"
-                        if _places(layouts, weights, rest).host > budget:
+                        if _places(layouts, weights, rest, shared).host > budget:
                             kind[index] = "ssd"
-        places = _places(layouts, weights, rest)
+        places = _places(layouts, weights, rest, shared)
     if budget is not None and places.host > budget:
         raise ValueError(
             f"`host_memory` of {format_bytes(budget)} is too small: with `states={states!r}` the model takes "
@@ -84,12 +96,11 @@ def choose_places(layouts: Sequence[Layout], states: Literal["host", "ssd", "aut
     return places
 
 
-def _places(layouts: Sequence[Layout], weights: Sequence[Where], rest: Sequence[Where]) -> Places:
+def _places(layouts: Sequence[Layout], weights: Sequence[Where], rest: Sequence[Where], shared: bool) -> Places:
     window: list[int] = []
     staging: list[int] = []
     host = ssd = 0
     for layout, of_weights, of_rest in zip(layouts, weights, rest, strict=True):
-        host += layout.gradient_bytes
         slots = layout.slots
         opened = 0
         for where, nbytes in ((of_weights, layout.flat.nbytes), (of_rest, layout.rest_bytes)):
@@ -101,4 +112,8 @@ def _places(layouts: Sequence[Layout], weights: Sequence[Where], rest: Sequence[
         staging.append(opened)
         window.append(align_up(layout.flat.nbytes) if of_weights == "ssd" else 0)
     for_window, for_staging = (sum(sorted(sizes, reverse=True)[:AHEAD]) for sizes in (window, staging))
-    return Places(weights, rest, for_window, for_staging, host + for_window + for_staging, ssd)
+    gradients = [align_up(layout.gradient_bytes) for layout in layouts]
+    landing = sum(gradients)
+    if shared and ssd:
+        landing = min(landing, max(landing // LANDING_SHARE, sum(sorted(gradients, reverse=True)[:LANDING_FLATS])))
+    return Places(weights, rest, for_window, for_staging, landing, host + for_window + for_staging + landing, ssd)

@@ -18,6 +18,7 @@ from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.gate import Clip
+from lightning_ssd.states.gradient import LandingMemory
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.journal import Journal, Record, read_record
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
@@ -205,14 +206,16 @@ def make_model_states(
         assert kind != "gpu"
         recovered = read_record(storage.paths(default_path)[0], layouts) if recover else None
         budget = _host_budget(config, storage)
+        # Where steps wait for all gradients, each needs memory of its own.
+        shared = not gated and not hold and config.overlap == "optimized"
         try:
-            places = choose_places(layouts, kind, budget)
+            places = choose_places(layouts, kind, budget, shared=shared)
             scratch = _make_scratch(places, storage, default_path, device, keep=recover, recovered=recovered)
         except (ValueError, StorageFullError):
             if recover or config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
                 raise
             layouts = [replace(layout, slots=1) for layout in layouts]
-            places = choose_places(layouts, kind, budget)
+            places = choose_places(layouts, kind, budget, shared=shared)
             scratch = _make_scratch(places, storage, default_path, device, keep=False, recovered=None)
         if scratch is not None:
             undo.callback(scratch.close, remove=recovered is None)
@@ -233,6 +236,10 @@ def make_model_states(
         if recovered is not None:
             for rule, kept in zip(rules.values(), recovered.rules, strict=True):
                 rule.take_over(kept)
+        landing: LandingMemory | None = None
+        if shared and places.ssd and places.landing:
+            landing = LandingMemory(places.landing, pin=device.type == "cuda")
+            undo.callback(landing.close)
         journal: Journal | None = None
         if recover and scratch is not None:
             journal = Journal(homes, rules, scratch.store)
@@ -245,6 +252,7 @@ def make_model_states(
             of_flats,
             copies,
             scratch,
+            landing,
             budget=stream_bytes,
             host_bytes=places.host,
             ssd_bytes=places.ssd,

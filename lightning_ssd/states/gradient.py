@@ -1,6 +1,7 @@
 """The gradient of one flat on the host: as it lands from the device, and summed over micro-batches in fp32."""
 
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import torch
 from torch import Tensor
@@ -8,27 +9,70 @@ from torch import Tensor
 from lightning_ssd.activations.copies import Mark
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import finished
+from lightning_ssd.storage import PinnedPool
 from lightning_ssd.storage.slab import Slab
+
+
+class LandingMemory:
+    """Host memory that the gradients of flats land in until they are stepped, less than all of them need at once.
+
+    Who finds none waits for steps that have begun. If none has, as when each of many flats has a part of its gradient,
+    nobody would ever give memory back: then some is taken beside.
+
+    Args:
+        nbytes: bytes to share.
+        pin: page-lock them.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self._pool = PinnedPool(nbytes, pin=pin, name="gradients")
+        self._pin = pin
+
+    def take(self, nbytes: int, under_way: Iterable["Future[None]"]) -> "tuple[Tensor, Callable[[], None]]":
+        """Returns memory, and what gives it back.
+
+        Args:
+            nbytes: bytes wanted.
+            under_way: done when steps have given theirs back.
+        """
+        while (buffer := self._pool.try_acquire(nbytes)) is None:
+            if not (running := [step for step in under_way if not step.done()]):
+                slab = Slab(nbytes, pin=self._pin)
+                return slab.tensor, slab.close
+            wait(running, return_when=FIRST_COMPLETED)
+        return buffer.tensor[:nbytes], buffer.release
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._pool.close()
 
 
 class Gradient:
     """Host memory for the gradient of one flat.
 
     Who owns what until when: `landing` belongs to the copies out until their marks are reached, then to whoever makes
-    `settled` (a sum or a step, on the worker), and after that to the next copies out. `total` is the worker's alone.
+    `settled` (a sum or a step, on the worker), and after that to the next copies out; or, with shared memory, to
+    nobody. `total` is the worker's alone.
 
     Args:
         flat: whose gradient it is.
         pin: page-lock the memory that it lands in.
+        memory: what others share that memory with; None: it is this flat's for good.
     """
 
-    def __init__(self, flat: Flat, *, pin: bool) -> None:
+    def __init__(self, flat: Flat, *, pin: bool, memory: LandingMemory | None) -> None:
         self._flat = flat
-        self._slab = Slab(flat.nbytes, pin=pin)
-        # Anonymous memory is zero: what lies between parameters is stepped like a weight without gradient.
-        self.landing = self._slab.tensor.view(flat.dtype)
+        self._memory = memory
+        self._give_back: Callable[[], None] | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.landing = self._bytes.view(flat.dtype)
+        """As it lands; what lies between parameters is undefined."""
+        if memory is None:
+            slab = Slab(flat.nbytes, pin=pin)
+            self._has(slab.tensor, slab.close)
         self.total: Tensor | None = None
         self.settled: Future[None] = finished(None)
+        """Done when what has left is summed up, or stepped, and its memory is free again."""
         self.landed = [False] * len(flat.slices)
         """Of each parameter, whether its gradient of the running backward is in `landing`."""
         self.landings = 0
@@ -43,11 +87,38 @@ class Gradient:
         self.mark: Mark = None
         """Of the last copy out."""
 
+    def begin(self, under_way: Iterable["Future[None]"]) -> None:
+        """Something is about to land, and nothing has: returns when there is memory for it.
+
+        Args:
+            under_way: `settled` of the flats that memory is shared with.
+        """
+        self.settled.result()
+        if self._memory is not None and self._give_back is None:
+            self._has(*self._memory.take(self._flat.nbytes, under_way))
+
+    def settle(self, done: "Future[None]") -> None:
+        """What has landed is used until `done`."""
+        if self._memory is None:
+            self.settled = done
+            return
+        settled: Future[None] = Future()
+
+        def end(done: "Future[None]") -> None:
+            self._release()
+            if (error := done.exception()) is not None:
+                settled.set_exception(error)
+            else:
+                settled.set_result(None)
+
+        self.settled = settled
+        done.add_done_callback(end)
+
     def target(self, index: int) -> Tensor:
         """Returns the bytes of `landing` that parameter `index` lands in."""
         item = self._flat.slices[index]
         size = self._flat.dtype.itemsize
-        return self._slab.tensor[item.start * size : (item.start + item.numel) * size]
+        return self._bytes[item.start * size : (item.start + item.numel) * size]
 
     def add(self, landed: list[bool]) -> None:
         """Adds what has landed to the total, in fp32: on the worker."""
@@ -72,5 +143,17 @@ class Gradient:
 
     def free(self) -> None:
         """Gives the memory back."""
-        self._slab.close()
-        self.landing, self.total = self.landing[:0].clone(), None
+        self._release()
+        self.total = None
+
+    def _has(self, memory: Tensor, give_back: Callable[[], None]) -> None:
+        self._bytes, self._give_back = memory, give_back
+        self.landing = memory.view(self._flat.dtype)
+
+    def _release(self) -> None:
+        """Gives the memory back, if there is any; nobody uses it."""
+        give_back, self._give_back = self._give_back, None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.landing = self._bytes.view(self._flat.dtype)
+        if give_back is not None:
+            give_back()

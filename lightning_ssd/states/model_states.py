@@ -28,7 +28,7 @@ from lightning_ssd.activations.weights import mark_streamed
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, finished, then
 from lightning_ssd.states.gate import Clip, Gate
-from lightning_ssd.states.gradient import Gradient
+from lightning_ssd.states.gradient import Gradient, LandingMemory
 from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import Journal, Record
 from lightning_ssd.states.optimizers import Rule, parameters_of
@@ -52,6 +52,7 @@ class ModelStates:
         rules: how each flat is stepped; none for those without gradients.
         groups: of each flat with a rule, its optimizer and the index of its parameter group.
         copies: copies of the device; owned.
+        landing: memory that gradients land in; owned. None: each flat has its own.
         scratch: what the homes on SSDs share, if there are any; owned.
         budget: bytes of the device that fetched weights may take.
         host_bytes: bytes of host memory that everything takes, for whoever shares a budget with it.
@@ -81,6 +82,7 @@ class ModelStates:
         groups: Mapping[Flat, tuple[Optimizer, int]],
         copies: Copies,
         scratch: Scratch | None,
+        landing: LandingMemory | None,
         *,
         budget: int,
         host_bytes: int,
@@ -107,7 +109,8 @@ class ModelStates:
         self._clip_value = None if hold else clip_value
         self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
-        self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda") for flat in rules}
+        self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda", memory=landing) for flat in rules}
+        self._landing = landing
         self._expected: dict[tuple[Flat, tuple[bool, ...]], int] = {}
         """Landings of a flat in its last backward, by which of its parameters wanted a gradient."""
         self._leaving: deque[tuple[Tensor, Mark]] = deque()
@@ -262,24 +265,24 @@ class ModelStates:
                     self._submit_sum(flat)
             self.drain()
             lent = [
-                (item, gradient, index)
+                (flat, item, gradient, index)
                 for flat, gradient in self._gradients.items()
                 for index, item in enumerate(flat.slices)
             ]
-            for item, gradient, index in lent:
+            for _, item, gradient, index in lent:
                 if gradient.summed[index]:
                     assert gradient.total is not None
                     item.parameter.grad = item.of(gradient.total)
             try:
                 yield
             finally:
-                for item, gradient, index in lent:
+                for flat, item, gradient, index in lent:
                     grad, item.parameter.grad = item.parameter.grad, None
                     gradient.summed[index] = grad is not None
                     gradient.summing = any(gradient.summed)
                     if grad is not None:
                         if gradient.total is None:
-                            gradient.total = torch.zeros(gradient.landing.numel(), dtype=torch.float32)
+                            gradient.total = torch.zeros(flat.numel, dtype=torch.float32)
                         if grad.data_ptr() != item.of(gradient.total).data_ptr():
                             item.of(gradient.total).copy_(grad)
 
@@ -332,6 +335,8 @@ class ModelStates:
             stack.callback(self._gate.close)
             stack.callback(self._copies.close)
             stack.callback(self._give_back)
+            if self._landing is not None:
+                stack.callback(self._landing.close)
             for gradient in self._gradients.values():  # before the weights need room
                 stack.callback(gradient.free)
             for flat in self.homes:
@@ -409,7 +414,7 @@ class ModelStates:
         if gradient.landed[index]:  # once more in one backward, as with reentrant checkpointing
             self._submit_sum(flat)
         if not any(gradient.landed):
-            gradient.settled.result()
+            gradient.begin(other.settled for other in self._gradients.values())
         gradient.landed[index] = True
         gradient.landings += 1
         wants = _wants(flat)
@@ -419,7 +424,7 @@ class ModelStates:
             and not self._hold
             and self._groups[flat][0] is self._stepping
             # Each once, and in the last backward, too: a gradient that comes in parts is complete at the end only.
-            and gradient.landings == self._expected.get((flat, wants)) == sum(wants)
+            and gradient.landings == self._expected.get((flat, wants), self._foretold(flat)) == sum(wants)
         )
         if self._gate.scaled and not self._hold:
             self._gate.check(grad)
@@ -435,6 +440,15 @@ class ModelStates:
             self._let_go()
         if complete:
             self._launch(flat)
+
+    def _foretold(self, flat: Flat) -> int | None:
+        """Returns how many gradients of `flat` will land in its first backward; None: nobody knows, so wait for all.
+
+        With shared memory that would be too late. A weight that one call of its module uses lands once.
+        """
+        if self._landing is None or not self._stream.entered_once(flat):
+            return None
+        return sum(_wants(flat))
 
     def _leave(self, data: Tensor, mark: Mark) -> None:
         """Keeps device bytes alive until their copy out, whose mark is given, was made."""
@@ -467,7 +481,7 @@ class ModelStates:
                         self._norms[item.parameter] = torch._foreach_norm([item.of(gradient.total)])[0]
 
         gradient.summing = True
-        gradient.settled = self._stepper.submit(add, [self._arrival(gradient)])
+        gradient.settle(self._stepper.submit(add, [self._arrival(gradient)]))
         return gradient.settled
 
     # ---- the step ----
@@ -563,7 +577,7 @@ class ModelStates:
         else:
             done = step.late(after)
         gradient.summing = False
-        gradient.settled = done
+        gradient.settle(done)
         home.reserve(done)
         self._launched[flat] = done
 

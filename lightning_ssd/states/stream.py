@@ -40,6 +40,8 @@ class WeightStream:
         """Of every flat that is resident."""
         self._open: list[int] = [0] * len(units)
         """How often each unit's forward is running."""
+        self._entered = [0] * len(units)
+        """How often each unit's forward has begun in this micro-batch, backward's own recomputation not counted."""
         self._node = -1
         self._units_of_node: set[int] = set()
         """Units whose weights the running autograd node has been given: it may still have to launch its kernels."""
@@ -55,6 +57,7 @@ class WeightStream:
         if self._uses:
             self._expected[self._kind] = self._uses
         self._kind = kind
+        self._entered = [0] * len(self._units)
         self._node = -1
         self._units_of_node.clear()
         self._uses = []
@@ -63,11 +66,16 @@ class WeightStream:
     def enter(self, unit: int) -> None:
         """The forward of `unit` begins; returns when the compute stream is ordered after its weights' arrival."""
         self._open[unit] += 1
+        self._entered[unit] += torch._C._current_graph_task_id() == -1
         self._use(unit)
 
     def exit(self, unit: int) -> None:
         """The forward of `unit` has ended, or failed."""
         self._open[unit] -= 1
+
+    def entered_once(self, flat: Flat) -> bool:
+        """Whether the forward of the flat's unit has begun once in this micro-batch."""
+        return self._entered[self._unit_of[flat]] == 1
 
     def want(self, flat: Flat) -> None:
         """Backward is given a saved weight of `flat`, or something is computed with a weight of it, at once.

@@ -22,13 +22,21 @@ def layouts(numels: list[int], slots: int, halves: bool) -> list[Layout]:
     return made
 
 
-@given(numels=sizes, slots=st.sampled_from([1, 2]), halves=st.booleans(), budget=st.integers(1, 10**6))
-def test_auto_keeps_its_budget_and_wastes_little(numels: list[int], slots: int, halves: bool, budget: int) -> None:
+@given(
+    numels=sizes,
+    slots=st.sampled_from([1, 2]),
+    halves=st.booleans(),
+    budget=st.integers(1, 10**6),
+    shared=st.booleans(),
+)
+def test_auto_keeps_its_budget_and_wastes_little(
+    numels: list[int], slots: int, halves: bool, budget: int, shared: bool
+) -> None:
     made = layouts(numels, slots, halves)
-    host, ssd = choose_places(made, "host", None), choose_places(made, "ssd", None)
+    host, ssd = choose_places(made, "host", None, shared=shared), choose_places(made, "ssd", None, shared=shared)
     assert host.ssd == host.window == host.staging == 0
     try:
-        places = choose_places(made, "auto", budget)
+        places = choose_places(made, "auto", budget, shared=shared)
     except ValueError as error:
         assert min(host.host, ssd.host) > budget and "`host_memory`" in str(error)
         return
@@ -40,13 +48,13 @@ def test_auto_keeps_its_budget_and_wastes_little(numels: list[int], slots: int, 
         assert (weights, rest) != ("ssd", "host")
         if weights == "host" and rest == "ssd":  # there was no room for it
             moved = [*places.rest[:index], "host", *places.rest[index + 1 :]]
-            assert _places(made, places.weights, moved).host > budget
+            assert _places(made, places.weights, moved, shared).host > budget
 
 
 @given(numels=sizes, slots=st.sampled_from([1, 2]))
 def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -> None:
     made = layouts(numels, slots, False)
-    places = choose_places(made, "ssd", None)
+    places = choose_places(made, "ssd", None, shared=False)
     opened = sorted(-(-layout.flat.nbytes // 4096) * 4096 + -(-layout.rest_bytes // 4096) * 4096 for layout in made)
     assert places.staging == sum(opened[-AHEAD:])
     assert places.ssd == slots * sum(opened)
@@ -54,4 +62,4 @@ def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -
 
 def test_what_is_needed_is_named() -> None:
     with pytest.raises(ValueError, match="`host_memory` of 1000 B is too small: with `states='host'` .*'auto'"):
-        choose_places(layouts([1000], 1, False), "host", 1000)
+        choose_places(layouts([1000], 1, False), "host", 1000, shared=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.states import build
+from lightning_ssd.states import budget, build
 from lightning_ssd.storage import ChecksumError, PosixBackend, StorageError, StorageFullError
 from tests.states.test_training import Block, Model, assert_same, host, loader, train
 from tests.storage.faults import FaultyBackend
@@ -63,13 +63,46 @@ class Deep(Model):
         self.blocks.extend(Block() for _ in range(12))
 
 
-@pytest.mark.parametrize("budget", [320_000, 450_000, 10**9])
-def test_what_fits_is_in_host_memory(tmp_path: Path, budget: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("host_memory", [320_000, 450_000, 10**9])
+def test_what_fits_is_in_host_memory(tmp_path: Path, host_memory: int, caplog: pytest.LogCaptureFixture) -> None:
     expected = train(tmp_path, "auto", Deep())
     with caplog.at_level("INFO", "lightning_ssd"):
-        assert_same(train(tmp_path, ssd(states="auto", gpu_memory=1, host_memory=budget), Deep()), expected)
+        assert_same(train(tmp_path, ssd(states="auto", gpu_memory=1, host_memory=host_memory), Deep()), expected)
     (line,) = [message for message in caplog.messages if "weights, gradients and optimizer states take" in message]
-    assert ("0 B on SSDs" in line) == (budget == 10**9)
+    assert ("0 B on SSDs" in line) == (host_memory == 10**9)
+
+
+class Sparing(Deep):
+    """Of some units only a part is used, in some batches nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            if self.training and index % 5 == self.global_step % 5:
+                continue
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True) if index % 2 else block(x)
+        for block in self.spare:
+            x = x + block.up(x).sum(-1, keepdim=True) / 1000  # type: ignore[operator]
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("model", [Deep, Sparing])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("flats", [1, 2])
+def test_gradients_share_memory(
+    tmp_path: Path, model: Any, accumulate: int, flats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As little as one flat's: backward waits for steps, and for nobody who waits for it."""
+    monkeypatch.setattr(budget, "LANDING_FLATS", flats)
+    arguments = dict(accumulate_grad_batches=accumulate)
+    expected = train(tmp_path, "auto", model(), **arguments)
+    assert_same(train(tmp_path, ssd(gpu_memory=1), model(), **arguments), expected)
+    assert_nothing_is_left(tmp_path)
 
 
 def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
