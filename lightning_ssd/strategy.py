@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
 from lightning_ssd.callbacks import add_default_callbacks
+from lightning_ssd.callbacks.averaging import averages_weights, lend_weights
 from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.recovery import Recovery
 from lightning_ssd.sizes import parse_bytes
@@ -147,6 +148,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.model_states: ModelStates | None = None
         self._streams: bool | None = None
         """Whether states leave the device in the present training or evaluation, once somebody has asked."""
+        self._restore_callbacks: list[Callable[[], None]] = []
         self._recovery: Recovery | None = None
         self._taking_up = False
         """Whether the Trainer restores what a killed run has recorded: what has left is where it belongs already."""
@@ -223,12 +225,12 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Sets up as ever, and takes the model's states out of the device before they are all there."""
         assert self.model is not None
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if fitting and isinstance(callback, _READS_WEIGHTS):
-                raise ValueError(
-                    f"{type(callback).__name__} reads all weights on the device at every step, and with "
-                    f"`states={self.states_config.states!r}` they are not there. Remove it, or set `states='gpu'`."
-                )
+        averaging = [callback for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
+        if fitting and averaging and self.states_config.recover:
+            raise ValueError(
+                f"{type(averaging[0]).__name__} changes weights, which `recover=True` can't repeat after a kill. "
+                "Remove it, or set `recover=False`."
+            )
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states)
         try:
             super().setup(trainer)
@@ -260,6 +262,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 self._recovery.take_up(record.rest)
         for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
+        self._restore_callbacks = [lend_weights(callback, self.whole_weights) for callback in averaging]
         self._precision = self.precision_plugin
         self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=hold)
 
@@ -349,6 +352,17 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             return contextlib.nullcontext()
         return self.model_states.state_dicts.without()
 
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """While it lasts, all parameters of the model are whole tensors, to be looked at and changed.
+
+        For callbacks that do so, as averages of weights do: those of Lightning need not call it. Parameters that had
+        left are on the CPU, in fp32. It waits for the optimizer steps that have begun; host memory must hold the
+        weights.
+        """
+        with contextlib.nullcontext() if self.model_states is None else self.model_states.lend_weights():
+            yield
+
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         assert self.lightning_module is not None
@@ -389,12 +403,15 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         cache, self.tensor_cache = self.tensor_cache, None
         states, self.model_states = self.model_states, None
         keep, self._failed = self._failed, False
+        restores, self._restore_callbacks = self._restore_callbacks, []
         self._streams = self._recovery = None
         self._taking_up = False
         if self._precision is not None:
             self.precision_plugin, self._precision = self._precision, None
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
             stack.callback(super().teardown)
+            for restore in restores:
+                stack.callback(restore)
             if cache is not None:
                 stack.callback(cache.close)
             if states is not None:
@@ -413,9 +430,6 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
-
-
-_READS_WEIGHTS = (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)
 
 
 def _user_sees_gradients(trainer: pl.Trainer) -> bool:

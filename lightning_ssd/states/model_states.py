@@ -259,7 +259,7 @@ class ModelStates:
         if self._lent:
             yield
             return
-        with self._lend_weights():
+        with self.lend_weights():
             for flat, gradient in self._gradients.items():
                 if any(gradient.landed):
                     self._submit_sum(flat)
@@ -287,8 +287,14 @@ class ModelStates:
                             item.of(gradient.total).copy_(grad)
 
     @contextlib.contextmanager
-    def _lend_weights(self) -> Iterator[None]:
-        """Makes every parameter that has left a whole fp32 tensor on the CPU."""
+    def lend_weights(self) -> Iterator[None]:
+        """Makes every parameter that has left a whole fp32 tensor on the CPU, its master weights.
+
+        What is changed there counts. Nested calls are the outermost one.
+        """
+        if self._lent:
+            yield
+            return
         self.state_dicts.before_change()
         self.drain()
         self._stream.release_all()
@@ -307,7 +313,7 @@ class ModelStates:
                     self.homes[flat].restore(masters)
                 elif not self.homes[flat].holds(masters):
                     raise RuntimeError(
-                        f"a hook changed weights of {flat.name} between backward and step, which `recover=True` can't "
+                        f"a hook changed weights of {flat.name}, which `recover=True` can't "
                         "repeat after a kill. Change them elsewhere, or set `recover=False`."
                     )
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ssd import SSDOffloadStrategy
 from tests.states.test_checkpoints import tree_equal
 from tests.states.test_places import ssd
 from tests.states.test_training import Model, adamw, assert_same, host, loader, train
@@ -171,3 +172,66 @@ def test_fit_after_fit(tmp_path: Path) -> None:
     expected = fits("auto", "auto")
     assert_same(fits(ssd(), host()), expected)
     assert_same(fits(host(), "auto"), expected)
+
+
+class EverySecond(pl.callbacks.WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx % 2 == 1
+
+
+@pytest.mark.parametrize(
+    "make_callback",
+    [
+        lambda: pl.callbacks.EMAWeightAveraging(decay=0.9),
+        EverySecond,
+        lambda: pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=2),
+    ],
+    ids=["EMA", "every second", "SWA"],
+)
+def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) -> None:
+    """Validated with, where Lightning does so; what the model has in the end is the average; and saved."""
+    how: Any = dict(max_epochs=4, gradient_clip_val=None)
+    callback = make_callback()
+    expected: Any = train(tmp_path, "auto", Model(), callbacks=[make_callback()], **how)
+    plain: Any = train(tmp_path, "auto", Model(), **how)
+    assert_same(train(tmp_path, strategy, Model(), callbacks=[callback], **how), expected)
+    assert any(
+        not torch.equal(one, other) for one, other in zip(plain.parameters(), expected.parameters(), strict=True)
+    )
+    assert not [name for name in vars(callback) if name.startswith("on_")]
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
+    def callbacks() -> list[pl.Callback]:
+        saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
+        return [pl.callbacks.EMAWeightAveraging(decay=0.9), saved]
+
+    how: Any = dict(gradient_clip_val=None, enable_checkpointing=True)
+    expected: Any = train(tmp_path, "auto", Model(), callbacks=callbacks()[:1], gradient_clip_val=None, max_epochs=4)
+    train(tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=2, **how)
+    last = str(tmp_path / "saved" / "last.ckpt")
+    found: Any = train(
+        tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=4, ckpt_path=last, **how
+    )
+    assert found.losses == expected.losses[len(expected.losses) - len(found.losses) :]
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weights_are_lent_to_whoever_asks(tmp_path: Path, strategy: Any) -> None:
+    class Shrinking(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if isinstance(self.trainer.strategy, SSDOffloadStrategy):
+                with self.trainer.strategy.whole_weights(), self.trainer.strategy.whole_weights():
+                    self.shrink()
+            else:
+                self.shrink()
+
+        def shrink(self) -> None:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(0.9)
+
+    how: Any = dict(gradient_clip_val=None)
+    assert_same(train(tmp_path, strategy, Shrinking(), **how), train(tmp_path, "auto", Shrinking(), **how))

@@ -350,9 +350,9 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
         ({"units": ["Blok"]}, {}, "`units` names Blok.*Block"),
         ({}, {"precision": "64-true"}, "`states='host'` trains with .*64-true.*states='gpu'"),
         (
-            {},
+            {"states": "ssd", "recover": True},
             {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]},
-            "StochasticWeightAveraging reads all weights.*states='gpu'",
+            "StochasticWeightAveraging changes weights.*recover=False",
         ),
     ],
 )

@@ -1,0 +1,51 @@
+"""Lightning's callbacks that average weights, where weights are not on the device: lent to them while they look."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+from lightning_ssd._lightning import pl
+
+_HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
+          "on_validation_epoch_end")  # fmt: skip
+
+
+def averages_weights(callback: pl.Callback) -> bool:
+    """Whether `callback` is `StochasticWeightAveraging`, `WeightAveraging`, or one derived from them."""
+    return isinstance(callback, (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging))
+
+
+def lend_weights(callback: pl.Callback, lend: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Has the hooks of `callback` that look at weights, or change them, run inside `lend()`.
+
+    Returns:
+        What makes the callback as it was.
+    """
+
+    def lending(hook: Callable[..., None], wanted: Callable[[pl.Trainer], bool]) -> Callable[..., None]:
+        @wraps(hook)
+        def run(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+            if not wanted(trainer):
+                hook(trainer, *args, **kwargs)
+                return
+            with lend():
+                hook(trainer, *args, **kwargs)
+
+        return run
+
+    names = list(_HOOKS)
+    for name in _HOOKS:
+        setattr(callback, name, lending(getattr(callback, name), lambda trainer: True))
+    if isinstance(callback, pl.callbacks.WeightAveraging):
+        names.append("on_train_batch_end")
+        # Not at every step: lending waits for all that is under way.
+        updates = callback.should_update
+        hook = lending(callback.on_train_batch_end, lambda trainer: updates(step_idx=trainer.global_step - 1))
+        setattr(callback, names[-1], hook)
+
+    def restore() -> None:
+        for name in names:
+            delattr(callback, name)
+
+    return restore
