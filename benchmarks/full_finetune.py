@@ -12,6 +12,7 @@ Options:
   deferred, speculative   `clip=` of the strategy
   naive, none      `overlap=`
   split            `state_format="split"`
+  recover          `recover=True`: a killed run would go on
   plain-kernel     AdamW by torch's kernels instead of our own
   batch=N, steps=N, rounds=N, gpu=GIB, host=GIB, resident=GIB
 
@@ -107,6 +108,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         overlap=case["overlap"],
         clip=case["how"],
         state_format="split" if case["split"] else "fp32",
+        recover=case["recover"],
         gpu_memory=f"{case['resident']}GiB" if case["resident"] else "4GiB",
         host_memory=f"{case['host']}GiB" if case["host"] else "auto",
     )
@@ -153,7 +155,7 @@ def parse(text: str) -> dict[str, Any]:
     hidden, layers = map(int, shape.split("x"))
     case: dict[str, Any] = {"name": text, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
     case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized"}
-    case |= {"limit": 1, "how": "auto", "clip": False, "split": False, "plain_kernel": False}
+    case |= {"limit": 1, "how": "auto", "clip": False, "split": False, "plain_kernel": False, "recover": False}
     for option in options:
         name, _, value = option.partition("=")
         if name in ("naive", "none"):
