@@ -21,6 +21,7 @@ from lightning_ssd.states.gate import Clip
 from lightning_ssd.states.gradient import LandingMemory
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.journal import Journal, Record, read_record
+from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
 from lightning_ssd.states.model_states import ModelStates, Overlap
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
@@ -184,9 +185,10 @@ def make_model_states(
         check_optimizer(optimizer)
     units = find_units(module, config.units)
     stream_bytes = config.budget(device)
+    resident: set[nn.Parameter] = set()
     recover = config.recover and bool(optimizers)
     if config.states == "auto" and config.gpu_memory != "auto" and not recover:
-        resident, taken = _residents(units, leaving, groups, stream_bytes, autocast)
+        resident, taken = _residents(units, leaving, groups, stream_bytes, autocast, hold=hold)
         stay |= resident
         leaving -= resident
         stream_bytes -= taken
@@ -236,6 +238,10 @@ def make_model_states(
         if recovered is not None:
             for rule, kept in zip(rules.values(), recovered.rules, strict=True):
                 rule.take_over(kept)
+        # Of parameters that stayed for another reason the user's optimizer steps what the model has.
+        mastered = [parameter for parameter in resident if parameter in groups and parameter.dtype == torch.bfloat16]
+        masters = Masters(mastered, optimizers)
+        undo.callback(masters.close)
         landing: LandingMemory | None = None
         if shared and places.ssd and places.landing:
             landing = LandingMemory(places.landing, pin=device.type == "cuda")
@@ -250,6 +256,7 @@ def make_model_states(
             homes,
             rules,
             of_flats,
+            masters,
             copies,
             scratch,
             landing,
@@ -282,7 +289,13 @@ def _groups_of(optimizers: Sequence[Optimizer]) -> tuple[Groups, set[nn.Paramete
 
 
 def _residents(
-    units: Sequence[Unit], leaving: set[nn.Parameter], groups: Groups, budget: int, autocast: torch.dtype | None
+    units: Sequence[Unit],
+    leaving: set[nn.Parameter],
+    groups: Groups,
+    budget: int,
+    autocast: torch.dtype | None,
+    *,
+    hold: bool,
 ) -> tuple[set[nn.Parameter], int]:
     """Returns the parameters that the device has room for, beside the weights that pass, and what they take, in bytes.
 
@@ -293,21 +306,25 @@ def _residents(
     def of(unit: Unit) -> list[nn.Parameter]:
         return [parameter for _, parameter in unit.parameters if parameter in leaving]
 
-    compute = 4 if autocast is None else autocast.itemsize
-    sizes = sorted((sum(compute * parameter.numel() for parameter in of(unit)) for unit in units), reverse=True)
+    def compute(parameter: nn.Parameter) -> int:
+        return parameter.element_size() if autocast is None else autocast.itemsize
+
+    def need(parameter: nn.Parameter) -> int:
+        """Bytes of an element: fp32 master, gradient and two states, and a copy in 16 bits."""
+        if parameter in groups:
+            return 16 + (2 if autocast is not None or parameter.dtype != torch.float32 else 0)
+        return parameter.element_size() + (0 if autocast is None else 2)
+
+    sizes = sorted((sum(compute(p) * p.numel() for p in of(unit)) for unit in units), reverse=True)
     taken, most = 0, budget - sum(sizes[:3])  # one computes, one comes, one goes
     chosen: set[nn.Parameter] = set()
     for unit in units:
-        # fp32 weight, gradient and two states, and autocast's copy
-        need = sum(
-            parameter.numel() * ((16 if parameter in groups else 4) + (compute if autocast else 0))
-            for parameter in of(unit)
-        )
-        if any(parameter.dtype != torch.float32 for parameter in of(unit)):
-            continue  # it has master weights only on the host
-        if taken + need > most:
+        needed = sum(need(parameter) * parameter.numel() for parameter in of(unit))
+        if hold and any(parameter.dtype != torch.float32 for parameter in of(unit)):
+            continue  # hooks see gradients of master weights on the host only
+        if taken + needed > most:
             break
-        taken += need
+        taken += needed
         chosen.update(of(unit))
     return chosen, taken
 

@@ -31,6 +31,7 @@ from lightning_ssd.states.gate import Clip, Gate
 from lightning_ssd.states.gradient import Gradient, LandingMemory
 from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import Journal, Record
+from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizers import Rule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter
 from lightning_ssd.states.place import Scratch
@@ -51,6 +52,7 @@ class ModelStates:
         homes: where each flat lives; filled with its weights.
         rules: how each flat is stepped; none for those without gradients.
         groups: of each flat with a rule, its optimizer and the index of its parameter group.
+        masters: of parameters that stay on the device; owned.
         copies: copies of the device; owned.
         landing: memory that gradients land in; owned. None: each flat has its own.
         scratch: what the homes on SSDs share, if there are any; owned.
@@ -80,6 +82,7 @@ class ModelStates:
         homes: Mapping[Flat, Home],
         rules: Mapping[Flat, Rule],
         groups: Mapping[Flat, tuple[Optimizer, int]],
+        masters: Masters,
         copies: Copies,
         scratch: Scratch | None,
         landing: LandingMemory | None,
@@ -101,6 +104,7 @@ class ModelStates:
         self.host_bytes = host_bytes
         self.ssd_bytes = ssd_bytes
         self._rules = rules
+        self._masters = masters
         self._groups = groups
         self._copies = copies
         self._scratch = scratch
@@ -159,6 +163,7 @@ class ModelStates:
             homes,
             rules,
             self._where,
+            masters,
             optimizers,
             settle=self._settle,
             release=self._stream.release,
@@ -304,7 +309,8 @@ class ModelStates:
             for flat, masters in lent.items():
                 for item in flat.slices:
                     item.parameter.data = item.of(masters)
-            yield
+            with self._masters.lend():
+                yield
         finally:
             self._lent = False
             for flat, masters in lent.items():
@@ -341,6 +347,7 @@ class ModelStates:
             stack.callback(self._gate.close)
             stack.callback(self._copies.close)
             stack.callback(self._give_back)
+            stack.callback(self._masters.close)
             if self._landing is not None:
                 stack.callback(self._landing.close)
             for gradient in self._gradients.values():  # before the weights need room

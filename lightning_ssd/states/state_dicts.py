@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.lazy import LazyTensors
+from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizers import Rule, parameters_of
 
 
@@ -42,6 +43,7 @@ class StateDicts:
         homes: where its flats live.
         rules: how they are stepped.
         where: of each parameter that has left, its flat and its index there.
+        masters: of parameters that stay.
         settle: makes the steps that have begun, and takes back what is not to be read now.
         release: takes a flat off the device.
         changing: called before values are loaded.
@@ -53,6 +55,7 @@ class StateDicts:
         homes: Mapping[Flat, Home],
         rules: Mapping[Flat, Rule],
         where: Mapping[nn.Parameter, tuple[Flat, int]],
+        masters: Masters,
         optimizers: list[Optimizer],
         *,
         settle: Callable[[], None],
@@ -62,6 +65,9 @@ class StateDicts:
         self._homes = homes
         self._rules = rules
         self._where = where
+        self._masters = masters
+        self._lent_masters = contextlib.ExitStack()
+        """While they are loaded into."""
         self._settle = settle
         self._release = release
         self._changing = changing
@@ -70,7 +76,7 @@ class StateDicts:
         self._without = False
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
-            if self._streamed(owner):
+            if self._streamed(owner) or self._mastered(owner):
                 self._handles.append(owner._register_state_dict_hook(self._after_state_dict))
                 self._handles.append(owner.register_load_state_dict_pre_hook(self._before_load))
         for optimizer in optimizers:
@@ -94,6 +100,8 @@ class StateDicts:
                 flat.attach()
                 item.values.take(item.masters)
             self._homes[flat].close(item.values, changed=item.changed)
+        if but is None:
+            self._lent_masters.close()
 
     def before_change(self) -> None:
         """Values are about to change: those that were promised are read, and nothing is at hand any more."""
@@ -112,6 +120,14 @@ class StateDicts:
             (name, value) for name, value in owner._parameters.items() if value is not None and value in self._where
         ]
 
+    def _mastered(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters of `owner` itself that have masters on the device, by their names in it."""
+        return [
+            (name, value)
+            for name, value in owner._parameters.items()
+            if value is not None and value in self._masters.of
+        ]
+
     def _open(self, flats: set[Flat]) -> None:
         self.put_away(but=flats)
         if missing := flats - self._at_hand.keys():
@@ -123,6 +139,9 @@ class StateDicts:
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         """Puts the master weights, copied, where the module has put what is on the device."""
         streamed = self._streamed(owner)
+        for name, parameter in self._mastered(owner):
+            if prefix + name in state:
+                state[prefix + name] = self._masters.of[parameter].detach()
         if self._without:
             for name, _ in streamed:
                 state.pop(prefix + name, None)
@@ -148,6 +167,8 @@ class StateDicts:
             )
         if self._without:
             return
+        if self._mastered(owner):
+            self._lent_masters.enter_context(self._masters.lend())
         flats = {self._where[parameter][0] for _, parameter in self._streamed(owner)}
         self._changing()
         self._open(flats)

@@ -415,9 +415,9 @@ def test_what_has_no_values(tmp_path: Path) -> None:
 # ---- bf16-true ----
 
 
-@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("strategy", [{"states": "host"}, {"states": "ssd"}, {"states": "auto", "gpu_memory": 90_000}])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_bf16_true_has_fp32_masters(tmp_path: Path, states: str, accumulate: int) -> None:
+def test_bf16_true_has_fp32_masters(tmp_path: Path, strategy: dict[str, Any], accumulate: int) -> None:
     """Bit for bit a loop with bf16 weights whose fp32 masters torch's fused AdamW steps, with sums in fp32."""
     model = Model()
     reference = Model().bfloat16()
@@ -441,7 +441,7 @@ def test_bf16_true_has_fp32_masters(tmp_path: Path, states: str, accumulate: int
                 parameter.data.copy_(master)
     trained: Any = train(
         tmp_path,
-        ssd(states=states),
+        ssd(**strategy),
         model,
         precision="bf16-true",
         limit_val_batches=0,
@@ -450,3 +450,53 @@ def test_bf16_true_has_fp32_masters(tmp_path: Path, states: str, accumulate: int
     assert trained.losses == losses
     for actual, expected in zip(trained.parameters(), reference.parameters(), strict=True):
         assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
+
+
+class Residents(pl.Callback):
+    """Counts the parameters that stay on the device with masters."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        (optimizer,) = trainer.optimizers
+        of_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.masters = [parameter for parameter in pl_module.parameters() if id(parameter) not in of_optimizer]
+
+
+def some_stay() -> SSDOffloadStrategy:
+    return ssd(states="auto", gpu_memory=90_000, tier="host")
+
+
+def test_masters_of_parameters_that_stay(tmp_path: Path) -> None:
+    """Clipped, saved, resumed, evaluated and averaged as others are; the optimizer has the parameters afterwards."""
+    residents = Residents()
+
+    def callbacks(name: str) -> list[pl.Callback]:
+        saved = pl.callbacks.ModelCheckpoint(tmp_path / name, save_last=True, every_n_epochs=1)
+        return [residents, saved, pl.callbacks.EMAWeightAveraging(decay=0.9)]
+
+    how: Any = dict(precision="bf16-true", gradient_clip_val=4.0, enable_checkpointing=True)
+    whole: Any = train(tmp_path, some_stay(), Model(), callbacks=callbacks("whole"), max_epochs=4, **how)
+    assert 0 < len(residents.masters) < len(list(whole.parameters()))
+    saved = torch.load(tmp_path / "whole" / "last.ckpt", weights_only=False)
+    assert all(value.dtype == torch.float32 for value in saved["state_dict"].values())
+    expected: Any = train(tmp_path, ssd(states="host"), Model(), callbacks=callbacks("others"), max_epochs=4, **how)
+    other = torch.load(tmp_path / "others" / "last.ckpt", weights_only=False)
+    assert_same(whole, expected)
+    for name, value in saved["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+    train(tmp_path, some_stay(), Model(), callbacks=callbacks("half"), max_epochs=2, **how)
+    last = str(tmp_path / "half" / "last.ckpt")
+    found: Any = train(tmp_path, some_stay(), Model(), callbacks=callbacks("rest"), max_epochs=4, ckpt_path=last, **how)
+    assert found.losses == expected.losses[-len(found.losses) :]
+    optimizer = found.optimizers().optimizer if hasattr(found.optimizers(), "optimizer") else found.optimizers()
+    assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} == {
+        id(parameter) for parameter in found.parameters()
+    }
+
+
+def test_masters_wait_for_hooks_that_look_at_gradients(tmp_path: Path) -> None:
+    class Watching(Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert all(parameter.grad is not None for parameter in self.parameters())
+
+    how: Any = dict(precision="bf16-true", limit_val_batches=0)
+    assert_same(train(tmp_path, some_stay(), Watching(), **how), train(tmp_path, some_stay(), Model(), **how))
