@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import resource
 import shutil
 import threading
@@ -250,3 +251,41 @@ def test_many_threads_use_one_store(striped: BlobStore) -> None:
         for future in [threads.submit(work, number) for number in range(4)]:
             future.result(timeout=60)
     assert striped.stats().allocated_bytes == 0
+
+
+def test_another_store_takes_over_what_was_kept(tmp_path: Path) -> None:
+    """Blobs, checksums and all; what was not named is free again, and the last one to end removes the files."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    first = BlobStore(paths, device=CPU, checksum=True, piece_bytes=16 * KIB, keep=True)
+    blobs = [first.allocate(size) for size in (100 * KIB, 1, 50 * KIB)]
+    contents = [noise(blob.nbytes, seed) for seed, blob in enumerate(blobs)]
+    for blob, content in zip(blobs, contents, strict=True):
+        write(first, blob, content)
+    with pytest.raises(StorageError, match="another run, which is alive, keeps its states in"):
+        BlobStore(paths, device=CPU, keep=True)
+    first.sync()
+    kept = pickle.loads(pickle.dumps(first.kept(blobs[:2])))
+    first.close(remove=False)
+    BlobStore(paths, device=CPU).close()  # sweeps nothing of it
+    second = BlobStore(paths, device=CPU, checksum=True, piece_bytes=16 * KIB, keep=True, kept=kept)
+    assert second.stats().allocated_bytes == sum(-(-blob.nbytes // PAGE) * PAGE for blob in blobs[:2])
+    other = second.allocate(200 * KIB)
+    write(second, other, noise(200 * KIB))
+    for blob, content in zip(kept.blobs, contents, strict=False):
+        assert torch.equal(read(second, blob), content)
+    second.close()
+    assert not any(list(path.iterdir()) for path in paths)
+
+
+def test_what_was_kept_and_is_not_named_begins_anew(tmp_path: Path) -> None:
+    first = BlobStore([tmp_path], device=CPU, keep=True)
+    first.allocate(2**20)
+    first.close(remove=False)
+    (file,) = tmp_path.glob("*/scratch.bin")
+    size = file.stat().st_size
+    second = BlobStore([tmp_path], device=CPU, keep=True)
+    assert second.stats().allocated_bytes == 0 and file.stat().st_size <= size
+    second.close()
+    assert not list(tmp_path.iterdir())
