@@ -14,10 +14,12 @@ Options:
   split            `state_format="split"`
   recover          `recover=True`: a killed run would go on
   plain-kernel     AdamW by torch's kernels instead of our own
-  batch=N, steps=N, rounds=N, gpu=GIB, host=GIB, resident=GIB
+  mixed            `precision="bf16-mixed"` instead of `bf16-true`
+  batch=N, steps=N, rounds=N, gpu=GIB, host=GIB
+  resident=GIB     `gpu_memory=` of the strategy: whole units stay on the GPU (with mode auto)
 
 Batches of 16 x 1024 tokens, gradient checkpointing, bf16 weights with fp32 master weights and states (`bf16-true`; with
-`resident`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next, after the warm-up; what is
+`mixed`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next, after the warm-up; what is
 left of the last step on the CPU is `drain`. RAM: the most that was taken of what was free before the process began.
 Random tokens, the same in every step, so that the loss falls. `--timeline NAME` writes a Chrome trace and a picture.
 """
@@ -116,7 +118,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=1,
-        precision="bf16-mixed" if case["resident"] else "bf16-true",
+        precision="bf16-mixed" if case["mixed"] else "bf16-true",
         strategy=strategy,
         max_epochs=1,
         callbacks=[probe],
@@ -155,7 +157,15 @@ def parse(text: str) -> dict[str, Any]:
     hidden, layers = map(int, shape.split("x"))
     case: dict[str, Any] = {"name": text, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
     case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized"}
-    case |= {"limit": 1, "how": "auto", "clip": False, "split": False, "plain_kernel": False, "recover": False}
+    case |= {
+        "limit": 1,
+        "how": "auto",
+        "clip": False,
+        "split": False,
+        "plain_kernel": False,
+        "recover": False,
+        "mixed": False,
+    }
     for option in options:
         name, _, value = option.partition("=")
         if name in ("naive", "none"):
