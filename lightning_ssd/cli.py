@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | bench | export` and `lightning run`.
+"""The commands `lightning-ssd run | plan | bench | export` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick.
 """
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import lightning_ssd
 from lightning_ssd.sizes import parse_bytes
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=lightning_ssd.__version__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_plan(commands)
     _add_bench(commands)
     _add_export(commands)
     args = parser.parse_args(argv)
@@ -86,7 +88,11 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str]) -> None:
     if not Path(recipe).is_file():
         parser.error(f"there is no recipe file {recipe!r} (looked in {Path.cwd()})")
+    _read_recipe(recipe, overrides, run=True)
 
+
+def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
+    """Returns the recipe as LightningCLI parses it; `run`: after training what it describes."""
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
     # LightningCLI knows a class by its short name only if the class is imported.
@@ -105,12 +111,87 @@ def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str])
             # starts the other ranks with it.
             self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
 
-    RecipeCLI(
+        def instantiate_classes(self) -> None:
+            if run:
+                super().instantiate_classes()
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            if run:
+                super()._run_subcommand(subcommand)
+
+    cli = RecipeCLI(
         args=["fit", "--config", recipe, *overrides],
         seed_everything_default=0,
         # Without a logger the log directory is the working directory, where the last run's file may be.
         save_config_kwargs={"overwrite": True},
     )
+    return cli.config["fit"]
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--machine", type=_file, metavar="FILE.json", help="what the machine does, as measured")
+    options.add_argument(
+        "--measure", type=_directory, metavar="DIR", help="measure this machine, and the drive that DIR is on"
+    )
+    options.add_argument("--save-machine", type=Path, metavar="FILE.json", help="where to keep what was measured")
+    options.add_argument("--profile", type=_file, metavar="FILE.json", help="of the model, instead of a calculated one")
+    options.add_argument("--planner", default="holistic", help="holistic (default), lohan, fuyou or ssdtrain")
+    options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="where to keep the plan")
+    options.add_argument("--tbw", type=float, metavar="TB", help="TB that the drives are rated for, all together")
+    options.add_argument("--price", type=float, metavar="N", help="of an hour of the machine")
+    parser = commands.add_parser(
+        "plan",
+        parents=[options],
+        help="what a recipe would take on a machine, before any step",
+        description="Says whether a recipe fits a machine, where its bytes would go, how long a step would take, what "
+        "bounds it, and how long the SSDs would last. `plan show PLAN.yaml` shows a plan.",
+        usage="%(prog)s [-h] RECIPE [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...] | show PLAN.yaml",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as for `run`; or `show`, to show a plan")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help="as for `run`")
+    parser.set_defaults(command=lambda args: _plan(parser, options, args))
+
+
+def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, make_plan, make_report, render_report
+    from lightning_ssd.planning import large_write_endurance as large_writes
+
+    # Options may stand before or after the recipe, among the overrides.
+    _, overrides = options.parse_known_args(args.overrides, namespace=args)
+    try:
+        if args.recipe == "show":
+            if len(overrides) != 1 or not Path(overrides[0]).is_file():
+                parser.error("`plan show` takes one file, a plan that was saved")
+            print(Plan.load(overrides[0]).describe())
+            return
+        if not Path(args.recipe).is_file():
+            parser.error(f"there is no recipe file {args.recipe!r} (looked in {Path.cwd()})")
+        if (args.machine is None) == (args.measure is None):
+            parser.error("give the machine with --machine FILE.json, or have this one measured with --measure DIR")
+        if args.measure is not None:
+            from lightning_ssd.measure import measure_machine
+
+            hardware = measure_machine(args.measure)
+        else:
+            hardware = HardwareProfile.from_json(args.machine)
+        if args.save_machine is not None:
+            hardware.to_json(args.save_machine)
+        if args.profile is not None:
+            model = ModelProfile.from_json(args.profile)
+        else:
+            from lightning_ssd.dry_run import profile_recipe
+
+            model = profile_recipe(_read_recipe(args.recipe, overrides, run=False), hardware)
+        plan = make_plan(model, hardware, args.planner)
+        endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
+        report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.save is not None:
+        plan.save(args.save)
+    print(f"{hardware.describe()}\n\n{model.name}: {model.parameters / 1e9:.2f}B parameters\n")
+    print(f"{plan.describe()}\n\n{render_report(report)}")
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -183,6 +264,12 @@ def _bench_io(paths: Sequence[Path], size: int) -> None:
 
 def _checkpoint(text: str) -> Path:
     if not (path := Path(text)).exists():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return path
+
+
+def _file(text: str) -> Path:
+    if not (path := Path(text)).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text!r}")
     return path
 

@@ -1,5 +1,6 @@
 """The commands `lightning-ssd` and `lightning`."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -184,6 +185,43 @@ class TestLightning:
         assert _lightning(["run", "job"], monkeypatch) == 2
         message = capsys.readouterr().err
         assert "`lightning run job`" in message and "pip install lightning-sdk" in message
+
+
+class TestPlan:
+    MACHINE = str(ROOT / "configs/machines/h100.json")
+    RECIPE = str(ROOT / "recipes/gpt.yaml")
+    LARGE = str(ROOT / "configs/models/gpt-6.7b.yaml")
+
+    def test_says_what_a_recipe_would_take(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["plan", self.RECIPE, "-c", self.LARGE, "--machine", self.MACHINE, "--save", "plan.yaml", "--price", "3"]
+        assert cli.main([*argv, "--tbw", "600", "--trainer.accumulate_grad_batches", "4"]) == 0
+        printed = capsys.readouterr().out
+        for said in ("6.65B parameters", "It fits.", "bound by", "largest micro-batch", "SSD writes", "a million tokens"):
+            assert said in printed
+        assert cli.main(["plan", "show", "plan.yaml"]) == 0
+        assert capsys.readouterr().out.strip() in printed
+
+    def test_measures_this_machine(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["plan", "--measure", str(tmp_path), "--save-machine", "here.json", self.RECIPE]) == 0
+        assert cli.main(["plan", "--machine", "here.json", self.RECIPE, "--planner", "lohan"]) == 0
+        assert capsys.readouterr().out.count("It fits.") == 2
+        assert {path.name for path in tmp_path.iterdir()} == {"here.json", "recipe.yaml"}
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["plan", "missing.yaml"], "there is no recipe file 'missing.yaml'"),
+            (["plan", RECIPE], "give the machine with --machine FILE.json, or have this one measured"),
+            (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "`planner='guess'` must be one of"),
+            (["plan", "recipe.yaml", "--machine", MACHINE], "the recipe has .*BoringModel. Give the profile"),
+            (["plan", RECIPE, "--machine", RECIPE], "is not JSON"),
+            (["plan", "show", "missing.yaml"], "`plan show` takes one file"),
+            (["plan", "show", RECIPE], "means nothing|lacks the entry"),
+        ],
+    )
+    def test_refuses(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _exit(argv) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_help_is_quick(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ class ModelStates:
                     "`recover=True` does not record them. Call `zero_grad` of its optimizer, too, or set "
                     "`recover=False`."
                 )
-        needed = [then(done, self.homes[flat].written) for flat, done in self._unrecorded.items()]
+        needed = [then(self._unrecorded.get(flat, finished(None)), home.written) for flat, home in self.homes.items()]
         self._unrecorded = {}
         self._recorded = self._journal.write([self._recorded, *needed], rest)
 

@@ -1,0 +1,129 @@
+"""What this machine does in a second, for the planner: a few seconds of work on each of its parts."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_ssd.planning import HardwareProfile
+from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.home import Layout, Opened
+from lightning_ssd.states.optimizers import AdamRule
+from lightning_ssd.storage import BlobStore
+from lightning_ssd.storage.memory import available_memory
+from lightning_ssd.storage.slab import Slab
+
+PRODUCT = 8192
+"""Rows and columns of the matrices that the device multiplies; on a CPU an eighth of it."""
+
+COPIED = 2**28
+"""Bytes of a copy."""
+
+STEPPED = 2**24
+"""Parameters of an optimizer step."""
+
+REPEATS = 5
+
+
+def measure_machine(path: Path) -> HardwareProfile:
+    """Returns what the machine does, its GPU if it has one, and the drive that `path` is on.
+
+    Args:
+        path: a directory on the SSD to use.
+
+    Raises:
+        StorageError: it can't be used.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cuda = device.type == "cuda"
+    copy_in, copy_out, both = _copies(device)
+    store = BlobStore([path], device=device)
+    write, read = store.write_bandwidth, store.read_bandwidth
+    store.close()
+    statistics = os.statvfs(path)
+    host = int(0.85 * available_memory())
+    return HardwareProfile(
+        name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
+        gpu_flops=_products(device),
+        gpu_memory_bandwidth=_bandwidth(device),
+        copy_out=copy_out,
+        copy_in=copy_in,
+        copy_out_both=min(copy_out, both),
+        copy_in_both=min(copy_in, both),
+        ssd_read=read,
+        ssd_write=write,
+        ssd_mixed=2 / (1 / read + 1 / write),
+        cpu_step_rate=_steps(),
+        gpu_bytes=torch.cuda.mem_get_info()[0] if cuda else host,
+        host_bytes=host,
+        ssd_bytes=statistics.f_bavail * statistics.f_frsize,
+    )
+
+
+def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Returns the least seconds that `run` takes, after one for warming up."""
+    least = float("inf")
+    for _ in range(REPEATS + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        least = min(least, time.perf_counter() - begin)
+    return least
+
+
+def _products(device: torch.device) -> float:
+    """Returns FLOP/s of a matrix product in the dtype that trainings use there."""
+    size, dtype = (PRODUCT, torch.bfloat16) if device.type == "cuda" else (PRODUCT // 8, torch.float32)
+    one = torch.randn(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _seconds(device, lambda: one @ one)
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Returns bytes/s, read and written, of the device's memory."""
+    values = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    other = torch.empty_like(values)
+    return 2 * COPIED / _seconds(device, lambda: other.copy_(values))
+
+
+def _copies(device: torch.device) -> tuple[float, float, float]:
+    """Returns bytes/s to the device, from it, and each way with both at once."""
+    pin = device.type == "cuda"
+    slabs = [Slab(COPIED, pin=pin) for _ in range(2)]
+    hosts = [slab.tensor for slab in slabs]
+    others = [torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def into(target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def both() -> None:
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        for stream, (target, source) in zip(streams, ((others[0], hosts[0]), (hosts[1], others[1])), strict=True):
+            with torch.cuda.stream(stream):
+                into(target, source)
+
+    alone_in = COPIED / _seconds(device, lambda: into(others[0], hosts[0]))
+    alone_out = COPIED / _seconds(device, lambda: into(hosts[1], others[1]))
+    at_once = COPIED / _seconds(device, both) if pin else min(alone_in, alone_out) / 2
+    for slab in slabs:
+        slab.close()
+    return alone_in, alone_out, at_once
+
+
+def _steps() -> float:
+    """Returns parameters/s of AdamW on the CPU, from bf16 gradients to bf16 weights."""
+    parameter = torch.nn.Parameter(torch.empty(()).expand(STEPPED))
+    flat = Flat("measured", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
+    rule = AdamRule(flat)
+    names = ("exp_avg", "exp_avg_sq")
+    layout = Layout(flat, split=False, state_names=names, steps=True, slots=1)
+    weights = torch.zeros(flat.nbytes, dtype=torch.uint8)
+    opened: Opened = layout.opened(weights, torch.zeros(layout.rest_bytes, dtype=torch.uint8))
+    gradient = torch.zeros(flat.numel, dtype=torch.bfloat16)
+    options = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    return STEPPED / _seconds(torch.device("cpu"), lambda: rule.step(options, opened, gradient, [True], 1.0))

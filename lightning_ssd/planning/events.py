@@ -1,0 +1,170 @@
+"""A discrete-event simulation of tasks on the resources of a machine."""
+
+from heapq import heappop, heappush
+
+from lightning_ssd.planning.hardware import HardwareProfile
+
+COMPUTE, COPY_IN, COPY_OUT, SSD, CPU = range(5)
+RESOURCES = ("compute", "copy_in", "copy_out", "ssd", "cpu")
+
+URGENT, NORMAL = 0, 1
+"""Priorities: of what the GPU will wait for, and of all else."""
+
+
+class Task:
+    """Work for one resource, which runs once all that it waits for has ended.
+
+    Attributes:
+        resource: COMPUTE, COPY_IN, COPY_OUT, SSD or CPU. Each runs one task at a time: the ready one of the highest
+            priority, and among those the one made first.
+        amount: seconds for COMPUTE and CPU, bytes for the others.
+        step: index of the training step that it belongs to.
+        write: an SSD task writes.
+        priority: URGENT or NORMAL.
+        gpu: bytes of GPU memory taken as it begins, and given back as it ends.
+        host: bytes of host memory, the same.
+        ssd: bytes stored on SSDs as it ends; below 0: given back.
+        waiting: how many tasks it still waits for.
+        followers: tasks that wait for it.
+        number: of the task, in the order in which they were made.
+        begin: seconds when it began.
+        end: seconds when it ended.
+    """
+
+    __slots__ = (
+        "amount", "begin", "end", "followers", "gpu", "host", "number", "priority", "resource", "ssd", "step",
+        "waiting", "write",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        resource: int,
+        amount: float,
+        step: int,
+        *after: "Task | None",
+        write: bool = False,
+        priority: int = NORMAL,
+    ) -> None:
+        self.resource = resource
+        self.amount = amount
+        self.step = step
+        self.write = write
+        self.priority = priority
+        self.gpu = (0, 0)
+        self.host = (0, 0)
+        self.ssd = 0
+        self.waiting = 0
+        self.followers: list[Task] = []
+        self.number = 0
+        self.begin = self.end = 0.0
+        for task in after:
+            if task is not None:
+                self.wait_for(task)
+
+    def wait_for(self, task: "Task") -> None:
+        """Lets the task begin only after `task` has ended."""
+        task.followers.append(self)
+        self.waiting += 1
+
+
+class MemoryLog:
+    """Bytes in use over time, as (seconds, GPU bytes, host bytes, SSD bytes) after each change."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, int, int, int]] = [(0.0, 0, 0, 0)]
+        self._gpu = self._host = self._ssd = 0
+
+    def add(self, now: float, gpu: int, host: int, ssd: int) -> None:
+        """Notes that so many bytes were taken (below 0: given back) in each tier."""
+        self._gpu += gpu
+        self._host += host
+        self._ssd += ssd
+        self.samples.append((now, self._gpu, self._host, self._ssd))
+
+
+def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
+    """Runs all tasks, which then know when they began and ended.
+
+    The two copy directions share the link: each goes at its own speed alone and at another while both are busy, and
+    their speeds change as the other begins and ends. The SSDs' path is half-duplex: one request at a time, at the speed
+    for mixed requests while one of the other kind waits.
+    """
+    ready: list[list[tuple[int, int, Task]]] = [[] for _ in RESOURCES]
+    running: list[Task | None] = [None] * len(RESOURCES)
+    waiting_requests = [0, 0]  # SSD reads and writes that are ready
+    alone, both = (0.0, hardware.copy_in, hardware.copy_out), (0.0, hardware.copy_in_both, hardware.copy_out_both)
+    # What each copy direction still has to move, since when, how fast, and which of its events counts.
+    left, since, speed, version = [0.0] * 3, [0.0] * 3, [1.0] * 3, [0] * 3
+    events: list[tuple[float, int, int, int]] = []  # when, order, resource, version
+    order = 0
+    memory = MemoryLog()
+    now = 0.0
+
+    def make_ready(task: Task) -> None:
+        heappush(ready[task.resource], (task.priority, task.number, task))
+        if task.resource == SSD:
+            waiting_requests[task.write] += 1
+
+    def share_link() -> None:
+        nonlocal order
+        busy = running[COPY_IN] is not None and running[COPY_OUT] is not None
+        for direction in (COPY_IN, COPY_OUT):
+            if running[direction] is not None:
+                left[direction] = max(0.0, left[direction] - speed[direction] * (now - since[direction]))
+                since[direction] = now
+                speed[direction] = both[direction] if busy else alone[direction]
+                version[direction] += 1
+                order += 1
+                heappush(events, (now + left[direction] / speed[direction], order, direction, version[direction]))
+
+    def begin_next(resource: int) -> None:
+        nonlocal order
+        if running[resource] is not None or not ready[resource]:
+            return
+        task = heappop(ready[resource])[2]
+        running[resource] = task
+        task.begin = now
+        if task.gpu[0] or task.host[0]:
+            memory.add(now, task.gpu[0], task.host[0], 0)
+        if resource in (COPY_IN, COPY_OUT):
+            left[resource], since[resource], speed[resource] = task.amount, now, alone[resource]
+            share_link()
+            return
+        seconds = task.amount
+        if resource == SSD:
+            waiting_requests[task.write] -= 1
+            rate = hardware.ssd_write if task.write else hardware.ssd_read
+            seconds /= min(rate, hardware.ssd_mixed) if waiting_requests[not task.write] else rate
+        order += 1
+        heappush(events, (now + seconds, order, resource, 0))
+
+    for number, task in enumerate(tasks):
+        task.number = number
+    for task in tasks:
+        if not task.waiting:
+            make_ready(task)
+    for resource in range(len(RESOURCES)):
+        begin_next(resource)
+    ended = 0
+    while events:
+        now, _, resource, number = heappop(events)
+        if number and number != version[resource]:
+            continue  # the copy's speed has changed since
+        task = running[resource]  # type: ignore[assignment]
+        running[resource] = None
+        task.end = now
+        ended += 1
+        if task.gpu[1] or task.host[1] or task.ssd:
+            memory.add(now, -task.gpu[1], -task.host[1], task.ssd)
+        if number:
+            share_link()
+        touched = {resource}
+        for follower in task.followers:
+            follower.waiting -= 1
+            if not follower.waiting:
+                make_ready(follower)
+                touched.add(follower.resource)
+        for other in touched:
+            begin_next(other)
+    assert ended == len(tasks), "tasks wait for each other in a circle"
+    return memory

@@ -1,0 +1,85 @@
+"""What a machine does in a second, and how many bytes of it are ours."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from lightning_ssd.planning.record import check_not_negative, check_positive, from_mapping, load_json, save_json
+from lightning_ssd.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """Throughput and memory of a machine with one GPU, as measured.
+
+    Attributes:
+        name: of the machine.
+        gpu_flops: FLOP/s of the GPU in large matrix products, as achieved.
+        gpu_memory_bandwidth: bytes/s of the GPU's own memory.
+        copy_out: bytes/s from the GPU to pinned host memory, alone.
+        copy_in: bytes/s from pinned host memory to the GPU, alone.
+        copy_out_both: bytes/s from the GPU while the other direction is busy.
+        copy_in_both: bytes/s to the GPU while the other direction is busy.
+        ssd_read: bytes/s of all SSDs together, reading alone.
+        ssd_write: bytes/s of all SSDs together, writing alone.
+        ssd_mixed: bytes/s of reads and writes together while there are both.
+        cpu_step_rate: parameters/s of the optimizer on the CPU while the GPU trains.
+        gpu_bytes: bytes of GPU memory for us.
+        host_bytes: bytes of host memory for us.
+        ssd_bytes: bytes on SSDs for us.
+    """
+
+    name: str
+    gpu_flops: float
+    gpu_memory_bandwidth: float
+    copy_out: float
+    copy_in: float
+    copy_out_both: float
+    copy_in_both: float
+    ssd_read: float
+    ssd_write: float
+    ssd_mixed: float
+    cpu_step_rate: float
+    gpu_bytes: int
+    host_bytes: int
+    ssd_bytes: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name in ("host_bytes", "ssd_bytes"):
+                check_not_negative(field.name, getattr(self, field.name))
+            elif field.name != "name":
+                check_positive(field.name, getattr(self, field.name))
+        for alone, both in (("copy_out", "copy_out_both"), ("copy_in", "copy_in_both")):
+            if getattr(self, both) > getattr(self, alone):
+                raise ValueError(
+                    f"`{both}={getattr(self, both)!r}` is more than `{alone}={getattr(self, alone)!r}`: a direction is "
+                    f"not faster while the other is busy. Measure again, or set `{both}` to `{alone}`."
+                )
+
+    def to_json(self, path: str | Path) -> None:
+        """Saves the profile in the file `path`."""
+        save_json(self, path)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "HardwareProfile":
+        """Returns the profile that the file `path` holds.
+
+        Raises:
+            ValueError: the file is wrong; the message names the field.
+        """
+        return from_mapping(cls, load_json(path), f"the hardware profile {path}")
+
+    def describe(self) -> str:
+        """Returns the profile for a person to read."""
+        return "\n".join(
+            [
+                f"{self.name}",
+                f"  GPU     {self.gpu_flops / 1e12:.0f} TFLOP/s, {format_bytes(self.gpu_bytes)} at "
+                f"{self.gpu_memory_bandwidth / 1e9:.0f} GB/s",
+                f"  copies  out {self.copy_out / 1e9:.1f} GB/s, in {self.copy_in / 1e9:.1f} GB/s; both at once "
+                f"{self.copy_out_both / 1e9:.1f} and {self.copy_in_both / 1e9:.1f} GB/s",
+                f"  SSD     read {self.ssd_read / 1e9:.1f} GB/s, write {self.ssd_write / 1e9:.1f} GB/s, mixed "
+                f"{self.ssd_mixed / 1e9:.1f} GB/s, {format_bytes(self.ssd_bytes)}",
+                f"  CPU     {self.cpu_step_rate / 1e9:.2f} G parameters/s, {format_bytes(self.host_bytes)}",
+            ]
+        )

@@ -1,0 +1,327 @@
+"""The default planner: activations and model states together, by simulated time under the memory of every tier."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from math import inf
+
+from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.phase import iteration_seconds, step_phases
+from lightning_ssd.planning.placement import Tensor, assemble_plan, tensors_of
+from lightning_ssd.planning.plan import ClipMode, Plan, Tier, Where
+from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
+from lightning_ssd.planning.simulator import Prediction, cut_stages, simulate
+
+SHARES = tuple(step / 8 for step in range(9))
+"""Shares of the free GPU memory that are tried for units that stay there; the rest keeps activations."""
+
+AMOUNTS = 32
+"""How many amounts of saved activations the bound is looked up for."""
+
+RANKED = 4
+"""Candidates of the bound that are simulated."""
+
+SIMULATED_STAGES = 4000
+"""Stages that are simulated in all, over candidates and micro-batches: it bounds the time that planning takes."""
+
+MARGIN = 0.005
+"""Share of a tier's budget by which a candidate's memory is cut beyond what it exceeds, or left unused."""
+
+TRIES = 3
+"""Simulations of a candidate that exceeds its budgets, with less memory each time."""
+
+CLOSE = 1.001
+"""A step this near to one without stalls and recomputation is not worth another simulation."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan in a few numbers.
+
+    Attributes:
+        saved: count of tensors that are not recomputed, in falling seconds of recomputation for each byte.
+        resident: units that stay on the GPU, from the first.
+        activations_first: activations get host memory before weights and states do.
+        window_bytes: of the plan.
+        clip: of the plan.
+        gpu_bytes: GPU memory for resident units and kept activations.
+        host_bytes: host memory for weights, states and activations.
+    """
+
+    saved: int
+    resident: int
+    activations_first: bool
+    window_bytes: int
+    clip: ClipMode
+    gpu_bytes: int
+    host_bytes: int
+
+
+def plan_holistic(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+    """Returns the best plan found: one that fits if there is one, then the one of least simulated time.
+
+    It is never worse than the published planners': they are candidates. Its own begin with everything out of the GPU,
+    fill what memory is left with units, kept activations, weights, states and swapped activations, in shares that a
+    bound (the maximum over the resources of forward and of backward, as in LoHan and Fuyou) ranks and the simulation
+    decides.
+    """
+    search = _Search(model, hardware)
+    search.consider(safest_plan(model))
+    for published in (plan_ssdtrain, plan_fuyou, plan_lohan):
+        search.consider(published(model, hardware))
+    for candidate in search.ranked()[:RANKED]:
+        search.try_candidate(candidate)
+    search.refine()
+    return search.best
+
+
+def safest_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: float = inf) -> Plan:
+    """Returns the plan that takes least memory: inter-block activations and states on SSDs, the rest recomputed.
+
+    Args:
+        model: what it is for.
+        window_bytes: of the plan; 0: one transfer at a time; None: the default.
+        ssd_bytes: what has no room in so many bytes is in host memory.
+    """
+    saved: dict[tuple[int, int], Where] = {item.key: "ssd" for item in tensors_of(model) if item.seconds is None}
+    left = ssd_bytes - model.micro_batches * sum(item.nbytes for item in tensors_of(model) if item.seconds is None)
+    weights: list[Tier] = []
+    states: list[Tier] = []
+    for unit in model.units:
+        for tiers, nbytes in ((states, unit.state_bytes_read), (weights, unit.weight_bytes)):
+            tiers.append("ssd" if nbytes <= left else "host")
+            left -= nbytes if tiers[-1] == "ssd" else 0
+    return assemble_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes)
+
+
+class _Search:
+    """The best plan so far, and what the candidates share."""
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile) -> None:
+        self.model = model
+        self.hardware = hardware
+        self.best = safest_plan(model, window_bytes=None)
+        # What saves most recomputation for each byte is saved first; what can't be recomputed always is.
+        tensors = tensors_of(model)
+        self.tensors = sorted(tensors, key=_seconds_per_byte, reverse=True)
+        self._certain = sum(item.seconds is None for item in tensors)
+        self._bytes = [0, *accumulate(item.nbytes for item in self.tensors)]
+        self._again = [0.0, *accumulate(item.seconds or 0.0 for item in self.tensors)]
+        start = simulate(model, hardware, self.best)
+        self._score = _score(start, hardware)
+        self._gpu_left = max(0, hardware.gpu_bytes - start.gpu_peak_bytes)
+        self._window = self.best.window_bytes
+        self._host_left = max(0, hardware.host_bytes - start.host_peak_bytes)
+        self._simulations = 1
+        self._tried: set[Candidate] = set()
+        stages = len(cut_stages(model, self.best)) * model.micro_batches
+        self._most_simulations = SIMULATED_STAGES // stages
+        # The best candidate, its score, and the bytes of GPU and host memory that it leaves unused.
+        self._own: tuple[tuple[float, float], Candidate, tuple[int, int]] | None = None
+
+    def consider(self, plan: Plan) -> Prediction:
+        """Simulates a plan and keeps it if it is the best."""
+        prediction = simulate(self.model, self.hardware, plan)
+        self._simulations += 1
+        if (score := _score(prediction, self.hardware)) < self._score:
+            self._score, self.best = score, plan
+        return prediction
+
+    def try_candidate(self, candidate: Candidate) -> bool:
+        """Simulates a candidate; if it takes more memory than its tiers have, again with that much less.
+
+        Returns:
+            Whether it is better than all candidates before.
+        """
+        better = False
+        margins = MARGIN * self.hardware.gpu_bytes, MARGIN * self.hardware.host_bytes
+        for _ in range(TRIES):
+            if candidate in self._tried:
+                break
+            self._tried.add(candidate)
+            prediction = self.consider(self.plan(candidate))
+            score = _score(prediction, self.hardware)
+            gpu = self.hardware.gpu_bytes - prediction.gpu_peak_bytes
+            host = self.hardware.host_bytes - prediction.host_peak_bytes
+            if self._own is None or score < self._own[0]:
+                unused = max(0, int(gpu - margins[0])), max(0, int(host - margins[1]))
+                self._own = score, candidate, unused
+                better = True
+            if gpu >= 0 and host >= 0:
+                break
+            less_gpu = int(margins[0] - gpu) if gpu < 0 else 0
+            less_host = int(margins[1] - host) if host < 0 else 0
+            candidate = self._with_memory(candidate, candidate.gpu_bytes - less_gpu, candidate.host_bytes - less_host)
+        return better
+
+    def ranked(self) -> list[Candidate]:
+        """Returns candidates by their bound, the least first: one for each share of the GPU's memory."""
+        clip: ClipMode = "deferred" if self.model.clip_norm else "off"
+        best: dict[Candidate, float] = {}
+        for share in SHARES:
+            resident = self._count_resident(round(share * self._gpu_left))
+            bounds: list[tuple[float, int, Candidate]] = []
+            # Where host memory suffices, it doesn't matter what gets it first: of equals, one is enough.
+            for activations_first, saved in product((False, True), self._amounts()):
+                candidate = Candidate(
+                    saved, resident, activations_first, self._window, clip, self._gpu_left, self._host_left
+                )
+                bounds.append((self._bound(candidate), len(bounds), candidate))
+            bound, _, candidate = min(bounds)
+            best[candidate] = bound
+        return sorted(best, key=lambda candidate: best[candidate])
+
+    def refine(self) -> None:
+        """Moves the best candidate in one or two of its numbers while that makes it better, in ever smaller steps."""
+        amount, units = max(1, len(self.tensors) // 8), max(1, len(self.model.units) // 8)
+        ideal = self.model.micro_batches * (self.model.forward_seconds + self.model.backward_seconds)
+        while self._own is not None:
+            for candidate in list(self._neighbours(*self._own[1:], amount, units)):
+                if self._simulations >= self._most_simulations or self._score <= (0.0, CLOSE * ideal):
+                    return
+                if self.try_candidate(candidate):
+                    break
+            else:
+                if amount == units == 1:
+                    return
+                amount, units = max(1, amount // 2), max(1, units // 2)
+
+    def _neighbours(
+        self, candidate: Candidate, unused: tuple[int, int], amount: int, units: int
+    ) -> Iterator[Candidate]:
+        # What the budgets set aside, they did so for the plan that takes least memory: this one may need less of it.
+        gpu_bytes, host_bytes = candidate.gpu_bytes + unused[0], candidate.host_bytes + unused[1]
+        for flipped in (False, True):
+            yield replace(
+                candidate,
+                activations_first=candidate.activations_first != flipped,
+                gpu_bytes=gpu_bytes,
+                host_bytes=host_bytes,
+            )
+        for saved, resident in ((0, 1), (0, -1), (-1, 0), (1, 0), (-1, 1), (1, -1)):
+            moved = replace(
+                candidate,
+                saved=min(max(candidate.saved + saved * amount, self._certain), len(self.tensors)),
+                resident=min(max(candidate.resident + resident * units, 0), self._count_resident(candidate.gpu_bytes)),
+            )
+            if moved != candidate:
+                yield moved
+        yield replace(candidate, window_bytes=2 * candidate.window_bytes)
+        if candidate.clip == "deferred":
+            yield replace(candidate, clip="speculative")
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """Returns the plan that a candidate stands for."""
+        units = self.model.units
+        gpu, host = candidate.gpu_bytes, candidate.host_bytes
+        weights: list[Tier] = ["ssd"] * len(units)
+        states: list[Tier] = ["ssd"] * len(units)
+        for index in range(candidate.resident):
+            weights[index] = states[index] = "gpu"
+            gpu -= _resident_bytes(self.model, index)
+        # The last to be saved is the first to come back: it is kept. What has longest to travel goes to SSDs.
+        saved: dict[tuple[int, int], Where] = {}
+        swapped = []
+        for tensor in sorted(self.tensors[: candidate.saved], key=lambda tensor: tensor.key, reverse=True):
+            if tensor.nbytes <= gpu:
+                saved[tensor.key] = "keep"
+                gpu -= tensor.nbytes
+            else:
+                swapped.append(tensor)
+
+        def place_activations(host: int) -> int:
+            for tensor in swapped:
+                saved[tensor.key] = "host" if tensor.nbytes <= host else "ssd"
+                host -= tensor.nbytes if saved[tensor.key] == "host" else 0
+            return host
+
+        def place_states(host: int) -> int:
+            # A byte of weights in host memory spares the SSDs three transfers a step or more, one of states two.
+            for tiers, size in ((weights, "weight_bytes"), (states, "state_bytes_read")):
+                for index, unit in enumerate(units):
+                    nbytes = getattr(unit, size)
+                    if tiers[index] == "ssd" and nbytes <= host:
+                        tiers[index] = "host"
+                        host -= nbytes
+            return host
+
+        places: tuple[Callable[[int], int], ...] = (place_states, place_activations)
+        for place in reversed(places) if candidate.activations_first else places:
+            host = place(host)
+        return assemble_plan(
+            self.model,
+            weights=weights,
+            states=states,
+            saved=saved,
+            clip=candidate.clip,
+            window_bytes=candidate.window_bytes,
+        )
+
+    def _with_memory(self, candidate: Candidate, gpu_bytes: int, host_bytes: int) -> Candidate:
+        gpu, host = max(0, gpu_bytes), max(0, host_bytes)
+        resident = min(candidate.resident, self._count_resident(gpu))
+        return replace(candidate, resident=resident, gpu_bytes=gpu, host_bytes=host)
+
+    def _amounts(self) -> Iterator[int]:
+        """Yields counts of saved tensors, from those that have to be to all, at equal distances in bytes."""
+        least, most = self._bytes[self._certain], self._bytes[-1]
+        counts = {self._certain, len(self.tensors)}
+        for step in range(1, AMOUNTS):
+            counts.add(bisect_right(self._bytes, least + (most - least) * step / AMOUNTS) - 1)
+        yield from sorted(count for count in counts if count >= self._certain)
+
+    def _count_resident(self, gpu_bytes: int) -> int:
+        count = 0
+        while count < len(self.model.units) and (needed := _resident_bytes(self.model, count)) <= gpu_bytes:
+            gpu_bytes -= needed
+            count += 1
+        return count
+
+    def _bound(self, candidate: Candidate) -> float:
+        """Returns the seconds of a micro-batch if everything overlaps in forward and in backward."""
+        model, hardware = self.model, self.hardware
+        streamed = model.units[candidate.resident :]
+        weights = sum(unit.weight_bytes for unit in streamed)
+        states = sum(unit.state_bytes_read for unit in streamed)
+        used = sum(_resident_bytes(model, index) for index in range(candidate.resident))
+        saved = self._bytes[candidate.saved]
+        swapped = max(0, saved - max(0, candidate.gpu_bytes - used))
+        host = candidate.host_bytes
+        in_host = {}
+        wanted = [("weights", weights), ("states", states)]
+        wanted.insert(0 if candidate.activations_first else 2, ("activations", swapped))
+        for name, nbytes in wanted:
+            in_host[name] = min(nbytes, host)
+            host -= in_host[name]
+        share = 1 / model.micro_batches
+        on_ssd = weights - in_host["weights"]
+        of_states = (states - in_host["states"]) / states if states else 0.0
+        phases = step_phases(
+            forward=model.forward_seconds,
+            backward=model.backward_seconds + self._again[-1] - self._again[candidate.saved],
+            cpu=share * sum(unit.parameters for unit in streamed) / hardware.cpu_step_rate,
+            weights=weights,
+            weights_on_ssd=on_ssd,
+            gradients=sum(unit.gradient_bytes for unit in streamed),
+            read=share * of_states * states,
+            written=share * (of_states * sum(unit.state_bytes_written for unit in streamed) + on_ssd),
+            swapped=swapped,
+            swapped_to_ssd=swapped - in_host["activations"],
+        )
+        return iteration_seconds(hardware, *phases)
+
+
+def _score(prediction: Prediction, hardware: HardwareProfile) -> tuple[float, float]:
+    """Returns what is to be least: bytes over the budgets, then seconds."""
+    return float(prediction.excess_bytes(hardware)), prediction.step_seconds
+
+
+def _seconds_per_byte(tensor: Tensor) -> float:
+    return float("inf") if tensor.seconds is None else tensor.seconds / tensor.nbytes
+
+
+def _resident_bytes(model: ModelProfile, index: int) -> int:
+    unit = model.units[index]
+    return unit.weight_bytes + unit.state_bytes_read + unit.gradient_bytes

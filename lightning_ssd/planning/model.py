@@ -1,0 +1,223 @@
+"""What a training step of a model does: times, FLOPs and bytes of its units and their operators."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from lightning_ssd.planning.record import check_not_negative, check_positive, from_mapping, load_json, save_json
+from lightning_ssd.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class OperatorProfile:
+    """One operator of a unit, for one micro-batch.
+
+    Attributes:
+        name: unique in its unit.
+        forward_seconds: of GPU time.
+        backward_seconds: of GPU time, without recomputation.
+        flops: FLOP of the forward.
+        saved_bytes: bytes that it leaves for backward: its outputs, where backward needs them.
+        tensors: names of the saved tensors.
+        recompute_seconds: to compute the saved tensors again in backward; None: they can't be.
+    """
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    flops: float
+    saved_bytes: int
+    tensors: tuple[str, ...] = ()
+    recompute_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("forward_seconds", "backward_seconds", "flops", "saved_bytes"):
+            check_not_negative(f"{self.name}.{field}", getattr(self, field))
+        if self.recompute_seconds is not None:
+            check_not_negative(f"{self.name}.recompute_seconds", self.recompute_seconds)
+
+
+@dataclass(frozen=True)
+class UnitProfile:
+    """One unit: what is fetched, released and stepped together.
+
+    Attributes:
+        name: unique in the model.
+        operators: in the order of the forward.
+        input_bytes: bytes of its saved input, the inter-block activation. Recomputing operators starts from it.
+        parameters: count of trained parameters.
+        weight_bytes: bytes of the compute weights.
+        gradient_bytes: bytes of its gradient that leave the GPU in each micro-batch.
+        state_bytes_read: bytes of master weights and optimizer states; a step reads all of them.
+        state_bytes_written: bytes of them that a step writes.
+    """
+
+    name: str
+    operators: tuple[OperatorProfile, ...]
+    input_bytes: int
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes_read: int
+    state_bytes_written: int
+
+    def __post_init__(self) -> None:
+        for field in ("input_bytes", "parameters", "weight_bytes", "gradient_bytes", "state_bytes_read",
+                      "state_bytes_written"):  # fmt: skip
+            check_not_negative(f"{self.name}.{field}", getattr(self, field))
+        if not self.operators:
+            raise ValueError(f"The unit `{self.name}` has no operators. Give it at least one, with its times.")
+        _check_unique(f"operators of the unit `{self.name}`", [operator.name for operator in self.operators])
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        """GPU time of its forward in one micro-batch."""
+        return sum(operator.forward_seconds for operator in self.operators)
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        """GPU time of its backward in one micro-batch, without recomputation."""
+        return sum(operator.backward_seconds for operator in self.operators)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model's training step.
+
+    Attributes:
+        name: of the model.
+        units: in the order of the forward.
+        micro_batches: in a step.
+        samples: in a micro-batch.
+        tokens: in a micro-batch.
+        clip_norm: gradients are clipped by their global norm, or scaled: what a step does is known only after backward.
+    """
+
+    name: str
+    units: tuple[UnitProfile, ...]
+    micro_batches: int
+    samples: int
+    tokens: int
+    clip_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("micro_batches", "samples", "tokens"):
+            check_positive(field, getattr(self, field))
+        if not self.units:
+            raise ValueError("`units` is empty. Give at least one unit.")
+        _check_unique("`units`", [unit.name for unit in self.units])
+        if self.forward_seconds <= 0:
+            raise ValueError("`forward_seconds` of all operators is 0. Measure them again.")
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        """GPU time of a micro-batch's forward."""
+        return sum(unit.forward_seconds for unit in self.units)
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        """GPU time of a micro-batch's backward, without recomputation."""
+        return sum(unit.backward_seconds for unit in self.units)
+
+    @property
+    def parameters(self) -> int:
+        """Count of trained parameters."""
+        return sum(unit.parameters for unit in self.units)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of inter-block activations in a micro-batch (LoHan's A_interBlock)."""
+        return sum(unit.input_bytes for unit in self.units)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all activations that a micro-batch saves (LoHan's A_all)."""
+        return self.input_bytes + sum(operator.saved_bytes for unit in self.units for operator in unit.operators)
+
+    def with_samples(self, samples: int) -> "ModelProfile":
+        """Returns the profile with another micro-batch: times, FLOPs and activation bytes grow with the samples."""
+        check_positive("samples", samples)
+        factor = samples / self.samples
+
+        def scale_operator(operator: OperatorProfile) -> OperatorProfile:
+            again = operator.recompute_seconds
+            return replace(
+                operator,
+                forward_seconds=factor * operator.forward_seconds,
+                backward_seconds=factor * operator.backward_seconds,
+                flops=factor * operator.flops,
+                saved_bytes=round(factor * operator.saved_bytes),
+                recompute_seconds=None if again is None else factor * again,
+            )
+
+        units = tuple(
+            replace(
+                unit,
+                input_bytes=round(factor * unit.input_bytes),
+                operators=tuple(scale_operator(operator) for operator in unit.operators),
+            )
+            for unit in self.units
+        )
+        return replace(self, units=units, samples=samples, tokens=round(factor * self.tokens))
+
+    def to_json(self, path: str | Path) -> None:
+        """Saves the profile in the file `path`."""
+        save_json(self, path)
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "ModelProfile":
+        """Returns the profile that the file `path` holds.
+
+        Raises:
+            ValueError: the file is wrong; the message names the unit, the operator and the field.
+        """
+        where = f"the model profile {path}"
+        model = dict(_mapping(load_json(path), where))
+        units = []
+        for unit in _sequence(model.get("units", ()), f"`units` of {where}"):
+            unit = dict(_mapping(unit, f"a unit of {where}"))
+            of = f"the unit `{unit.get('name')}` of {where}"
+            operators = []
+            for operator in _sequence(unit.get("operators", ()), f"`operators` of {of}"):
+                operator = dict(_mapping(operator, f"an operator of {of}"))
+                operator["tensors"] = tuple(_sequence(operator.get("tensors", ()), f"`tensors` of an operator of {of}"))
+                operators.append(
+                    from_mapping(OperatorProfile, operator, f"the operator `{operator.get('name')}` of {of}")
+                )
+            units.append(from_mapping(UnitProfile, unit | {"operators": tuple(operators)}, of))
+        return from_mapping(cls, model | {"units": tuple(units)}, where)
+
+    def describe(self) -> str:
+        """Returns the profile for a person to read: one line for each unit."""
+        lines = [
+            f"{self.name}: {self.parameters / 1e9:.2f} G parameters, {self.micro_batches} micro-batches of "
+            f"{self.samples} samples, {self.tokens} tokens each",
+            f"{'unit':<20} {'forward':>10} {'backward':>10} {'input':>12} {'saved':>12} {'weights':>12} {'states':>12}",
+        ]
+        for unit in self.units:
+            saved = sum(operator.saved_bytes for operator in unit.operators)
+            lines.append(
+                f"{unit.name:<20} {1e3 * unit.forward_seconds:>7.2f} ms {1e3 * unit.backward_seconds:>7.2f} ms "
+                f"{format_bytes(unit.input_bytes):>12} {format_bytes(saved):>12} {format_bytes(unit.weight_bytes):>12} "
+                f"{format_bytes(unit.state_bytes_read):>12}"
+            )
+        return "\n".join(lines)
+
+
+def _check_unique(what: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"The name `{name}` is there twice among {what}. Rename one of them.")
+
+
+def _mapping(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a mapping of fields to values, not {type(value).__name__}.")
+    return value
+
+
+def _sequence(value: object, where: str) -> Sequence[object]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where} must be a list, not {type(value).__name__}.")
+    return value

@@ -1,0 +1,202 @@
+"""The plan: where each unit's weights and states are, and what becomes of each saved tensor."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.sizes import format_bytes, parse_bytes
+
+Tier = Literal["gpu", "host", "ssd"]
+Where = Literal["keep", "host", "ssd"]
+Choice = Literal["keep", "host", "ssd", "recompute"]
+ClipMode = Literal["off", "deferred", "speculative"]
+
+TIERS, WHERES, CHOICES, CLIP_MODES = (get_args(kind) for kind in (Tier, Where, Choice, ClipMode))
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What becomes of one unit.
+
+    Attributes:
+        weights: where its compute weights are between uses: on the GPU exactly if its states are.
+        states: where its master weights and optimizer states are, and so what steps it: the GPU, or the CPU.
+        input: of its saved input, the inter-block activation: kept on the GPU, or swapped to host memory or SSDs.
+        operators: of each operator's saved tensors: kept, swapped or recomputed.
+    """
+
+    weights: Tier
+    states: Tier
+    input: Where
+    operators: Mapping[str, Choice]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a model.
+
+    Attributes:
+        units: by name, in the order of the forward.
+        window_bytes: GPU memory for what comes in ahead of its use, and as much for what has yet to leave.
+        staging_bytes: host memory for what is read from SSDs ahead, and as much for what has yet to be written.
+        clip: when steps are made whose gradients are clipped by norm, or scaled. "off": they aren't; "deferred": once
+            the norm is known, under the next forward; "speculative": during backward, into a second slot.
+    """
+
+    units: Mapping[str, UnitPlan]
+    window_bytes: int
+    staging_bytes: int
+    clip: ClipMode = "off"
+
+    def check(self, model: ModelProfile) -> None:
+        """Raises ValueError unless the plan is one for `model`; the message names the entry."""
+        for name in ("window_bytes", "staging_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}={getattr(self, name)}` must not be below 0.")
+        _check_choice("clip", self.clip, CLIP_MODES)
+        if model.clip_norm and self.clip == "off":
+            raise ValueError("`clip='off'`, but the model's gradients are clipped. Use 'deferred' or 'speculative'.")
+        _check_names("units", list(self.units), [unit.name for unit in model.units])
+        for profile in model.units:
+            unit, where = self.units[profile.name], f"units.{profile.name}"
+            _check_choice(f"{where}.weights", unit.weights, TIERS)
+            _check_choice(f"{where}.states", unit.states, TIERS)
+            _check_choice(f"{where}.input", unit.input, WHERES)
+            if (unit.weights == "gpu") != (unit.states == "gpu"):
+                raise ValueError(
+                    f"`{where}` has weights on `{unit.weights}` and states on `{unit.states}`. A unit is on the GPU "
+                    "with both of them, or with neither: change one of the two."
+                )
+            _check_names(f"{where}.operators", list(unit.operators), [item.name for item in profile.operators])
+            for operator in profile.operators:
+                choice = unit.operators[operator.name]
+                if choice not in CHOICES or (choice == "recompute" and operator.recompute_seconds is None):
+                    entry = f"{where}.operators.{operator.name}"
+                    _check_choice(entry, choice, CHOICES)
+                    raise ValueError(f"`{entry}` can't be recomputed. Choose `keep`, `host` or `ssd`.")
+
+    def to_yaml(self) -> str:
+        """Returns the plan as YAML, to be read and edited by a person."""
+        content = {
+            "window_bytes": self.window_bytes,
+            "staging_bytes": self.staging_bytes,
+            "clip": self.clip,
+            "units": {
+                name: {
+                    "weights": unit.weights,
+                    "states": unit.states,
+                    "input": unit.input,
+                    "operators": dict(unit.operators),
+                }
+                for name, unit in self.units.items()
+            },
+        }
+        text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        return text
+
+    @classmethod
+    def from_yaml(cls, text: str) -> "Plan":
+        """Returns the plan that `text` holds. Byte counts may be written like `512MiB`.
+
+        Raises:
+            ValueError: it holds none; the message names the entry.
+        """
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"The plan is not YAML: {error}. Correct it, or plan again.") from error
+        fields = _take(content, "the plan", ("window_bytes", "staging_bytes", "clip", "units"))
+        units = {}
+        for name, unit in _mapping(fields["units"], "units").items():
+            where = f"units.{name}"
+            entry = _take(unit, f"`{where}`", ("weights", "states", "input", "operators"))
+            operators = _mapping(entry["operators"], f"{where}.operators")
+            for field, allowed in (("weights", TIERS), ("states", TIERS), ("input", WHERES)):
+                _check_choice(f"{where}.{field}", entry[field], allowed)
+            for operator, choice in operators.items():
+                _check_choice(f"{where}.operators.{operator}", choice, CHOICES)
+            units[str(name)] = UnitPlan(
+                entry["weights"], entry["states"], entry["input"], {str(key): value for key, value in operators.items()}
+            )
+        _check_choice("clip", fields["clip"], CLIP_MODES)
+        window, staging = (parse_bytes(fields[name], name) for name in ("window_bytes", "staging_bytes"))
+        return cls(units, window, staging, fields["clip"])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan to the file `path`, as YAML."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Returns the plan that the YAML file `path` holds.
+
+        Raises:
+            ValueError: it holds none; the message names the entry.
+        """
+        return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
+
+    def describe(self) -> str:
+        """Returns the plan as a table, with one line for neighbours that are treated alike."""
+        lines = [
+            f"window {format_bytes(self.window_bytes)}, staging {format_bytes(self.staging_bytes)}, clip {self.clip}",
+            f"{'unit':<24} {'weights':<8} {'states':<8} {'input':<6} operators",
+        ]
+        runs: list[tuple[str, str, UnitPlan]] = []
+        for name, unit in self.units.items():
+            if runs and runs[-1][2] == unit:
+                runs[-1] = (runs[-1][0], name, unit)
+            else:
+                runs.append((name, name, unit))
+        for first, last, unit in runs:
+            name = first if first == last else f"{first} .. {last}"
+            counts = Counter(unit.operators.values())
+            detail = "; ".join(
+                f"{choice}: {', '.join(key for key, value in unit.operators.items() if value == choice)}"
+                for choice in CHOICES
+                if counts[choice]
+            )
+            lines.append(f"{name:<24} {unit.weights:<8} {unit.states:<8} {unit.input:<6} {detail}")
+        return "\n".join(lines)
+
+
+def _check_choice(entry: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"`{entry}={value!r}` must be one of {', '.join(map(repr, allowed))}.")
+
+
+def _check_names(where: str, given: list[str], expected: list[str]) -> None:
+    if given == expected:
+        return
+    for name in given:
+        if name not in expected:
+            raise ValueError(f"`{where}.{name}` is not in the model. Remove it, or plan again for this model.")
+    for name in expected:
+        if name not in given:
+            raise ValueError(f"`{where}.{name}` is missing. Add it, or plan again for this model.")
+    raise ValueError(f"`{where}` must be in the order of the forward: {', '.join(expected)}.")
+
+
+def _mapping(value: object, where: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"`{where}` must be a mapping of names, not {type(value).__name__}.")
+    return value
+
+
+def _take(value: object, where: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+    """Returns the mapping `value`, which has these names and no others."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a mapping, not {type(value).__name__}.")
+    for name in value:
+        if name not in names:
+            raise ValueError(
+                f"{where} has an entry `{name}`, which means nothing. Remove it; there are: {', '.join(names)}."
+            )
+    for name in names:
+        if name not in value:
+            raise ValueError(f"{where} lacks the entry `{name}`. Add it.")
+    return value

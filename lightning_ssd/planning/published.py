@@ -1,0 +1,127 @@
+"""The planners of the papers: SSDTrain's, Fuyou's and LoHan's, each with its cost model over the model's own bytes."""
+
+from lightning_ssd.planning import fuyou, lohan
+from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.phase import Phase, iteration_seconds, step_phases
+from lightning_ssd.planning.placement import Tensor, assemble_plan, default_window, tensors_of
+from lightning_ssd.planning.plan import Plan, Tier, Where
+from lightning_ssd.planning.simulator import JOBS_AHEAD
+from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
+
+__all__ = ["plan_fuyou", "plan_lohan", "plan_ssdtrain"]
+
+
+def plan_ssdtrain(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+    """Returns SSDTrain's plan: model states on the GPU, and as many activations to SSDs as the bandwidth hides.
+
+    What was saved first goes first, up to the amount (III-A, figure 3); the rest is kept. Nothing is recomputed.
+    """
+    speed = TierSpeed(
+        write=min(hardware.copy_out, hardware.ssd_write),
+        read=min(hardware.copy_in, hardware.ssd_read),
+        capacity=hardware.ssd_bytes,
+    )
+    amount = offload_amounts(model.saved_bytes, model.forward_seconds, model.backward_seconds, {"ssd": speed})["ssd"]
+    saved: dict[tuple[int, int], Where] = {}
+    for tensor in tensors_of(model):
+        saved[tensor.key] = "ssd" if tensor.nbytes <= amount else "keep"
+        amount -= min(amount, tensor.nbytes)
+    resident: list[Tier] = ["gpu"] * len(model.units)
+    return assemble_plan(model, weights=resident, states=resident, saved=saved)
+
+
+def plan_fuyou(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+    """Returns Fuyou's plan: model states on SSDs, swapped activations too, the rest recomputed (4.5).
+
+    Which are swapped follows from the swap benefit factor and two priority queues, from D_start, the inter-block
+    inputs, to D_max. The time left that equation 9 finds was measured with D_start swapped already, so D_max comes on
+    top of it.
+    """
+    certain, choices = _split(model)
+    start = sum(tensor.nbytes for tensor in certain)
+    bandwidth = min(hardware.copy_in, hardware.copy_out, hardware.ssd_read, hardware.ssd_write)
+    candidates = [fuyou.Candidate(item.nbytes, item.flops, item.seconds or 0.0) for item in choices]
+
+    def iteration(swapped: float, recompute: float) -> float:
+        phases = _phases(model, hardware, swapped, swapped, recompute, cpu=model.parameters / hardware.cpu_step_rate)
+        return iteration_seconds(hardware, *phases)
+
+    _, backward = _phases(
+        model, hardware, start, start, sum(item.seconds for item in candidates),
+        cpu=model.parameters / hardware.cpu_step_rate,
+    )  # fmt: skip
+    largest = start + fuyou.largest_swap(hardware, backward)
+    chosen = fuyou.choose_swaps(candidates, start, largest, bandwidth, iteration)
+    swapped = certain + [choices[index] for index in chosen]
+    return _swapping_plan(model, {tensor.key: "ssd" for tensor in swapped})
+
+
+def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+    """Returns LoHan's plan: model states on SSDs, activations to host memory while there is room, then to SSDs (IV-D).
+
+    Which are swapped follows from the offloading benefit and Algorithm 1.
+    """
+    certain, choices = _split(model)
+    start = sum(tensor.nbytes for tensor in certain)
+    host = free_host_bytes(model, hardware)
+    layers = [lohan.Layer(item.flops, item.nbytes) for item in choices]
+    flops = sum(layer.flops for layer in layers)
+    # The model's operators need not all run at one FLOP/s; their measured seconds are shared out by FLOP, as the paper
+    # has it.
+    seconds = sum(item.seconds or 0.0 for item in choices)
+
+    def iteration(swapped: float, recomputed: float) -> float:
+        again = seconds * recomputed / flops if flops else 0.0
+        phases = _phases(model, hardware, swapped, lohan.bytes_to_ssd(swapped, host), again)
+        return iteration_seconds(hardware, *phases)
+
+    choice = lohan.choose_swaps(layers, start, iteration)
+    saved: dict[tuple[int, int], Where] = {}
+    for tensor in certain + [choices[index] for index in choice.layers]:
+        saved[tensor.key] = "host" if tensor.nbytes <= host else "ssd"
+        host -= tensor.nbytes if saved[tensor.key] == "host" else 0
+    return _swapping_plan(model, saved)
+
+
+def free_host_bytes(model: ModelProfile, hardware: HardwareProfile) -> int:
+    """Returns the bytes of host memory that are left for activations when all states are on SSDs (MEM_avail)."""
+    gradients = sum(unit.gradient_bytes for unit in model.units)
+    jobs = sorted((unit.state_bytes_read + unit.weight_bytes for unit in model.units), reverse=True)[:JOBS_AHEAD]
+    staging = 4 * default_window(model)  # read ahead, and as much written behind
+    return max(0, hardware.host_bytes - gradients - sum(jobs) - staging)
+
+
+def _split(model: ModelProfile) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the tensors that are saved in any case, and those that might be recomputed."""
+    tensors = tensors_of(model)
+    return [item for item in tensors if item.seconds is None], [item for item in tensors if item.seconds is not None]
+
+
+def _phases(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    swapped: float,
+    to_ssd: float,
+    recompute: float,
+    cpu: float = 0.0,
+) -> tuple[Phase, Phase]:
+    """Returns forward and backward of a micro-batch with all states on SSDs, and its share of the step's bytes."""
+    share = 1 / model.micro_batches
+    weights = sum(unit.weight_bytes for unit in model.units)
+    return step_phases(
+        forward=model.forward_seconds,
+        backward=model.backward_seconds + recompute,
+        cpu=share * cpu,
+        weights=weights,
+        gradients=sum(unit.gradient_bytes for unit in model.units),
+        read=share * sum(unit.state_bytes_read for unit in model.units),
+        written=share * (sum(unit.state_bytes_written for unit in model.units) + weights),
+        swapped=swapped,
+        swapped_to_ssd=to_ssd,
+    )
+
+
+def _swapping_plan(model: ModelProfile, saved: dict[tuple[int, int], Where]) -> Plan:
+    on_ssd: list[Tier] = ["ssd"] * len(model.units)
+    return assemble_plan(model, weights=on_ssd, states=on_ssd, saved=saved)

@@ -1,0 +1,255 @@
+"""What a person wants to know of a plan before the first step: fit, speed, what bounds it, wear and cost."""
+
+from dataclasses import dataclass, replace
+
+from lightning_ssd.planning.endurance import (
+    YEAR,
+    bytes_per_day,
+    cost_per_million_tokens,
+    lifetime_seconds,
+)
+from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.holistic import plan_holistic, safest_plan
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.simulator import Prediction, cut_stages, simulate
+from lightning_ssd.sizes import format_bytes
+
+GAIN = 1.01
+"""What lifts the throughput by less than this is not worth a line."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Bytes of one class, by tier; those of activations for one micro-batch.
+
+    Attributes:
+        name: of the class.
+        gpu: bytes.
+        host: bytes.
+        ssd: bytes.
+        recomputed: bytes that are nowhere.
+    """
+
+    name: str
+    gpu: int
+    host: int
+    ssd: int
+    recomputed: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is to be said of a plan.
+
+    Attributes:
+        prediction: of the simulation.
+        fits: every tier has the memory.
+        excess_bytes: by which the plan exceeds the memory of the tiers.
+        placed: where each class of bytes is.
+        swap_coefficient: bytes of intra-block activations swapped over all of them (Fuyou 5.6).
+        tokens_per_second: of training.
+        lifts: (change, tokens per second with it), the largest gain first.
+        largest_samples: of a micro-batch that fits with the placement that takes least memory; 0: not even one sample.
+        hidden_tokens: of a step from which on the GPU takes longer than the SSDs; None: it never does.
+        ssd_bytes_per_day: written.
+        ssd_years: that the drives last; None: their endurance is not given.
+        cost: of a million tokens, in the currency of the price; None: no price is given.
+    """
+
+    prediction: Prediction
+    fits: bool
+    excess_bytes: int
+    placed: tuple[Placed, ...]
+    swap_coefficient: float
+    tokens_per_second: float
+    lifts: tuple[tuple[str, float], ...]
+    largest_samples: int
+    hidden_tokens: float | None
+    ssd_bytes_per_day: float
+    ssd_years: float | None
+    cost: float | None
+
+
+def make_report(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    plan: Plan,
+    *,
+    endurance: float | None = None,
+    price_per_hour: float | None = None,
+    ssd_price: float = 0.0,
+) -> Report:
+    """Returns what is to be said of `plan`.
+
+    Args:
+        model: as profiled.
+        hardware: as measured.
+        plan: for the model.
+        endurance: bytes that may be written to all drives together, in large writes (see `large_write_endurance`).
+        price_per_hour: of the machine.
+        ssd_price: of the drives, in the same currency; shared out over the hours that they last.
+    """
+    prediction = simulate(model, hardware, plan)
+    throughput = _throughput(model, prediction)
+    years = cost = None
+    if endurance is not None:
+        years = lifetime_seconds(endurance, prediction.ssd_written_bytes, prediction.step_seconds) / YEAR
+    if price_per_hour is not None:
+        wear = ssd_price / (years * YEAR / 3600) if years else 0.0
+        cost = cost_per_million_tokens(throughput, price_per_hour, wear)
+    excess = prediction.excess_bytes(hardware)
+    placed, coefficient = _place(model, plan)
+    return Report(
+        prediction=prediction,
+        fits=excess == 0,
+        excess_bytes=excess,
+        placed=placed,
+        swap_coefficient=coefficient,
+        tokens_per_second=throughput,
+        lifts=find_lifts(model, hardware, plan),
+        largest_samples=largest_samples(model, hardware),
+        hidden_tokens=hidden_tokens(model, hardware, plan),
+        ssd_bytes_per_day=bytes_per_day(prediction.ssd_written_bytes, prediction.step_seconds),
+        ssd_years=years,
+        cost=cost,
+    )
+
+
+def largest_samples(model: ModelProfile, hardware: HardwareProfile) -> int:
+    """Returns the samples of the largest micro-batch that fits, with everything that can leave the GPU out of it."""
+
+    def fits(samples: int) -> bool:
+        scaled = model.with_samples(samples)
+        return simulate(scaled, hardware, safest_plan(scaled, ssd_bytes=hardware.ssd_bytes)).excess_bytes(hardware) == 0
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    # A profile whose activations take no bytes has no largest micro-batch; the search ends somewhere.
+    while fits(high) and high < 1 << 20:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def hidden_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> float | None:
+    """Returns the tokens of a step from which on the SSDs are hidden behind the GPU; None: they never are.
+
+    Model states move once a step, whatever its tokens; computation and activations grow with them.
+    """
+    stages = cut_stages(model, plan)
+    per_byte = 1 / hardware.ssd_read + 1 / hardware.ssd_write
+    compute = sum(stage.forward + stage.backward + stage.again for stage in stages) / model.tokens
+    activations = per_byte * sum(stage.to_ssd for stage in stages) / model.tokens
+    fixed = 0.0
+    for profile in model.units:
+        unit = plan.units[profile.name]
+        if unit.weights == "ssd":
+            fixed += profile.weight_bytes * (2 / hardware.ssd_read + 1 / hardware.ssd_write)
+        if unit.states == "ssd":
+            fixed += profile.state_bytes_read / hardware.ssd_read + profile.state_bytes_written / hardware.ssd_write
+    if compute <= activations:
+        return None
+    return fixed / (compute - activations)
+
+
+def find_lifts(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> tuple[tuple[str, float], ...]:
+    """Returns (change, tokens per second with it) of what would make the step faster, the largest gain first.
+
+    Faster hardware is simulated with the same plan; more memory, or a larger micro-batch, with one of its own.
+    """
+    before = _throughput(model, simulate(model, hardware, plan))
+    machines = {
+        "SSDs twice as fast": replace(
+            hardware,
+            ssd_read=2 * hardware.ssd_read,
+            ssd_write=2 * hardware.ssd_write,
+            ssd_mixed=2 * hardware.ssd_mixed,
+        ),
+        "a link to the GPU twice as fast": replace(
+            hardware,
+            copy_in=2 * hardware.copy_in,
+            copy_out=2 * hardware.copy_out,
+            copy_in_both=2 * hardware.copy_in_both,
+            copy_out_both=2 * hardware.copy_out_both,
+        ),
+        "a CPU optimizer twice as fast": replace(hardware, cpu_step_rate=2 * hardware.cpu_step_rate),
+    }
+    changes = {name: _throughput(model, simulate(model, machine, plan)) for name, machine in machines.items()}
+    others = {
+        "twice the host memory": (model, replace(hardware, host_bytes=2 * hardware.host_bytes)),
+        "twice the GPU memory": (model, replace(hardware, gpu_bytes=2 * hardware.gpu_bytes)),
+        "twice the samples in a micro-batch": (model.with_samples(2 * model.samples), hardware),
+    }
+    for name, (other, machine) in others.items():
+        prediction = simulate(other, machine, plan_holistic(other, machine))
+        if prediction.excess_bytes(machine) == 0:
+            changes[name] = _throughput(other, prediction)
+    gains = [(name, after) for name, after in changes.items() if after >= GAIN * before]
+    return tuple(sorted(gains, key=lambda gain: -gain[1]))
+
+
+def render_report(report: Report) -> str:
+    """Returns a report for a person to read."""
+    prediction = report.prediction
+    busy = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in prediction.busy_seconds.items())
+    lines = [
+        "It fits." if report.fits else f"It does not fit: {format_bytes(report.excess_bytes)} too much.",
+        f"step               {prediction.step_seconds:.3f} s, {report.tokens_per_second:.0f} tokens/s",
+        f"peak               GPU {format_bytes(prediction.gpu_peak_bytes)}, host "
+        f"{format_bytes(prediction.host_peak_bytes)}, SSD {format_bytes(prediction.ssd_peak_bytes)}",
+        f"busy               {busy}",
+        f"bound by           {prediction.bound}; the GPU waits for {prediction.stall_seconds:.3f} s",
+    ]
+    for change, throughput in report.lifts:
+        lines.append(f"  with {change}: {throughput:.0f} tokens/s ({throughput / report.tokens_per_second:.2f}x)")
+    lines.append(f"{'':<18} {'GPU':>12} {'host':>12} {'SSD':>12} {'recomputed':>12}")
+    for row in report.placed:
+        sizes = (format_bytes(nbytes) for nbytes in (row.gpu, row.host, row.ssd, row.recomputed))
+        lines.append(f"{row.name:<18} " + " ".join(f"{size:>12}" for size in sizes))
+    lines += [
+        f"swap coefficient   {report.swap_coefficient:.2f}",
+        f"largest micro-batch: {report.largest_samples} samples",
+    ]
+    if report.hidden_tokens != 0:
+        hidden = "never" if report.hidden_tokens is None else f"from {report.hidden_tokens:.0f} tokens a step on"
+        lines.append(f"SSDs hidden        {hidden}")
+    if not report.ssd_bytes_per_day:
+        lines.append("SSD writes         none")
+    else:
+        lines.append(f"SSD writes         {format_bytes(report.ssd_bytes_per_day)} a day")
+    if report.ssd_years is not None and report.ssd_bytes_per_day:
+        lines.append(f"SSD life           {report.ssd_years:.1f} years of training without a pause")
+    if report.cost is not None:
+        lines.append(f"cost               {report.cost:.2f} for a million tokens")
+    return "\n".join(lines)
+
+
+def _throughput(model: ModelProfile, prediction: Prediction) -> float:
+    """Returns tokens per second."""
+    return model.micro_batches * model.tokens / prediction.step_seconds
+
+
+def _place(model: ModelProfile, plan: Plan) -> tuple[tuple[Placed, ...], float]:
+    """Returns where each class of bytes is, and the swap coefficient."""
+    names = ("compute weights", "optimizer states", "gradients", "inputs of units", "activations")
+    sizes = {name: {"gpu": 0, "host": 0, "ssd": 0, "recomputed": 0} for name in names}
+    slots = 2 if plan.clip == "speculative" else 1
+    for profile in model.units:
+        unit = plan.units[profile.name]
+        sizes["compute weights"][unit.weights] += slots * profile.weight_bytes
+        sizes["optimizer states"][unit.states] += slots * profile.state_bytes_read
+        sizes["gradients"]["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
+        sizes["inputs of units"][_TIER_OF[unit.input]] += profile.input_bytes
+        for operator in profile.operators:
+            sizes["activations"][_TIER_OF[unit.operators[operator.name]]] += operator.saved_bytes
+    inner = sizes["activations"]
+    total = sum(inner.values())
+    coefficient = (inner["host"] + inner["ssd"]) / total if total else 0.0
+    return tuple(Placed(name, **sizes[name]) for name in names), coefficient
+
+
+_TIER_OF = {"keep": "gpu", "host": "host", "ssd": "ssd", "recompute": "recomputed"}

@@ -1,0 +1,449 @@
+"""The simulation of a training step: what a plan would take, in seconds and in bytes of each tier."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+
+from lightning_ssd.planning.events import (
+    COMPUTE,
+    COPY_IN,
+    COPY_OUT,
+    CPU,
+    NORMAL,
+    RESOURCES,
+    SSD,
+    URGENT,
+    MemoryLog,
+    Task,
+    run,
+)
+from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.model import ModelProfile, UnitProfile
+from lightning_ssd.planning.plan import Plan, UnitPlan
+
+STEPS = 3
+"""Steps simulated: the first begins cold, and a step's optimizer jobs run on under the next forward."""
+
+STAGES = 48
+"""Stages that a forward has at least: where there are fewer units, each is cut into several."""
+
+JOBS_AHEAD = 3
+"""Optimizer jobs that have host memory at once: one is read, one is stepped, one is written."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan would take.
+
+    Attributes:
+        step_seconds: of a step in the steady state.
+        busy_seconds: of a step, by resource: "compute", "copy_in", "copy_out", "ssd" and "cpu".
+        stall_seconds: of a step in which the GPU computes nothing.
+        gpu_peak_bytes: of GPU memory.
+        host_peak_bytes: of host memory.
+        ssd_peak_bytes: stored on SSDs.
+        ssd_read_bytes: of a step.
+        ssd_written_bytes: of a step.
+        bound: the busiest resource.
+        memory: of the last step, (seconds, GPU bytes, host bytes, SSD bytes) at its begin and after each change.
+    """
+
+    step_seconds: float
+    busy_seconds: dict[str, float]
+    stall_seconds: float
+    gpu_peak_bytes: int
+    host_peak_bytes: int
+    ssd_peak_bytes: int
+    ssd_read_bytes: int
+    ssd_written_bytes: int
+    bound: str
+    memory: tuple[tuple[float, int, int, int], ...]
+
+    def excess_bytes(self, hardware: HardwareProfile) -> int:
+        """Returns the bytes by which the plan exceeds the memory of all tiers; 0: it fits."""
+        return (
+            max(0, self.gpu_peak_bytes - hardware.gpu_bytes)
+            + max(0, self.host_peak_bytes - hardware.host_bytes)
+            + max(0, self.ssd_peak_bytes - hardware.ssd_bytes)
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Neighbouring operators of one unit: what the simulation computes in one piece.
+
+    Attributes:
+        unit: index of the unit.
+        first: of its unit.
+        last: of its unit.
+        forward: seconds.
+        backward: seconds, without recomputation.
+        saved: bytes on the GPU once its forward is done: all but what is recomputed.
+        swapped: bytes of them that leave.
+        to_ssd: bytes of those that go to SSDs.
+        recomputed: bytes that backward computes again.
+        passing: bytes on the GPU during its forward only.
+        again: seconds of recomputation.
+    """
+
+    unit: int
+    first: bool
+    last: bool
+    forward: float
+    backward: float
+    saved: int
+    swapped: int
+    to_ssd: int
+    recomputed: int
+    passing: int
+    again: float
+
+
+def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
+    """Returns the stages of a forward, with the operators' bytes and seconds added up by what becomes of them."""
+    pieces = ceil(STAGES / len(model.units))
+    stages = []
+    for index, profile in enumerate(model.units):
+        unit = plan.units[profile.name]
+        count = len(profile.operators)
+        bounds = [count * piece // min(pieces, count) for piece in range(min(pieces, count) + 1)]
+        for start, stop in pairwise(bounds):
+            stages.append(_stage(index, profile, unit, start, stop))
+    return stages
+
+
+def _stage(index: int, profile: UnitProfile, unit: UnitPlan, start: int, stop: int) -> Stage:
+    forward = backward = again = 0.0
+    saved = swapped = to_ssd = recomputed = largest = 0
+    choices = unit.operators
+    for operator in profile.operators[start:stop]:
+        forward += operator.forward_seconds
+        backward += operator.backward_seconds
+        nbytes = operator.saved_bytes
+        choice = choices[operator.name]
+        if choice == "recompute":
+            recomputed += nbytes
+            largest = max(largest, nbytes)
+            # Nothing has to be computed again where backward needs nothing of it.
+            again += (operator.recompute_seconds or 0.0) if nbytes else 0.0
+        else:
+            saved += nbytes
+            if choice != "keep":
+                swapped += nbytes
+                if choice == "ssd":
+                    to_ssd += nbytes
+    if start == 0:
+        saved += profile.input_bytes
+        if unit.input != "keep":
+            swapped += profile.input_bytes
+            if unit.input == "ssd":
+                to_ssd += profile.input_bytes
+    # What isn't saved is released as soon as the next operator has used it.
+    passing = min(recomputed, 2 * largest)
+    last = stop == len(profile.operators)
+    return Stage(index, start == 0, last, forward, backward, saved, swapped, to_ssd, recomputed, passing, again)
+
+
+def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
+    """Returns what `plan` would take on `hardware`.
+
+    Weights come in before a unit's forward and backward, from SSDs through host memory. Swapped tensors leave after
+    their stage's forward and come back, in the order in which backward wants them, as far ahead as the window reaches.
+    Gradients leave when a unit's backward ends; then its optimizer job reads states, steps on the CPU and writes them
+    back, and the next step's forward of the unit waits for that job only. Where the window or the staging memory is
+    full, compute and copies wait. Not simulated: kernel launches, adding up gradients of several micro-batches on the
+    CPU, and speculative steps that have to be made again.
+
+    Raises:
+        ValueError: the plan is not one for the model.
+    """
+    plan.check(model)
+    builder = _Builder(model, hardware, plan)
+    ends = [builder.add_step(step) for step in range(STEPS)]
+    memory = run(builder.tasks, hardware)
+    return _prediction(builder, memory, ends[-2].end, ends[-1].end)
+
+
+class _Window:
+    """Memory of a fixed size that items pass through in order: what has to have left before the next may enter."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._limit = nbytes
+        self._items: list[tuple[int, Task]] = []
+        self._used = 0
+        self._oldest = 0
+
+    def enter(self, nbytes: int) -> list[Task]:
+        """Makes room for `nbytes` more; returns the tasks that have to end before there is.
+
+        An item that is larger than the whole window enters an empty one.
+        """
+        freed = []
+        while self._oldest < len(self._items) and self._used + nbytes > self._limit:
+            size, task = self._items[self._oldest]
+            self._used -= size
+            self._oldest += 1
+            freed.append(task)
+        return freed
+
+    def leave_with(self, nbytes: int, task: Task) -> None:
+        """Says that the last item, of `nbytes`, will have left at the end of `task`."""
+        self._items.append((nbytes, task))
+        self._used += nbytes
+
+
+class _Builder:
+    """Makes the tasks of steps, one after the other."""
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> None:
+        self.model = model
+        self.plan = plan
+        self.units = [plan.units[unit.name] for unit in model.units]
+        self.stages = cut_stages(model, plan)
+        self.tasks: list[Task] = []
+        self._rates = hardware.cpu_step_rate, hardware.gpu_memory_bandwidth
+        self._compute: Task | None = None  # the last one made
+        self._incoming = _Window(plan.window_bytes)
+        self._outgoing = _Window(plan.window_bytes)
+        self._read_ahead = _Window(plan.staging_bytes)
+        self._written_behind = _Window(plan.staging_bytes)
+        self._updated: list[Task | None] = [None] * len(self.units)  # by unit, the end of its last optimizer job
+        self._jobs: list[Task] = []  # the last task of each job that passes through staging memory
+        self._recomputed = [0] * len(self.units)
+        self._again = [0.0] * len(self.units)
+        for stage in self.stages:
+            self._recomputed[stage.unit] += stage.recomputed
+            self._again[stage.unit] += stage.again
+
+    def add_step(self, step: int) -> Task:
+        """Adds a step; returns its last compute task."""
+        for micro_batch in range(self.model.micro_batches):
+            stored = [self._add_forward(step, index) for index in range(len(self.stages))]
+            turn = self._compute
+            landed: list[Task | None] = [None] * len(self.units)
+            for index in reversed(range(len(self.stages))):
+                gradient = self._add_backward(step, index, stored[index])
+                if gradient is not None:
+                    landed[self.stages[index].unit] = gradient
+            if micro_batch == self.model.micro_batches - 1:
+                self._add_jobs(step, landed, turn)
+        assert self._compute is not None
+        return self._compute
+
+    def _task(self, resource: int, amount: float, step: int, *after: Task | None, write: bool = False,
+              priority: int = NORMAL) -> Task:  # fmt: skip
+        task = Task(resource, amount, step, *after, write=write, priority=priority)
+        self.tasks.append(task)
+        return task
+
+    def _add_compute(self, step: int, seconds: float, *after: Task | None) -> Task:
+        self._compute = self._task(COMPUTE, seconds, step, self._compute, *after)
+        return self._compute
+
+    def _add_fetch(self, step: int, nbytes: int, from_ssd: int, *after: Task | None) -> Task:
+        """Adds what brings `nbytes` to the GPU, `from_ssd` of them from SSDs; the caller has entered the window."""
+        room = self._incoming.enter(nbytes)
+        read = None
+        if from_ssd:
+            read = self._task(SSD, from_ssd, step, *self._read_ahead.enter(from_ssd), *after, priority=URGENT)
+            read.host = (from_ssd, 0)
+        copy = self._task(COPY_IN, nbytes, step, *room, read, *(() if read else after))
+        copy.gpu = (nbytes, 0)
+        copy.host = (0, from_ssd)
+        if from_ssd:
+            self._read_ahead.leave_with(from_ssd, copy)
+        return copy
+
+    def _weights(self, index: int) -> tuple[int, int]:
+        """Returns the bytes of a unit's weights that come to the GPU, and how many of them from SSDs."""
+        where, nbytes = self.units[index].weights, self.model.units[index].weight_bytes
+        return (0 if where == "gpu" else nbytes), (nbytes if where == "ssd" else 0)
+
+    def _add_forward(self, step: int, index: int) -> Task | None:
+        """Adds a stage's forward; returns the task that ends when what it swaps is where it goes."""
+        stage = self.stages[index]
+        weights, from_ssd = self._weights(stage.unit) if stage.first else (0, 0)
+        updated = self._updated[stage.unit] if stage.first else None
+        fetched = None
+        before = self._compute
+        if weights:
+            fetched = self._add_fetch(step, weights, from_ssd, updated)
+            updated = None
+        room = self._outgoing.enter(stage.swapped) if stage.swapped else []
+        compute = self._add_compute(step, stage.forward, fetched, updated, *room)
+        if weights:
+            # Its room is free for others once the unit is in use: when the one before has ended.
+            self._incoming.leave_with(weights, before or compute)
+        released = self._weights(stage.unit)[0] if stage.last else 0
+        compute.gpu = (stage.saved + stage.passing, stage.passing + released)
+        return self._add_swap_out(step, stage, compute) if stage.swapped else None
+
+    def _add_swap_out(self, step: int, stage: Stage, compute: Task) -> Task:
+        room = self._written_behind.enter(stage.to_ssd) if stage.to_ssd else []
+        copy = self._task(COPY_OUT, stage.swapped, step, compute, *room)
+        copy.gpu = (0, stage.swapped)
+        copy.host = (stage.swapped, 0)
+        self._outgoing.leave_with(stage.swapped, copy)
+        if not stage.to_ssd:
+            return copy
+        write = self._task(SSD, stage.to_ssd, step, copy, write=True)
+        write.host = (0, stage.to_ssd)
+        write.ssd = stage.to_ssd
+        self._written_behind.leave_with(stage.to_ssd, write)
+        return write
+
+    def _add_backward(self, step: int, index: int, stored: Task | None) -> Task | None:
+        """Adds a stage's backward; returns the task that ends when the unit's gradient has landed, if it then has."""
+        stage = self.stages[index]
+        profile, unit = self.model.units[stage.unit], stage.unit
+        weights, from_ssd = self._weights(unit) if stage.last else (0, 0)
+        before = self._compute
+        nbytes = weights + stage.swapped
+        fetched = None
+        if nbytes:
+            fetched = self._add_fetch(step, nbytes, from_ssd + stage.to_ssd, stored)
+            fetched.host = (0, from_ssd + stage.swapped)
+            fetched.ssd = -stage.to_ssd
+        offloaded = self.units[unit].states != "gpu"
+        gradient = profile.gradient_bytes if offloaded else 0
+        room = self._outgoing.enter(gradient) if gradient and stage.first else []
+        # All of a unit is recomputed before the first of its operators runs backward.
+        recompute = self._again[unit] if stage.last else 0.0
+        compute = self._add_compute(step, stage.backward + recompute, fetched, *room)
+        if nbytes:
+            self._incoming.leave_with(nbytes, before or compute)
+        taken = (self._recomputed[unit] if stage.last else 0) + (gradient if stage.first else 0)
+        released = self._weights(unit)[0] if stage.first else 0
+        compute.gpu = (taken, stage.saved + stage.recomputed + released)
+        if not (stage.first and gradient):
+            return compute if stage.first else None
+        copy = self._task(COPY_OUT, gradient, step, compute)
+        copy.gpu = (0, gradient)
+        self._outgoing.leave_with(gradient, copy)
+        return copy
+
+    def _add_jobs(self, step: int, landed: Sequence[Task | None], turn: Task | None) -> None:
+        """Adds the optimizer jobs: of units on the GPU there, of the others on the CPU.
+
+        Args:
+            step: index of the step.
+            landed: by unit, the task after which its gradient is there.
+            turn: the last forward's compute task: no states are read ahead before.
+        """
+        cpu_rate, gpu_rate = self._rates
+        known = self._compute
+        resident = [index for index, unit in enumerate(self.units) if unit.states == "gpu"]
+        if resident:
+            moved = sum(
+                unit.state_bytes_read + unit.state_bytes_written + unit.gradient_bytes + unit.weight_bytes
+                for unit in (self.model.units[index] for index in resident)
+            )
+            made = self._add_compute(step, moved / gpu_rate)
+            for index in resident:
+                self._updated[index] = made
+        deferred = self.plan.clip == "deferred"
+        order = range(len(self.units)) if deferred else reversed(range(len(self.units)))
+        for index in order:
+            unit, profile = self.units[index], self.model.units[index]
+            if unit.states == "gpu":
+                continue
+            after = (landed[index], known if deferred else None)
+            on_ssd = unit.states == "ssd"
+            written = (profile.state_bytes_written if on_ssd else 0) + (
+                profile.weight_bytes if unit.weights == "ssd" else 0
+            )
+            read = None
+            if on_ssd and profile.state_bytes_read:
+                room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
+                read = self._task(SSD, profile.state_bytes_read, step, room, turn, self._updated[index])
+            # Of the jobs that could run, the next forward wants the first unit's first.
+            done = self._task(CPU, profile.parameters / cpu_rate, step, read, *after, priority=index)
+            if written:
+                done = self._task(SSD, written, step, done, write=True)
+            if on_ssd:
+                self._jobs.append(done)
+            self._updated[index] = done
+
+
+def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) -> Prediction:
+    model, plan = builder.model, builder.plan
+    busy = dict.fromkeys(RESOURCES, 0.0)
+    read = written = 0.0
+    for task in builder.tasks:
+        if task.step == STEPS - 1:
+            busy[RESOURCES[task.resource]] += task.end - task.begin
+            if task.resource == SSD:
+                if task.write:
+                    written += task.amount
+                else:
+                    read += task.amount
+    gpu, host, ssd = _resident_bytes(model, plan)
+    # The steps simulated may run ahead of what a resource has yet to do. In the long run they can't.
+    seconds = max(end - begin, *busy.values())
+    first = max(index for index, sample in enumerate(memory.samples) if sample[0] <= begin)
+    samples = tuple(
+        (max(0.0, now - begin), gpu + on_gpu, host + in_host, ssd + on_ssd)
+        for now, on_gpu, in_host, on_ssd in memory.samples[first:]
+    )
+    return Prediction(
+        step_seconds=seconds,
+        busy_seconds=busy,
+        stall_seconds=max(0.0, seconds - busy["compute"]),
+        gpu_peak_bytes=gpu + max(sample[1] for sample in memory.samples),
+        host_peak_bytes=host + max(sample[2] for sample in memory.samples),
+        ssd_peak_bytes=ssd + max(sample[3] for sample in memory.samples),
+        ssd_read_bytes=round(read),
+        ssd_written_bytes=round(written),
+        bound=max(busy, key=lambda resource: busy[resource]),
+        memory=samples,
+    )
+
+
+def _resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
+    """Returns the bytes that are in each tier all the time: weights, states, gradients and memory of optimizer jobs."""
+    gpu = host = ssd = 0
+    slots = 2 if plan.clip == "speculative" else 1
+    passing: list[int] = []
+    for profile in model.units:
+        unit = plan.units[profile.name]
+        stored = {"gpu": 0, "host": 0, "ssd": 0}
+        stored[unit.weights] += slots * profile.weight_bytes
+        stored[unit.states] += slots * profile.state_bytes_read
+        # Gradients have their memory all the time: they add up, and wait for the norm.
+        stored["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
+        gpu, host, ssd = gpu + stored["gpu"], host + stored["host"], ssd + stored["ssd"]
+        if unit.states == "ssd":
+            passing.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
+    return gpu, host + sum(sorted(passing, reverse=True)[:JOBS_AHEAD]), ssd
+
+
+def replay(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, bandwidths: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Returns (bandwidth, normalised throughput) pairs: Teraio's figure 3.
+
+    Everything that moves, moves at the bandwidth given, each way; 1 is the throughput of a GPU that never waits and
+    recomputes nothing.
+
+    Args:
+        model: as profiled.
+        hardware: gives what isn't bandwidth of migration.
+        plan: what migrates.
+        bandwidths: bytes/s.
+    """
+    ideal = model.micro_batches * (model.forward_seconds + model.backward_seconds)
+    points = []
+    for bandwidth in bandwidths:
+        machine = replace(
+            hardware,
+            copy_out=bandwidth,
+            copy_in=bandwidth,
+            copy_out_both=bandwidth,
+            copy_in_both=bandwidth,
+            ssd_read=bandwidth,
+            ssd_write=bandwidth,
+            ssd_mixed=bandwidth,
+        )
+        points.append((bandwidth, ideal / simulate(model, machine, plan).step_seconds))
+    return points

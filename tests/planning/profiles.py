@@ -1,0 +1,117 @@
+"""Machines and models that the tests of planning share."""
+
+from hypothesis import strategies as st
+
+from lightning_ssd.planning import HardwareProfile, ModelProfile, OperatorProfile, UnitProfile
+
+GB, GIB = 10**9, 2**30
+
+H100 = HardwareProfile(
+    name="H100",
+    gpu_flops=600e12,
+    gpu_memory_bandwidth=3e12,
+    copy_out=54.8e9,
+    copy_in=53.9e9,
+    copy_out_both=43.9e9,
+    copy_in_both=43.9e9,
+    ssd_read=3.4e9,
+    ssd_write=3.1e9,
+    ssd_mixed=3.1e9,
+    cpu_step_rate=2.4e9,
+    gpu_bytes=72 * GIB,
+    host_bytes=110 * GIB,
+    ssd_bytes=1000 * GB,
+)
+
+
+def make_model(
+    units: int = 4,
+    *,
+    forward: float = 1.0,
+    saved: int = 10,
+    inputs: int = 2,
+    parameters: int = 100,
+    micro_batches: int = 1,
+    clip_norm: bool = False,
+) -> ModelProfile:
+    """Returns a model of equal units, each with one operator that takes `forward` seconds and twice that backward."""
+    return ModelProfile(
+        "model",
+        tuple(
+            UnitProfile(
+                f"unit{index}",
+                (OperatorProfile("work", forward, 2 * forward, 1.0, saved, ("work.output",), forward),),
+                inputs,
+                parameters,
+                2 * parameters,
+                2 * parameters,
+                12 * parameters,
+                12 * parameters,
+            )
+            for index in range(units)
+        ),
+        micro_batches,
+        1,
+        10,
+        clip_norm,
+    )
+
+
+@st.composite
+def operators(draw: st.DrawFn, name: str) -> OperatorProfile:
+    """Any operator."""
+    forward = draw(st.floats(1e-5, 1e-2))
+    return OperatorProfile(
+        name,
+        forward,
+        draw(st.floats(1, 3)) * forward,
+        draw(st.floats(0, 1e13)),
+        draw(st.one_of(st.just(0), st.integers(1, GB))),
+        (f"{name}.output",),
+        draw(st.one_of(st.none(), st.just(forward))),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn, most_units: int = 5) -> ModelProfile:
+    """Any model."""
+    units = []
+    for index in range(draw(st.integers(1, most_units))):
+        items = [draw(operators(f"op{position}")) for position in range(draw(st.integers(1, 4)))]
+        parameters = draw(st.integers(0, 10**9))
+        units.append(
+            UnitProfile(
+                f"unit{index}",
+                tuple(items),
+                draw(st.integers(0, GB)),
+                parameters,
+                2 * parameters,
+                2 * parameters,
+                12 * parameters,
+                12 * parameters,
+            )
+        )
+    return ModelProfile("any", tuple(units), draw(st.integers(1, 3)), 4, 4096, draw(st.booleans()))
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> HardwareProfile:
+    """Any machine."""
+    speed = st.floats(1e9, 1e11)
+    out, back = draw(speed), draw(speed)
+    return HardwareProfile(
+        "any",
+        draw(st.floats(1e13, 1e15)),
+        draw(st.floats(1e11, 4e12)),
+        out,
+        back,
+        draw(st.floats(0.5, 1.0)) * out,
+        draw(st.floats(0.5, 1.0)) * back,
+        draw(speed),
+        draw(speed),
+        draw(speed),
+        draw(st.floats(1e8, 1e10)),
+        draw(st.integers(GB, 100 * GB)),
+        draw(st.integers(0, 200 * GB)),
+        draw(st.integers(0, 1000 * GB)),
+    )

@@ -1,0 +1,61 @@
+"""Endurance and cost.
+
+SSDTrain's figure 5 is a plot without numbers; what its text says of it is tested with the method of III-D.
+"""
+
+import pytest
+
+from lightning_ssd.planning.endurance import (
+    DAY,
+    DRIVES,
+    YEAR,
+    bytes_per_day,
+    cost_per_million_tokens,
+    endurance_bytes,
+    large_write_endurance,
+    lifetime_seconds,
+)
+from lightning_ssd.planning.ssdtrain import required_write_bandwidth
+
+RETENTION = 86
+"""III-D: times the cycles that flash lasts when it has to keep its content for a day, and not for three years."""
+
+
+def test_lifespan_of_figure_5() -> None:
+    """III-D: with four Samsung 980 PRO 1TB for each GPU and no more than 12.1 GB/s, more than two years.
+
+    The drive's rating, 600 TB, is from its data sheet: the paper doesn't print it. It relaxes the retention, too.
+    """
+    step = 1.0
+    activations = 12.1e9 * step / 2
+    assert required_write_bandwidth(activations, step) == 12.1e9
+    endurance = 4 * large_write_endurance(600e12) * RETENTION
+    assert 2 * YEAR < lifetime_seconds(endurance, activations, step) < 5 * YEAR
+
+
+def test_price_of_four_drives() -> None:
+    """IV-D: US$360 for the drives of a GPU."""
+    price = DRIVES["samsung-980-pro-1tb"].price
+    assert price is not None
+    assert 4 * price == 360
+
+
+def test_ratings() -> None:
+    """Drive writes per day over the years of the warranty; large writes wear less than the rating's."""
+    assert endurance_bytes(1e12, drive_writes_per_day=3, years=5) == 3 * 5 * 365e12
+    assert large_write_endurance(1e15) == 2.5e15
+    assert large_write_endurance(1e15, rated_amplification=2.5, amplification=2.5) == 1e15
+    with pytest.raises(ValueError, match="`years=0`"):
+        endurance_bytes(1e12, 1, 0)
+
+
+def test_life_and_daily_writes_agree() -> None:
+    """The days of a life times a day's bytes are the endurance."""
+    assert lifetime_seconds(1e15, 1e9, 2.0) / DAY * bytes_per_day(1e9, 2.0) == pytest.approx(1e15)
+    assert lifetime_seconds(1e15, 0, 2.0) == float("inf")
+
+
+def test_cost() -> None:
+    """A machine at 3.6 an hour that trains on 1000 tokens a second: 1 for a million. Wear comes on top."""
+    assert cost_per_million_tokens(1000, 3.6) == pytest.approx(1)
+    assert cost_per_million_tokens(1000, 3.6, wear_per_hour=1.8) == pytest.approx(1.5)

@@ -1,0 +1,64 @@
+"""Profiles of machines."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from lightning_ssd.planning import HardwareProfile
+from tests.planning.profiles import H100, machines
+
+
+@given(machines())
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, machine: HardwareProfile) -> None:
+    """What is saved is what is read."""
+    path = tmp_path_factory.mktemp("profile") / "machine.json"
+    machine.to_json(path)
+    assert HardwareProfile.from_json(path) == machine
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ssd_read": 0.0}, "`ssd_read=0.0` must be a finite number above 0. Measure it"),
+        ({"gpu_flops": float("nan")}, "gpu_flops"),
+        ({"host_bytes": -1}, "`host_bytes=-1` must be a finite number, and not below 0"),
+        ({"copy_in_both": 60e9}, "`copy_in_both=60000000000.0` is more than `copy_in=53900000000.0`"),
+    ],
+)
+def test_wrong_values_are_named(changes: dict[str, float], message: str) -> None:
+    """The message names the field."""
+    with pytest.raises(ValueError) as error:
+        replace(H100, **changes)  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be a mapping"),
+        (json.dumps(asdict(H100) | {"fans": 3}), "has no field `fans`. Remove it"),
+        (
+            json.dumps({key: value for key, value in asdict(H100).items() if key != "copy_in"}),
+            "lacks the field `copy_in`",
+        ),
+        (json.dumps(asdict(H100) | {"copy_in": "fast"}), "`copy_in='fast'`"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    """The message says what is wrong."""
+    path = tmp_path / "machine.json"
+    path.write_text(content)
+    with pytest.raises(ValueError) as error:
+        HardwareProfile.from_json(path)
+    assert message in str(error.value)
+
+
+def test_described() -> None:
+    """A person can read it."""
+    text = H100.describe()
+    assert "600 TFLOP/s, 72.00 GiB" in text
+    assert "read 3.4 GB/s, write 3.1 GB/s" in text

@@ -1,0 +1,148 @@
+"""Plans: their files, their errors and their tables."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ssd.planning import ModelProfile, Plan, UnitPlan
+from tests.planning.profiles import make_model, models
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=8)
+
+
+@st.composite
+def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
+    """Any plan; one for `model` if that is given."""
+    if model is None:
+        names = {name: draw(st.lists(NAMES, unique=True, max_size=3)) for name in draw(st.lists(NAMES, unique=True))}
+        anything = st.sampled_from(["keep", "host", "ssd", "recompute"])
+        choices = {name: {item: draw(anything) for item in items} for name, items in names.items()}
+    else:
+        choices = {
+            unit.name: {
+                item.name: draw(
+                    st.sampled_from(["keep", "host", "ssd"] + ["recompute"] * (item.recompute_seconds is not None))
+                )
+                for item in unit.operators
+            }
+            for unit in model.units
+        }
+    tiers = st.sampled_from([("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")])
+    units = {}
+    for name, operators in choices.items():
+        weights, states = draw(tiers)
+        units[name] = UnitPlan(weights, states, draw(st.sampled_from(["keep", "host", "ssd"])), operators)  # type: ignore[arg-type]
+    size = st.integers(0, 2**40)
+    clip = draw(st.sampled_from(["deferred", "speculative"] if model and model.clip_norm else ["off", "deferred"]))
+    return Plan(units, draw(size), draw(size), clip)
+
+
+@given(plans())
+def test_round_trip(plan: Plan) -> None:
+    """What is written is what is read, whatever the names."""
+    again = Plan.from_yaml(plan.to_yaml())
+    assert again == plan
+    assert list(again.units) == list(plan.units)
+
+
+def test_files(tmp_path: Path) -> None:
+    """A plan can be saved, edited and loaded; sizes may have units."""
+    plan = make_plan(make_model(2))
+    plan.save(tmp_path / "plan.yaml")
+    text = (tmp_path / "plan.yaml").read_text()
+    assert Plan.load(tmp_path / "plan.yaml") == plan
+    (tmp_path / "plan.yaml").write_text(text.replace("window_bytes: 100", "window_bytes: 2 MiB"))
+    assert Plan.load(tmp_path / "plan.yaml") == replace(plan, window_bytes=2 * 2**20)
+
+
+def make_plan(model: ModelProfile, **changes: Any) -> Plan:
+    """Returns a plan with everything on SSDs."""
+    unit = UnitPlan("ssd", "ssd", "ssd", {"work": "ssd"})
+    return Plan({profile.name: replace(unit, **changes) for profile in model.units}, 100, 100)
+
+
+@given(st.data())
+def test_a_plan_for_a_model_is_accepted(data: st.DataObject) -> None:
+    """No error where there is nothing wrong."""
+    model = data.draw(models())
+    data.draw(plans(model)).check(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": "gpu"}, "`units.unit0` has weights on `gpu` and states on `ssd`"),
+        ({"states": "tape"}, "`units.unit0.states='tape'` must be one of 'gpu', 'host', 'ssd'"),
+        ({"input": "recompute"}, "`units.unit0.input='recompute'` must be one of 'keep', 'host', 'ssd'"),
+        ({"operators": {}}, "`units.unit0.operators.work` is missing. Add it"),
+        ({"operators": {"work": "keep", "play": "keep"}}, "`units.unit0.operators.play` is not in the model"),
+        ({"operators": {"work": "drop"}}, "`units.unit0.operators.work='drop'` must be one of 'keep'"),
+    ],
+)
+def test_wrong_plans_name_the_entry(changes: dict[str, Any], message: str) -> None:
+    """The message names the entry and what to do."""
+    model = make_model(2)
+    with pytest.raises(ValueError) as error:
+        make_plan(model, **changes).check(model)
+    assert message in str(error.value)
+
+
+def test_wrong_plans_for_a_model() -> None:
+    """Units of another model, operators that can't be recomputed, clipping left out."""
+    model = make_model(2)
+    with pytest.raises(ValueError, match="`units.unit2` is not in the model"):
+        make_plan(make_model(3)).check(model)
+    with pytest.raises(ValueError, match="`units.unit1` is missing"):
+        make_plan(make_model(1)).check(model)
+    plan = make_plan(model)
+    with pytest.raises(ValueError, match="`units` must be in the order of the forward: unit0, unit1"):
+        replace(plan, units=dict(reversed(plan.units.items()))).check(model)
+    with pytest.raises(ValueError, match="`clip='off'`, but the model's gradients are clipped"):
+        plan.check(replace(model, clip_norm=True))
+    with pytest.raises(ValueError, match="`window_bytes=-1`"):
+        replace(plan, window_bytes=-1).check(model)
+    fixed = replace(model.units[0], operators=(replace(model.units[0].operators[0], recompute_seconds=None),))
+    with pytest.raises(ValueError, match="`units.unit0.operators.work` can't be recomputed"):
+        make_plan(model, operators={"work": "recompute"}).check(replace(model, units=(fixed, model.units[1])))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: plan.pop("clip"), "the plan lacks the entry `clip`. Add it"),
+        (lambda plan: plan.update(speed=3), "the plan has an entry `speed`, which means nothing"),
+        (lambda plan: plan.update(clip="maybe"), "`clip='maybe'` must be one of"),
+        (lambda plan: plan.update(window_bytes="wide"), "`window_bytes='wide'` is not a number of bytes"),
+        (lambda plan: plan.update(units=[]), "`units` must be a mapping"),
+        (lambda plan: plan["units"].update(unit0=3), "`units.unit0` must be a mapping"),
+        (lambda plan: plan["units"]["unit0"].update(weights=3), "`units.unit0.weights=3` must be one of"),
+        (lambda plan: plan["units"]["unit0"]["operators"].update(work=1), "`units.unit0.operators.work=1`"),
+    ],
+)
+def test_wrong_files_name_the_entry(change: Any, message: str) -> None:
+    """The message names the entry."""
+    content = yaml.safe_load(make_plan(make_model(2)).to_yaml())
+    change(content)
+    with pytest.raises(ValueError) as error:
+        Plan.from_yaml(yaml.safe_dump(content))
+    assert message in str(error.value)
+
+
+def test_not_yaml() -> None:
+    """The message says so."""
+    with pytest.raises(ValueError, match="not YAML"):
+        Plan.from_yaml("units: [")
+
+
+def test_described() -> None:
+    """Neighbours that are treated alike share a line."""
+    plan = make_plan(make_model(5))
+    lines = plan.describe().splitlines()
+    assert len(lines) == 3
+    assert "unit0 .. unit4" in lines[2]
+    assert "ssd: work" in lines[2]

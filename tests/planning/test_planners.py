@@ -1,0 +1,113 @@
+"""The planners."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from lightning_ssd.planning import PLANNERS, HardwareProfile, ModelProfile, Plan, UnitPlan, make_plan, simulate
+from lightning_ssd.planning.plan import Choice
+from lightning_ssd.planning.transformer import transformer_profile
+from tests.planning.profiles import GB, GIB, H100, machines, make_model, models
+
+
+@settings(max_examples=50, deadline=None)
+@given(models(), machines())
+def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) -> None:
+    """Every plan is one for the model. Holistic's fits if one of them does, and is no slower than any that does."""
+    scores = {}
+    for name, planner in PLANNERS.items():
+        plan = planner(model, machine)
+        plan.check(model)
+        prediction = simulate(model, machine, plan)
+        scores[name] = (prediction.excess_bytes(machine), prediction.step_seconds)
+    assert scores["holistic"] == min(scores.values())
+
+
+def choices(plan: Plan) -> set[str]:
+    return {choice for unit in plan.units.values() for choice in unit.operators.values()}
+
+
+def test_ssdtrain_offloads_what_is_hidden() -> None:
+    """States on the GPU; what 8 s of forward carry at 1 byte a second goes out, the first first; the rest is kept."""
+    machine = replace(H100, ssd_write=1.0)
+    plan = make_plan(make_model(8, saved=3, inputs=0), machine, "ssdtrain")
+    assert {unit.states for unit in plan.units.values()} == {"gpu"}
+    assert [unit.operators["work"] for unit in plan.units.values()] == ["ssd"] * 2 + ["keep"] * 6
+
+
+def test_fuyou_swaps_to_ssds_only() -> None:
+    """States and swapped activations on SSDs, the rest recomputed; with a slow GPU everything is swapped."""
+    slow = make_plan(make_model(), H100, "fuyou")
+    assert choices(slow) == {"ssd"}
+    fast = make_plan(make_model(forward=1e-12), H100, "fuyou")
+    assert choices(fast) == {"recompute"}
+    assert {unit.input for unit in fast.units.values()} == {"ssd"}
+    assert {unit.states for unit in fast.units.values()} == {"ssd"}
+
+
+def test_lohan_fills_host_memory_first() -> None:
+    """Swapped activations are in host memory while there is room, then on SSDs."""
+    model = make_model(8, saved=GB)
+    plan = make_plan(model, replace(H100, host_bytes=14 * GB), "lohan")
+    assert choices(plan) == {"host", "ssd"}
+    assert {unit.states for unit in plan.units.values()} == {"ssd"}
+    assert choices(make_plan(model, H100, "lohan")) == {"host"}
+    # Transfers bound the step already: swapping more than the inputs doesn't help.
+    assert choices(make_plan(make_model(8, forward=1e-12), H100, "lohan")) == {"recompute"}
+
+
+def test_holistic_keeps_all_that_fits() -> None:
+    """A model that fits on the GPU is left there."""
+    model = make_model(8)
+    plan = make_plan(model, H100)
+    prediction = simulate(model, H100, plan)
+    assert prediction.stall_seconds == pytest.approx(0, abs=1e-6)
+    assert prediction.step_seconds == pytest.approx(model.forward_seconds + model.backward_seconds)
+
+
+def test_gradients_that_are_clipped() -> None:
+    """Every planner's plan says when to step."""
+    model = make_model(8, clip_norm=True)
+    for planner in PLANNERS:
+        assert make_plan(model, H100, planner).clip in ("deferred", "speculative")
+
+
+def test_unknown_planner() -> None:
+    """The message names those there are."""
+    with pytest.raises(ValueError, match="`planner='best'` must be one of 'holistic', 'lohan', 'fuyou', 'ssdtrain'"):
+        make_plan(make_model(), H100, "best")
+
+
+def sweep(model: ModelProfile) -> Iterator[Plan]:
+    """Yields plans over swap coefficients and tiers: kinds of operators are swapped, the others recomputed."""
+    order = ["up", "qkv", "attention", "out", "logits", "gelu", "norm1", "norm2", "norm"]
+    window = 2 * max(unit.weight_bytes + unit.input_bytes for unit in model.units)
+    for states in ("gpu", "host", "ssd"):
+        for tier in ("keep", "host", "ssd"):
+            for count in range(len(order) + 1):
+                units = {}
+                for unit in model.units:
+                    operators: dict[str, Choice] = {
+                        item.name: tier if not item.saved_bytes or item.name in order[:count] else "recompute"  # type: ignore[misc]
+                        for item in unit.operators
+                    }
+                    units[unit.name] = UnitPlan(states, states, tier, operators)  # type: ignore[arg-type]
+                yield Plan(units, window, 2 * window)
+
+
+@pytest.mark.parametrize("gpu_bytes", [12 * GIB, 24 * GIB, 72 * GIB])
+@pytest.mark.parametrize("host_bytes", [24 * GIB, 110 * GIB])
+@pytest.mark.parametrize(("hidden", "layers", "batch"), [(2048, 24, 16), (4096, 8, 4)])
+def test_holistic_against_a_sweep(gpu_bytes: int, host_bytes: int, hidden: int, layers: int, batch: int) -> None:
+    """No swap coefficient, in whatever tier, is more than 2 % better."""
+    machine = replace(H100, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    model = transformer_profile(
+        machine, hidden=hidden, layers=layers, heads=hidden // 128, sequence=1024, batch=batch, vocabulary=50257
+    )
+    predictions = [simulate(model, machine, plan) for plan in sweep(model)]
+    fitting = [item.step_seconds for item in predictions if item.excess_bytes(machine) == 0]
+    chosen = simulate(model, machine, make_plan(model, machine))
+    assert chosen.excess_bytes(machine) == 0
+    assert chosen.step_seconds <= 1.02 * min(fitting, default=float("inf"))

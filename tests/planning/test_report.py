@@ -1,0 +1,103 @@
+"""Reports on plans."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_ssd.planning import make_plan, make_report, render_report, simulate, transformer_profile
+from lightning_ssd.planning.holistic import safest_plan
+from lightning_ssd.planning.report import find_lifts, hidden_tokens, largest_samples
+from lightning_ssd.planning.simulator import cut_stages
+from tests.planning.profiles import GB, GIB, H100, make_model
+
+SMALL = replace(H100, gpu_bytes=12 * GIB, host_bytes=24 * GIB)
+GPT = transformer_profile(SMALL, hidden=2048, layers=24, heads=16, sequence=1024, batch=8, vocabulary=50257)
+
+
+def test_bytes_are_accounted_for() -> None:
+    """Every class of bytes is somewhere, in full."""
+    plan = make_plan(GPT, SMALL, "lohan")
+    report = make_report(GPT, SMALL, plan)
+    rows = {row.name: row.gpu + row.host + row.ssd + row.recomputed for row in report.placed}
+    assert rows["compute weights"] == 2 * GPT.parameters
+    assert rows["optimizer states"] == 12 * GPT.parameters
+    assert rows["gradients"] == 2 * GPT.parameters
+    assert rows["inputs of units"] == GPT.input_bytes
+    assert rows["inputs of units"] + rows["activations"] == GPT.saved_bytes
+
+
+def test_figures_agree_with_the_simulation() -> None:
+    """Throughput, wear and cost follow from it."""
+    plan = make_plan(GPT, SMALL, "fuyou")
+    prediction = simulate(GPT, SMALL, plan)
+    report = make_report(GPT, SMALL, plan, endurance=1e15, price_per_hour=3.6)
+    assert report.fits
+    assert report.prediction == prediction
+    assert report.tokens_per_second == pytest.approx(GPT.tokens / prediction.step_seconds)
+    assert report.ssd_bytes_per_day == pytest.approx(prediction.ssd_written_bytes / prediction.step_seconds * 86400)
+    assert report.ssd_years is not None
+    assert report.ssd_years * 365 * report.ssd_bytes_per_day == pytest.approx(1e15)
+    assert report.cost == pytest.approx(1000 / report.tokens_per_second)
+    worn = make_report(GPT, SMALL, plan, endurance=1e15, price_per_hour=3.6, ssd_price=1000)
+    assert worn.cost is not None
+    assert worn.cost > report.cost
+
+
+def test_what_does_not_fit() -> None:
+    """It says so, and by how much."""
+    report = make_report(GPT, SMALL, make_plan(GPT, SMALL, "ssdtrain"))
+    assert not report.fits
+    assert report.excess_bytes == report.prediction.gpu_peak_bytes - SMALL.gpu_bytes
+    assert "does not fit" in render_report(report)
+
+
+def test_largest_samples() -> None:
+    """That many fit, which the planner finds, and one more does not; none fit in no memory."""
+    most = largest_samples(GPT, SMALL)
+    assert most > 8
+    for samples, fits in ((most, True), (most + 1, False)):
+        model = GPT.with_samples(samples)
+        assert (simulate(model, SMALL, safest_plan(model, ssd_bytes=SMALL.ssd_bytes)).excess_bytes(SMALL) == 0) == fits
+    model = GPT.with_samples(most)
+    assert simulate(model, SMALL, make_plan(model, SMALL)).excess_bytes(SMALL) == 0
+    assert largest_samples(GPT, replace(SMALL, gpu_bytes=GB // 10)) == 0
+
+
+def test_hidden_tokens() -> None:
+    """At that many tokens the GPU and the SSDs take the same time."""
+    plan = make_plan(GPT, SMALL, "fuyou")
+    machine = replace(SMALL, ssd_read=20e9, ssd_write=20e9, ssd_mixed=20e9)
+    tokens = hidden_tokens(GPT, machine, plan)
+    assert tokens is not None
+    stages = cut_stages(GPT, plan)
+    compute = tokens / GPT.tokens * sum(stage.forward + stage.backward + stage.again for stage in stages)
+    activations = tokens / GPT.tokens * sum(stage.to_ssd for stage in stages)
+    assert compute == pytest.approx((30 * GPT.parameters + 2 * activations) / 20e9)
+    # Nothing on SSDs is hidden at once; activations that take longer than the computation never are.
+    assert hidden_tokens(GPT, machine, make_plan(GPT, SMALL, "ssdtrain")) == 0
+    slow = replace(SMALL, ssd_read=1e6, ssd_write=1e6, ssd_mixed=1e6)
+    assert hidden_tokens(GPT, slow, plan) is None
+
+
+def test_lifts_name_the_bound() -> None:
+    """SSDs bound the step: faster ones lift it. What computes all the time is lifted by nothing of that."""
+    bound = find_lifts(GPT, SMALL, make_plan(GPT, SMALL, "fuyou"))
+    assert "SSDs twice as fast" in dict(bound)
+    assert [gain for _, gain in bound] == sorted((gain for _, gain in bound), reverse=True)
+    model = make_model(8)
+    assert find_lifts(model, H100, make_plan(model, H100)) == ()
+
+
+def test_rendered() -> None:
+    """What a person asks for is in it."""
+    text = render_report(make_report(GPT, SMALL, safest_plan(GPT), endurance=1e15, price_per_hour=2.0))
+    for words in (
+        "It fits",
+        "tokens/s",
+        "bound by",
+        "optimizer states",
+        "largest micro-batch",
+        "years",
+        "million tokens",
+    ):
+        assert words in text

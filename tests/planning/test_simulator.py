@@ -1,0 +1,203 @@
+"""The simulation of a step, against steps that can be worked out by hand and against what must always hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, UnitPlan, replay, simulate
+from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
+from tests.planning.profiles import GB, H100, machines, make_model, models
+from tests.planning.test_plan import plans
+
+# A machine on which bytes and parameters are seconds.
+UNIT = HardwareProfile("unit", 1.0, 1e12, *[1.0] * 8, 10**9, 10**9, 10**9)  # type: ignore[arg-type]
+RATES = ("copy_out", "copy_in", "copy_out_both", "copy_in_both", "ssd_read", "ssd_write", "ssd_mixed", "cpu_step_rate")
+FAST = replace(UNIT, **dict.fromkeys(RATES, 1e15))  # type: ignore[arg-type]
+
+
+def plan_of(model: ModelProfile, weights: Any, states: Any, inputs: Any, work: Any, **fields: Any) -> Plan:
+    """Returns a plan that treats all units alike."""
+    unit = UnitPlan(weights, states, inputs, {"work": work})
+    return Plan({profile.name: unit for profile in model.units}, 10**9, 10**9, **fields)
+
+
+def test_copies_share_the_link() -> None:
+    """10 bytes out alone for 4 s, then at half the speed while 3 bytes come in."""
+    machine = replace(UNIT, copy_out_both=0.5, copy_in_both=0.5)
+    before, out = Task(COMPUTE, 4.0, 0), Task(COPY_OUT, 10, 0)
+    back = Task(COPY_IN, 3, 0, before)
+    run([before, out, back], machine)
+    assert (back.begin, back.end) == (4, 10)
+    assert (out.begin, out.end) == (0, 13)
+
+
+def test_ssds_are_half_duplex() -> None:
+    """Reads and writes take turns; while one waits for the other, both go at the speed for mixed requests."""
+    machine = replace(UNIT, ssd_read=4.0, ssd_write=2.0, ssd_mixed=1.0)
+    read, write, last = Task(SSD, 4, 0), Task(SSD, 4, 0, write=True), Task(SSD, 8, 0)
+    last.wait_for(write)
+    run([read, write, last], machine)
+    assert (read.begin, read.end) == (0, 4)
+    assert (write.begin, write.end) == (4, 6)
+    assert (last.begin, last.end) == (6, 8)
+
+
+def test_urgent_first() -> None:
+    """Of what is ready, what the GPU will wait for goes first."""
+    tasks = [Task(CPU, 1, 0), Task(CPU, 1, 0), Task(CPU, 1, 0, priority=URGENT)]
+    run(tasks, UNIT)
+    assert [task.begin for task in tasks] == [1, 2, 0]
+
+
+def test_memory_over_time() -> None:
+    """Taken when a task begins, given back when it ends."""
+    task = Task(COMPUTE, 2, 0)
+    task.gpu, task.host, task.ssd = (3, 1), (0, 5), 7
+    assert run([task], UNIT).samples == [(0, 0, 0, 0), (0, 3, 0, 0), (2, 2, -5, 7)]
+
+
+def test_all_on_the_gpu() -> None:
+    """Nothing moves: a step is its computation."""
+    model = make_model(4, parameters=0)
+    prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "keep"))
+    assert prediction.step_seconds == pytest.approx(4 * 3)
+    assert prediction.stall_seconds == pytest.approx(0)
+    assert prediction.bound == "compute"
+    assert prediction.gpu_peak_bytes == 4 * (10 + 2)
+    assert prediction.host_peak_bytes == prediction.ssd_written_bytes == prediction.ssd_read_bytes == 0
+
+
+def test_recomputation_takes_time_and_no_memory() -> None:
+    """A step with it is one forward longer; one unit's activations are there at a time."""
+    model = make_model(4, parameters=0)
+    prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "recompute"))
+    assert prediction.step_seconds == pytest.approx(4 * 4)
+    assert prediction.gpu_peak_bytes == 4 * 2 + 10
+
+
+def test_fast_transfers_are_hidden() -> None:
+    """With bandwidth enough, everything on SSDs costs nothing, and the GPU holds next to nothing."""
+    model = make_model(20, saved=10**6)
+    prediction = simulate(model, FAST, replace(plan_of(model, "ssd", "ssd", "ssd", "ssd"), window_bytes=10**6))
+    assert prediction.step_seconds == pytest.approx(20 * 3, rel=1e-6)
+    assert prediction.gpu_peak_bytes < 5 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("slow", "bound", "seconds"),
+    [
+        # 50 units of 100 parameters: weights in twice and gradients out once a step, 2 bytes for each parameter.
+        ({"copy_in": 50.0, "copy_in_both": 50.0}, "copy_in", 50 * 2 * 200 / 50),
+        ({"copy_out": 20.0, "copy_out_both": 20.0}, "copy_out", 50 * 200 / 20),
+        # For each parameter states of 12 bytes each way, weights of 2 in for forward and backward and out once: 30.
+        ({"ssd_read": 500.0, "ssd_write": 500.0, "ssd_mixed": 500.0}, "ssd", 50 * 100 * 30 / 500),
+        ({"cpu_step_rate": 20.0}, "cpu", 50 * 100 / 20),
+    ],
+)
+def test_the_slowest_resource_bounds_the_step(slow: dict[str, float], bound: str, seconds: float) -> None:
+    """A step takes what the slowest one takes, and little more."""
+    model = make_model(50, forward=0.1, saved=0, inputs=0)
+    prediction = simulate(model, replace(FAST, **slow), plan_of(model, "ssd", "ssd", "keep", "keep"))  # type: ignore[arg-type]
+    assert prediction.bound == bound
+    assert prediction.busy_seconds[bound] == pytest.approx(seconds)
+    assert seconds <= prediction.step_seconds * (1 + 1e-9)
+    assert prediction.step_seconds <= seconds + 50 * 0.3
+
+
+def test_the_optimizer_runs_under_backward_and_the_next_forward() -> None:
+    """Optimizer jobs of 2 s for each unit: hidden behind 3 s of computation, unless all must wait for the norm."""
+    model = make_model(10, parameters=200)
+    machine = replace(FAST, cpu_step_rate=100.0)
+    overlapped = simulate(model, machine, plan_of(model, "host", "host", "keep", "keep"))
+    deferred = simulate(model, machine, plan_of(model, "host", "host", "keep", "keep", clip="deferred"))
+    # Forward takes 10 s, all jobs take 20 s: those of the first units are late, but not by all of them.
+    assert 30 <= overlapped.step_seconds <= 33
+    assert 40 <= deferred.step_seconds <= 43
+
+
+def test_a_small_window_stalls() -> None:
+    """Weights that come in only when the unit before is done leave the GPU idle."""
+    model = make_model(10, parameters=100)
+    machine = replace(FAST, copy_in=200.0, copy_in_both=200.0)
+    plan = plan_of(model, "host", "host", "keep", "keep")
+    wide, narrow = (simulate(model, machine, replace(plan, window_bytes=size)) for size in (10**9, 0))
+    assert wide.stall_seconds < 2
+    assert narrow.stall_seconds > wide.stall_seconds
+    assert narrow.gpu_peak_bytes < wide.gpu_peak_bytes
+
+
+def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
+    slots = 2 if plan.clip == "speculative" else 1
+    return sum(
+        slots * (unit.weight_bytes + unit.state_bytes_read) + unit.gradient_bytes
+        for unit in model.units
+        if plan.units[unit.name].states == "gpu"
+    )
+
+
+@settings(max_examples=50)
+@given(st.data(), machines())
+def test_what_always_holds(data: st.DataObject, machine: HardwareProfile) -> None:
+    """No resource does more than a step's time allows, all bytes are accounted for, and all memory is given back."""
+    model = data.draw(models())
+    plan = data.draw(plans(model))
+    prediction = simulate(model, machine, plan)
+    compute = model.micro_batches * (model.forward_seconds + model.backward_seconds)
+    assert prediction.busy_seconds["compute"] >= compute * (1 - 1e-9)
+    assert prediction.step_seconds >= max(prediction.busy_seconds.values())
+    units = [(unit, plan.units[unit.name]) for unit in model.units]
+    weights = sum(unit.weight_bytes for unit, where in units if where.weights == "ssd")
+    states = sum(unit.state_bytes_read for unit, where in units if where.states == "ssd")
+    swapped = sum(unit.input_bytes for unit, where in units if where.input == "ssd") + sum(
+        item.saved_bytes for unit, where in units for item in unit.operators if where.operators[item.name] == "ssd"
+    )
+    assert prediction.ssd_read_bytes == model.micro_batches * (2 * weights + swapped) + states
+    assert prediction.ssd_written_bytes == model.micro_batches * swapped + states + weights
+    assert prediction.memory[-1][1] == resident_gpu_bytes(model, plan)
+    assert all(min(sample[1:]) >= 0 for sample in prediction.memory)
+    assert prediction.gpu_peak_bytes >= max(sample[1] for sample in prediction.memory)
+    assert prediction.host_peak_bytes >= max(sample[2] for sample in prediction.memory)
+
+
+@settings(max_examples=50)
+@given(st.data(), machines(), st.sampled_from([0.25, 2.0, 8.0]))
+def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfile, factor: float) -> None:
+    """A machine that does everything `factor` times as fast needs that much less time."""
+    model = data.draw(models())
+    plan = data.draw(plans(model))
+    rates = {name: factor * getattr(machine, name) for name in (*RATES, "gpu_memory_bandwidth")}
+    faster = replace(
+        model,
+        units=tuple(
+            replace(
+                unit,
+                operators=tuple(
+                    replace(
+                        item,
+                        forward_seconds=item.forward_seconds / factor,
+                        backward_seconds=item.backward_seconds / factor,
+                        recompute_seconds=None if item.recompute_seconds is None else item.recompute_seconds / factor,
+                    )
+                    for item in unit.operators
+                ),
+            )
+            for unit in model.units
+        ),
+    )
+    before, after = simulate(model, machine, plan), simulate(faster, replace(machine, **rates), plan)
+    assert after.step_seconds == pytest.approx(before.step_seconds / factor, rel=1e-6)
+
+
+def test_replay_over_bandwidth() -> None:
+    """Teraio's figure 3: throughput rises with the bandwidth of migration, up to that of a GPU that never waits."""
+    model = make_model(20, saved=GB, parameters=10**6)
+    plan = plan_of(model, "gpu", "gpu", "ssd", "ssd")
+    points = replay(model, H100, plan, [0.1e9, 0.3e9, 1e9, 10e9, 48e9])
+    assert [bandwidth for bandwidth, _ in points] == [0.1e9, 0.3e9, 1e9, 10e9, 48e9]
+    throughputs = [throughput for _, throughput in points]
+    assert throughputs == sorted(throughputs)
+    assert throughputs[0] < 0.2
+    assert throughputs[-1] == pytest.approx(1, abs=0.01)
