@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _KEY = "lightning_ssd.recovery"
 _GRADIENTS = "lightning_ssd.gradients"
+_GENERATORS = "lightning_ssd.generators"
 
 
 class Recovery:
@@ -46,8 +47,8 @@ class Recovery:
             )
         self._trainer = trainer
         self._states = states
-        self._loaders: list[_Loader] = []
         self._resume: deque[_Place] = deque()
+        self._kept_gradients: dict[str, Tensor] = {}
         self._ahead = 0
         """Batches that the Trainer fetches before it goes on with the first step."""
         self.random: dict[str, Any] | None = None
@@ -57,10 +58,7 @@ class Recovery:
         """Has the Trainer restore what was recorded, as if it had been given a checkpoint."""
         checkpoint = dict(rest)
         own = checkpoint.pop(_KEY)
-        module = self._trainer.lightning_module
-        for name, gradient in checkpoint.pop(_GRADIENTS).items():
-            parameter = module.get_parameter(name)
-            parameter.grad = gradient.to(parameter.device)
+        self._kept_gradients = checkpoint.pop(_GRADIENTS)
         self._resume.extend(own["places"])
         self._ahead, self.random = own["ahead"], own["random"]
         self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint
@@ -69,15 +67,25 @@ class Recovery:
     def forget(self) -> None:
         """The Trainer was given a checkpoint, which is what it starts from."""
         self._resume.clear()
+        self._kept_gradients = {}
         self._ahead, self.random = 0, None
 
     def follow(self, dataloader: Any) -> Any:
-        """Returns what hands out the batches of a training dataloader, and makes records."""
+        """Returns what hands out the batches of a training dataloader, and makes records.
+
+        Raises:
+            ValueError: it can't be read again.
+        """
+        if getattr(dataloader, "persistent_workers", False):
+            raise ValueError(
+                "`recover=True` reads data again up to where it was, and workers that stay from epoch to epoch can't "
+                "be where they were. Set `persistent_workers=False`, or `recover=False`."
+            )
         stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
         place = self._resume.popleft() if self._resume else None
-        loader = (_StatefulLoader if stateful else _Loader)(dataloader, place, self)
-        self._loaders.append(loader)
-        return loader
+        # One that has no length is read ahead, and its own state is of then.
+        kind = _StatefulLoader if stateful and _has_length(dataloader) else _Loader
+        return kind(dataloader, place, self)
 
     def before_batch(self) -> None:
         """The next batch is about to be fetched."""
@@ -85,8 +93,13 @@ class Recovery:
             self._ahead -= 1
             return
         if self.random is not None:
-            for loader in self._loaders:
+            for loader in self._followed():
                 loader.go_back()
+            module = self._trainer.lightning_module
+            for name, gradient in self._kept_gradients.items():
+                parameter = module.get_parameter(name)
+                parameter.grad = gradient.to(parameter.device)
+            self._kept_gradients = {}
             _set_random(self.random)
             self.random = None
         if not self._states.unrecorded:
@@ -98,13 +111,15 @@ class Recovery:
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         fetcher = self._trainer.fit_loop._data_fetcher
         ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher is not None and fetcher.length is None else 0
-        current = self._trainer.fit_loop._combined_loader
-        followed = current.flattened if current is not None else []
-        places = [loader.place(ahead) for loader in followed if isinstance(loader, _Loader)]
+        places = [loader.place(ahead) for loader in self._followed()]
         checkpoint[_GRADIENTS] = self._gradients()
         rest = _on_cpu(checkpoint)
         own = {"places": places, "ahead": ahead, "random": _random()}
         self._states.record(lambda: {**rest(), _KEY: own})
+
+    def _followed(self) -> "list[_Loader]":
+        current = self._trainer.fit_loop._combined_loader
+        return [] if current is None else [loader for loader in current.flattened if isinstance(loader, _Loader)]
 
     def _gradients(self) -> dict[str, Tensor]:
         """Returns gradients that stay from one batch to the next: only who steps by hand may want them."""
@@ -148,7 +163,8 @@ class _Loader:
         self._batches = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        # Lightning asks for the last two: whether to restore the loader, which is done here.
+        if name.startswith("__") or name in ("state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._dataloader, name)
 
@@ -158,7 +174,7 @@ class _Loader:
     def __iter__(self) -> "_Loader":
         self._iterator = None
         if self._resume is None:
-            self._made, self._begun, self._batches = _random(), None, 0
+            self._made, self._begun, self._batches = self._random(), None, 0
             self._iterator = iter(self._dataloader)
         return self
 
@@ -166,7 +182,7 @@ class _Loader:
         self.go_back()
         self._recovery.before_batch()
         if self._begun is None:
-            self._begun = _random()
+            self._begun = self._random()
         assert self._iterator is not None
         batch = next(self._iterator)
         self._batches += 1
@@ -182,12 +198,20 @@ class _Loader:
             return
         place, self._resume = self._resume, None
         self._made, self._begun, self._batches = place.made, place.begun, place.batches
-        _set_random(place.made)
+        self._set_random(place.made)
         self._iterator = iter(self._dataloader)
         if place.begun is not None:
-            _set_random(place.begun)
+            self._set_random(place.begun)
             for _ in range(place.batches):
                 next(self._iterator)
+
+    def _random(self) -> dict[str, Any]:
+        return _random() | {_GENERATORS: [generator.get_state() for generator in _generators(self._dataloader)]}
+
+    def _set_random(self, states: dict[str, Any]) -> None:
+        _set_random(states)
+        for generator, state in zip(_generators(self._dataloader), states[_GENERATORS], strict=True):
+            generator.set_state(state)
 
 
 class _StatefulLoader(_Loader):
@@ -220,6 +244,22 @@ class _StatefulLoader(_Loader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._dataloader.load_state_dict(state)
+
+
+def _has_length(dataloader: Any) -> bool:
+    try:
+        len(dataloader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _generators(dataloader: Any) -> list[torch.Generator]:
+    """Returns the generators of its own that a dataloader, or a sampler of it, draws from."""
+    sampler, batches = getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)
+    owners = (dataloader, sampler, batches, getattr(batches, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 def _random() -> dict[str, Any]:

@@ -258,7 +258,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         if self.states_config.recover:
             self._recovery = Recovery(trainer, self.model_states)
             if (record := self.model_states.recovered) is not None:
-                self._taking_up = True
+                self._taking_up = self.model_states.state_dicts.protected = True
                 self._recovery.take_up(record.rest)
         for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
@@ -321,8 +321,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if self._taking_up:
-            assert self._recovery is not None
-            self._taking_up = False
+            assert self._recovery is not None and self.model_states is not None
+            self._taking_up = self.model_states.state_dicts.protected = False
             self._recovery.forget()
             log.warning("starting from %s, and not from where a run was killed", checkpoint_path)
         if not self._leave() or not self._owns_files(checkpoint_path):
@@ -358,7 +358,10 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
         For callbacks that do so, as averages of weights do: those of Lightning need not call it. Parameters that had
         left are on the CPU, in fp32. It waits for the optimizer steps that have begun; host memory must hold the
-        weights.
+        weights. With `recover=True` they are to be looked at only.
+
+        Raises:
+            RuntimeError: they were changed with `recover=True`.
         """
         with contextlib.nullcontext() if self.model_states is None else self.model_states.lend_weights():
             yield
@@ -372,6 +375,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._taking_up = False
+        if self.model_states is not None:
+            self.model_states.state_dicts.protected = False
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)

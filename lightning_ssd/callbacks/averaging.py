@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
+import torch
+
 from lightning_ssd._lightning import pl
 
 _HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
@@ -34,14 +36,22 @@ def lend_weights(callback: pl.Callback, lend: Callable[[], AbstractContextManage
 
         return run
 
+    average: torch.nn.Module | None = callback._average_model  # type: ignore[attr-defined]  # both classes have it
+    if average is not None:
+        average.float()  # what is lent to it is: in 16 bits the low ones would be lost when both are swapped
     names = list(_HOOKS)
     for name in _HOOKS:
         setattr(callback, name, lending(getattr(callback, name), lambda trainer: True))
     if isinstance(callback, pl.callbacks.WeightAveraging):
         names.append("on_train_batch_end")
         # Not at every step: lending waits for all that is under way.
-        updates = callback.should_update
-        hook = lending(callback.on_train_batch_end, lambda trainer: updates(step_idx=trainer.global_step - 1))
+        averaging = callback
+
+        def updates(trainer: pl.Trainer) -> bool:
+            step = trainer.global_step
+            return step > averaging._latest_update_step and averaging.should_update(step_idx=step - 1)
+
+        hook = lending(callback.on_train_batch_end, updates)
         setattr(callback, names[-1], hook)
 
     def restore() -> None:

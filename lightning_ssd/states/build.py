@@ -28,7 +28,7 @@ from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimiz
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage import Blob, BlobStore, PinnedPool, StorageFullError
+from lightning_ssd.storage import Blob, BlobStore, Kept, PinnedPool, StorageFullError
 from lightning_ssd.storage.memory import available_memory
 
 log = logging.getLogger(__name__)
@@ -206,19 +206,20 @@ def make_model_states(
         kind = "host" if config.states == "auto" and storage.tier == "host" else config.states
         kind = "ssd" if recover else kind
         assert kind != "gpu"
-        recovered = read_record(storage.paths(default_path)[0], layouts) if recover else None
+        killed = _Taken(storage.paths(default_path)[0], layouts) if recover else None
         budget = _host_budget(config, storage)
         # Where steps wait for all gradients, each needs memory of its own.
         shared = not gated and not hold and config.overlap == "optimized"
         try:
             places = choose_places(layouts, kind, budget, shared=shared)
-            scratch = _make_scratch(places, storage, default_path, device, keep=recover, recovered=recovered)
+            scratch = _make_scratch(places, storage, default_path, device, taken=killed)
         except (ValueError, StorageFullError):
             if recover or config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
                 raise
             layouts = [replace(layout, slots=1) for layout in layouts]
             places = choose_places(layouts, kind, budget, shared=shared)
-            scratch = _make_scratch(places, storage, default_path, device, keep=False, recovered=None)
+            scratch = _make_scratch(places, storage, default_path, device, taken=None)
+        recovered = None if killed is None else killed.record
         if scratch is not None:
             undo.callback(scratch.close, remove=recovered is None)
         homes = _make_homes(layouts, places, scratch, copies, recovered, undo)
@@ -381,10 +382,9 @@ def _make_scratch(
     default_path: str | Path,
     device: torch.device,
     *,
-    keep: bool,
-    recovered: Record | None,
+    taken: "_Taken | None",
 ) -> Scratch | None:
-    """Makes what the flats on SSDs share, if there are any; `keep` and `recovered` as the store's `keep` and `kept`."""
+    """Makes what the flats on SSDs share, if there are any; `taken`: and takes over what a killed run has there."""
     if places.ssd == 0:
         return None
     with contextlib.ExitStack() as undo:
@@ -394,11 +394,12 @@ def _make_scratch(
             backend=storage.backend,
             capacity=None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity"),
             checksum=storage.checksum,
-            keep=keep,
-            kept=None if recovered is None else recovered.kept,
+            keep=taken is not None,
+            kept=taken,
         )
-        undo.callback(store.close, remove=recovered is None)
-        if recovered is None:
+        anew = taken is None or taken.record is None
+        undo.callback(store.close, remove=anew)
+        if anew:
             store.reserve(places.ssd)
         pin = device.type == "cuda"
         window = PinnedPool(max(places.window, 4096), pin=pin, name="model states' window")
@@ -408,6 +409,27 @@ def _make_scratch(
         scratch = Scratch(store, window, Worker("fetcher"), staging, Worker("opener"))
         undo.pop_all()
     return scratch
+
+
+class _Taken:
+    """Reads the record of a killed run when the store asks for it, which is once nobody else can.
+
+    Args:
+        path: the first of the directories for scratch files.
+        layouts: of this run's flats.
+
+    Attributes:
+        record: what there was.
+    """
+
+    def __init__(self, path: str | Path, layouts: Sequence[Layout]) -> None:
+        self._path = path
+        self._layouts = layouts
+        self.record: Record | None = None
+
+    def __call__(self) -> Kept | None:
+        self.record = read_record(self._path, self._layouts)
+        return None if self.record is None else self.record.kept
 
 
 def _layout(

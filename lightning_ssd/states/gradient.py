@@ -1,6 +1,6 @@
 """The gradient of one flat on the host: as it lands from the device, and summed over micro-batches in fp32."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import torch
@@ -28,19 +28,22 @@ class LandingMemory:
         self._pool = PinnedPool(nbytes, pin=pin, name="gradients")
         self._pin = pin
 
-    def take(self, nbytes: int, under_way: Iterable["Future[None]"]) -> "tuple[Tensor, Callable[[], None]]":
+    def take(self, nbytes: int, under_way: Sequence["Future[None]"]) -> "tuple[Tensor, Callable[[], None]]":
         """Returns memory, and what gives it back.
 
         Args:
             nbytes: bytes wanted.
             under_way: done when steps have given theirs back.
         """
-        while (buffer := self._pool.try_acquire(nbytes)) is None:
-            if not (running := [step for step in under_way if not step.done()]):
+        while True:
+            # Looked at first: what the others gave back is there by now.
+            running = [step for step in under_way if not step.done()]
+            if (buffer := self._pool.try_acquire(nbytes)) is not None:
+                return buffer.tensor[:nbytes], buffer.release
+            if not running:
                 slab = Slab(nbytes, pin=self._pin)
                 return slab.tensor, slab.close
             wait(running, return_when=FIRST_COMPLETED)
-        return buffer.tensor[:nbytes], buffer.release
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -87,7 +90,7 @@ class Gradient:
         self.mark: Mark = None
         """Of the last copy out."""
 
-    def begin(self, under_way: Iterable["Future[None]"]) -> None:
+    def begin(self, under_way: Sequence["Future[None]"]) -> None:
         """Something is about to land, and nothing has: returns when there is memory for it.
 
         Args:
@@ -105,8 +108,10 @@ class Gradient:
         settled: Future[None] = Future()
 
         def end(done: "Future[None]") -> None:
-            self._release()
-            if (error := done.exception()) is not None:
+            try:
+                self._release()
+                done.result()
+            except BaseException as error:  # whoever waits for it hears it
                 settled.set_exception(error)
             else:
                 settled.set_result(None)

@@ -122,6 +122,10 @@ class ModelStates:
         self._leaving_bytes = 0
         self._launched: dict[Flat, Future[None]] = {}
         """Steps that have begun since the last `optimizer.step`."""
+        self._before: dict[Flat, int] = {}
+        """Of flats with two slots whose step has begun since then, how many counted before."""
+        self._last: dict[Flat, int] = {}
+        """The same of the last `optimizer.step`."""
         self._committed: Future[None] = finished(None)
         """Done when the last step counts in all flats that have two slots: the next one overwrites the one before."""
         self._journal = journal
@@ -359,6 +363,8 @@ class ModelStates:
                 stack.callback(wait, [gradient.settled])
             if self._journal is not None:
                 stack.callback(self._journal.close)
+                if not keep:  # before the bytes that it names go
+                    stack.callback(self._journal.forget)
                 stack.callback(wait, [self._recorded])
             stack.callback(self._copies.drain)
             stack.callback(self._gate.shut)
@@ -381,10 +387,11 @@ class ModelStates:
     def _give_back(self) -> None:
         """Makes the parameters whole on the CPU, as the last step that was made left them."""
         # Half of a step is none, where it can be taken back.
-        revertible = [self.homes[flat] for flat in self._gradients if self.homes[flat].layout.slots == 2]
-        whole = [home.steps - (home.written().exception() is not None) for home in revertible]
-        for home in revertible:
-            if home.steps > min(whole):
+        for begun, whole in ((self._before, False), (self._last, True)):
+            counting = [home for flat, steps in begun.items() if (home := self.homes[flat]).steps > steps]
+            if whole and len(counting) == len(begun) and not any(home.written().exception() for home in counting):
+                continue
+            for home in counting:
                 home.revert()
         for home in self.homes.values():
             with contextlib.suppress(Exception):  # a step that was not made; its weights are those before it
@@ -427,7 +434,7 @@ class ModelStates:
         if gradient.landed[index]:  # once more in one backward, as with reentrant checkpointing
             self._submit_sum(flat)
         if not any(gradient.landed):
-            gradient.begin(other.settled for other in self._gradients.values())
+            gradient.begin([other.settled for other in self._gradients.values()])
         gradient.landed[index] = True
         gradient.landings += 1
         wants = _wants(flat)
@@ -525,6 +532,7 @@ class ModelStates:
             if self._groups[flat][0] is optimizer and flat not in self._launched and gradient.summing:
                 self._launch(flat)
         launched, self._launched = self._launched, {}
+        self._last, self._before = self._before, {}
         revertible = {flat: home for flat in launched if (home := self.homes[flat]).layout.slots == 2}
         if self._journal is not None:
             self._unrecorded |= launched
@@ -579,16 +587,19 @@ class ModelStates:
                 f"{flat.name} is stepped twice in one `training_step`, and `recover=True` can record one step of each "
                 "parameter there. Step once, or set `recover=False`."
             )
-        after = [arrived] if home.layout.slots == 1 else [arrived, self._committed, self._recorded]
+        # What a step of before may be taken back to is not overwritten.
+        ready = [] if home.layout.slots == 1 else [self._committed, self._recorded]
         guess = self._gate.guess
         # One made in vain must leave what was, and the gradient, as they are.
         certain = self._gate.known.done()
+        if home.layout.slots == 2:
+            self._before[flat] = home.steps
         if self._overlap == "naive":
-            done = step.naive(after)
+            done = step.naive([arrived, *ready])
         elif guess is not None and (certain or (home.layout.slots == 2 and landed is not None)):
-            done = step.early(guess, after)
+            done = step.early(guess, arrived, ready)
         else:
-            done = step.late(after)
+            done = step.late([arrived, *ready])
         gradient.summing = False
         gradient.settle(done)
         home.reserve(done)

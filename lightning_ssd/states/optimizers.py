@@ -101,13 +101,13 @@ class ElementwiseRule(Rule):
         return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in opened.states.items()}
 
     def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
-        if not state:
-            return
         item = self.flat.slices[index]
         for name, row in opened.states.items():
             if (value := state.get(name)) is not None:
                 item.of(row).copy_(value)
-        self._steps[index] = int(state.get("step", 1))
+            else:
+                item.of(row).zero_()
+        self._steps[index] = int(state.get("step", 1)) if state else 0
 
     def _step_range(
         self, options: Options, opened: Opened, gradient: Tensor, where: slice, step: int, scale: float

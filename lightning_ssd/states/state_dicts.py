@@ -74,6 +74,8 @@ class StateDicts:
         self._at_hand: dict[Flat, _AtHand] = {}
         self.lazy = LazyTensors()
         self._without = False
+        self.protected = False
+        """Whether what has left is to stay as it is until training begins."""
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
             if self._streamed(owner) or self._mastered(owner):
@@ -91,6 +93,8 @@ class StateDicts:
             yield
         finally:
             self._without = False
+        self.protected = False
+        """Whether what has left is to stay as it is until training begins."""
 
     def put_away(self, *, but: "set[Flat] | None" = None) -> None:
         """Takes back what is at hand; the parameters are on the device again, and what was loaded counts."""
@@ -137,7 +141,7 @@ class StateDicts:
             self._at_hand[flat] = _AtHand(values, values.masters())
 
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        """Puts the master weights, copied, where the module has put what is on the device."""
+        """Puts the master weights where the module has put what is on the device: copies of those that have left."""
         streamed = self._streamed(owner)
         for name, parameter in self._mastered(owner):
             if prefix + name in state:
@@ -167,6 +171,11 @@ class StateDicts:
             )
         if self._without:
             return
+        if self.protected and any(prefix + name in state for name, _ in self._streamed(owner)):  # type: ignore[operator]
+            raise RuntimeError(
+                "a run that was killed goes on, and `load_state_dict` would overwrite its weights before it does. Load "
+                "them before `fit`, in `setup` or in `configure_model`."
+            )
         if self._mastered(owner):
             self._lent_masters.enter_context(self._masters.lend())
         flats = {self._where[parameter][0] for _, parameter in self._streamed(owner)}

@@ -44,10 +44,18 @@ class Step:
     stepper: Worker
     priority: int
 
-    def early(self, guess: float, after: "Sequence[Future[Any]]") -> "Future[None]":
-        """Makes the step with a guess, as soon as it can, and again if the factor turns out to be another."""
-        opened = self.home.open(step=True, priority=self.priority)  # now, so that reads overlap with what comes before
-        made = self._submit(lambda: self._make(opened.result(), guess), [*after, opened])
+    def early(self, guess: float, arrived: "Future[None]", ready: "Sequence[Future[None]]") -> "Future[None]":
+        """Makes the step with a guess, as soon as it can, and again if the factor turns out to be another.
+
+        Args:
+            guess: of the factor.
+            arrived: done when the gradient is there.
+            ready: done when the flat may be opened. Until then it must not be: it would hold memory that steps of
+                before, which these wait for, may want.
+        """
+        # Before the gradient is there, so that reads overlap with what comes before.
+        opened = then(all_of(ready), lambda _: self.home.open(step=True, priority=self.priority))
+        made = self._submit(lambda: self._make(opened.result(), guess), [arrived, opened])
         return then(all_of([made, self.factor]), lambda _: self._settle(guess))
 
     def late(self, after: "Sequence[Future[Any]]") -> "Future[None]":

@@ -70,6 +70,15 @@ class ScratchDirectory:
         except OSError as error:
             raise from_os_error(error, "create a scratch directory (argument `path`)", parent) from error
 
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return {entry.name for entry in os.scandir(self.path)} <= {_LOCK}
+
+    def clear(self) -> None:
+        """Removes all that is in it."""
+        _clear(self.path)
+
     def close(self, *, remove: bool = True) -> None:
         """Lets go of the directory. Idempotent; in a forked child it does nothing.
 
@@ -181,6 +190,17 @@ def _sweep(parent: Path) -> None:
             _remove(directory, fd)
 
 
+def _clear(directory: Path) -> None:
+    for entry in list(os.scandir(directory)):
+        if entry.name == _LOCK:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(entry)
+
+
 def _remove(directory: Path, lock: int) -> None:
     """Removes a directory whose lock is held, and lets the lock go.
 
@@ -188,14 +208,7 @@ def _remove(directory: Path, lock: int) -> None:
     process may be removing the same entries.
     """
     with contextlib.suppress(OSError):
-        for entry in list(os.scandir(directory)):
-            if entry.name == _LOCK:
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    os.unlink(entry)
+        _clear(directory)
     with contextlib.suppress(OSError):
         os.unlink(directory / _LOCK)
     os.close(lock)  # before rmdir: NFS keeps the name of a removed file that is open

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,11 +24,15 @@ from lightning_ssd.storage.checksums import Checksums, Hashes
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.engine import Engine
 from lightning_ssd.storage.errors import StorageError, StorageFullError
+from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import PAGE, align_down, align_up
 from lightning_ssd.storage.stripes import Stripes
 from lightning_ssd.storage.volume import Volume
 
 __all__ = ["BlobStore", "IOStats", "Kept"]
+
+_RUN = "run"
+"""The file in which a kept directory notes whose it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +64,15 @@ class Kept:
         blobs: what is in them, and stays allocated.
         hashes: their checksums, if they have any.
         calibration: of the drives.
+        paths: of the drives, in their order.
+        run: the name that every scratch directory has noted.
     """
 
     blobs: Sequence[Blob]
     hashes: Hashes
     calibration: Calibration
+    paths: Sequence[str]
+    run: str
 
 
 class BlobStore:
@@ -84,7 +93,8 @@ class BlobStore:
         rank: rank of this process in its run.
         keep: the scratch files are those that the next run takes over if this one is killed; one store at a time has
             those of a path.
-        kept: what a run that was killed has in them, which is taken over; None: they begin anew.
+        kept: with `keep`, called once nobody else can have them: returns what a run that was killed has in them,
+            which is taken over, or None: they begin anew.
 
     Attributes:
         piece_bytes: bytes of the largest piece.
@@ -111,7 +121,7 @@ class BlobStore:
         threads: int = 4,
         rank: int = 0,
         keep: bool = False,
-        kept: Kept | None = None,
+        kept: Callable[[], Kept | None] | None = None,
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError("paths must be a sequence of at least one directory")
@@ -134,23 +144,44 @@ class BlobStore:
         self._lock = threading.Lock()  # guards volumes' slots, stripes and counters
         self._peak = 0
         self._owner = os.getpid()
-        self._checksums = Checksums({} if kept is None else kept.hashes) if checksum else None
+        self._paths = [str(Path(path).absolute()) for path in paths]
         self._volumes: list[Volume] = []
         with ExitStack() as undo:
-            pieces = [piece for blob in (kept.blobs if kept else ()) for piece in blob.pieces]
-            for index, path in enumerate(paths):
+            directories: list[ScratchDirectory] = []
+            taken: Kept | None = None
+            anew = not keep
+
+            def let_go() -> None:
+                for directory in directories:
+                    directory.close(remove=anew or directory.empty)
+
+            undo.callback(let_go)
+            for path in paths:
+                directories.append(ScratchDirectory(path, rank, keep=keep))
+            if keep and kept is not None:
+                taken = kept()
+            anew = taken is None
+            self._run = secrets.token_hex(8) if taken is None else taken.run
+            self._checksums = Checksums({} if taken is None else taken.hashes) if checksum else None
+            if taken is not None:
+                self._check_kept(taken, directories)
+            pieces = [piece for blob in (taken.blobs if taken else ()) for piece in blob.pieces]
+            for index, directory in enumerate(directories):
+                if keep and taken is None:
+                    directory.clear()
+                    (directory.path / _RUN).write_text(self._run)
                 slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
-                volume = Volume(path, chosen, rank, kept=slots if keep else None)
-                undo.callback(volume.close, remove=not slots)
+                volume = Volume(directory, chosen, slots)
+                undo.callback(volume.close, remove=taken is None)
                 self._volumes.append(volume)
             self._allocated = sum(align_up(piece.nbytes) for piece in pieces)
             available = self._growth()
-            if kept is None:
+            if taken is None:
                 if available < align_down(capacity or 0):
                     raise self._full("set aside", capacity or 0, available)
                 measured = calibrate(self._volumes, piece_bytes=piece_bytes, threads=threads, capacity=available)
             else:
-                measured = kept.calibration
+                measured = taken.calibration
             self.write_bandwidth = measured.write_bandwidth
             self.read_bandwidth = measured.read_bandwidth
             self._calibration = measured
@@ -280,7 +311,8 @@ class BlobStore:
 
     def kept(self, blobs: Sequence[Blob]) -> Kept:
         """Returns what another store needs to take over `blobs`, as they are now."""
-        return Kept(blobs, {} if self._checksums is None else self._checksums.all(), self._calibration)
+        hashes = {} if self._checksums is None else self._checksums.all()
+        return Kept(blobs, hashes, self._calibration, self._paths, self._run)
 
     def sync(self) -> None:
         """Returns when what was written survives a loss of power.
@@ -310,6 +342,20 @@ class BlobStore:
             # Also when Ctrl-C ends the wait: transfers that still run end on files without a name.
             for volume in self._volumes if remove else ():
                 volume.remove()
+
+    def _check_kept(self, kept: Kept, directories: Sequence[ScratchDirectory]) -> None:
+        if list(kept.paths) != self._paths:
+            raise StorageError(
+                f"the run that was killed had path={list(kept.paths)}, and this one has {self._paths}: give it the "
+                f"same, or remove {directories[0].path} and what it holds"
+            )
+        for directory in directories:
+            noted = directory.path / _RUN
+            if not noted.is_file() or noted.read_text() != kept.run:
+                raise StorageError(
+                    f"{directory.path} has nothing of the run whose journal is in {directories[0].path}: it can't go "
+                    "on. Remove both with what they hold, and start from a checkpoint."
+                )
 
     def _check(self, piece: Piece, buffer: torch.Tensor) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,11 +27,9 @@ class Volume:
     Not thread-safe, except for transfers through `file`: the store locks around the rest.
 
     Args:
-        path: an existing directory on the SSD.
+        directory: a scratch directory on the SSD; owned, but for removing it if this fails.
         backend: how to do I/O.
-        rank: rank of this process in its run.
-        kept: None: a new directory. Else the one that is kept: offset and bytes of each slot of its file that stays
-            taken; none: the file begins anew.
+        taken: offset and bytes of each slot of its file that stays taken; none: there is no file yet.
 
     Attributes:
         path: the scratch file.
@@ -40,24 +38,16 @@ class Volume:
         device: number of the filesystem, by which volumes on the same one are recognised.
 
     Raises:
-        StorageError: the directory or the file cannot be made, or what is kept is not there. Nothing is left behind
-            but what was.
+        StorageError: the file cannot be made, or is not what slots were taken in.
     """
 
-    def __init__(
-        self, path: str | Path, backend: Backend, rank: int = 0, *, kept: Iterable[tuple[int, int]] | None = None
-    ) -> None:
-        taken = list(kept or ())
+    def __init__(self, directory: ScratchDirectory, backend: Backend, taken: Sequence[tuple[int, int]] = ()) -> None:
+        self._directory = directory
         with ExitStack() as undo:
-            self._directory = ScratchDirectory(path, rank, keep=kept is not None)
-            undo.callback(self._directory.close, remove=not taken)
             self.path = self._directory.path / "scratch.bin"
             try:
-                new = 0 if kept is not None else os.O_EXCL
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | new, 0o600)
+                self._fd = os.open(self.path, os.O_RDWR | (0 if taken else os.O_CREAT | os.O_EXCL), 0o600)
                 undo.callback(os.close, self._fd)
-                if not taken:
-                    os.ftruncate(self._fd, 0)
                 self.slots = SlotAllocator(align_down(os.fstat(self._fd).st_size))
                 for offset, nbytes in taken:
                     self.slots.take(offset, nbytes)

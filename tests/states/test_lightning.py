@@ -235,3 +235,22 @@ def test_weights_are_lent_to_whoever_asks(tmp_path: Path, strategy: Any) -> None
 
     how: Any = dict(gradient_clip_val=None)
     assert_same(train(tmp_path, strategy, Shrinking(), **how), train(tmp_path, "auto", Shrinking(), **how))
+
+
+def test_masters_are_swapped_with_an_average_whole(tmp_path: Path, strategy: Any) -> None:
+    """In bf16-true an average that is never updated changes nothing, though every validation swaps it in and out."""
+
+    class Never(pl.callbacks.WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return False
+
+        def on_train_end(self, *_: Any) -> None:
+            pass
+
+    def weights(strategy: Any, callbacks: list[pl.Callback]) -> Any:
+        model = Model().bfloat16()  # as `trainer.init_module` builds it
+        trained: Any = train(tmp_path, strategy, model, callbacks=callbacks, precision="bf16-true")
+        return list(trained.parameters())
+
+    for one, other in zip(weights(strategy, [Never()]), weights(host(), []), strict=True):
+        assert torch.equal(one, other)

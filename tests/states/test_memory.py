@@ -1,12 +1,15 @@
 """What states take of the host's memory."""
 
 import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 
+from lightning_ssd.states.gradient import LandingMemory
 from tests.states.test_checkpoints import Large, memory
 from tests.states.test_places import ssd
 from tests.states.test_training import loader
@@ -42,3 +45,34 @@ def test_the_end_of_a_training_takes_no_more_memory(tmp_path: Path, states: str)
     assert model.most - model.before < weights / 2
     if states == "host":
         assert memory() - model.before < -weights
+
+
+def test_who_finds_no_memory_for_a_gradient_waits_for_steps() -> None:
+    """As long as any is under way, and no longer."""
+    landing = LandingMemory(4 * 4096, pin=False)
+    taken = [landing.take(4096, []) for _ in range(4)]
+
+    class Steps(list["Future[None]"]):
+        """Come to their ends, one after the other, once somebody has looked."""
+
+        looked = False
+
+        def __iter__(self) -> Iterator["Future[None]"]:
+            if not self.looked:
+                self.looked = True
+                threading.Thread(target=self.end).start()
+            return super().__iter__()
+
+        def end(self) -> None:
+            for index, step in enumerate(list.__iter__(self)):
+                taken[index][1]()
+                step.set_result(None)
+
+    steps = Steps([Future(), Future()])
+    room, give_back = landing.take(8192, steps)  # the first to end has not enough
+    assert room.data_ptr() == taken[0][0].data_ptr()
+    give_back()
+    beside, give_back = landing.take(4 * 4096, steps)  # nobody will give any back
+    assert beside.numel() == 4 * 4096
+    give_back()
+    landing.close()

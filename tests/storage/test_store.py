@@ -269,7 +269,7 @@ def test_another_store_takes_over_what_was_kept(tmp_path: Path) -> None:
     kept = pickle.loads(pickle.dumps(first.kept(blobs[:2])))
     first.close(remove=False)
     BlobStore(paths, device=CPU).close()  # sweeps nothing of it
-    second = BlobStore(paths, device=CPU, checksum=True, piece_bytes=16 * KIB, keep=True, kept=kept)
+    second = BlobStore(paths, device=CPU, checksum=True, piece_bytes=16 * KIB, keep=True, kept=lambda: kept)
     assert second.stats().allocated_bytes == sum(-(-blob.nbytes // PAGE) * PAGE for blob in blobs[:2])
     other = second.allocate(200 * KIB)
     write(second, other, noise(200 * KIB))
