@@ -140,6 +140,9 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="where to keep the plan")
     options.add_argument("--tbw", type=float, metavar="TB", help="TB that the drives are rated for, all together")
     options.add_argument("--price", type=float, metavar="N", help="of an hour of the machine")
+    options.add_argument(
+        "--replay", action="store_true", help="print throughput over the bandwidth of migration, too (Teraio, figure 3)"
+    )
     parser = commands.add_parser(
         "plan",
         parents=[options],
@@ -154,7 +157,15 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, make_plan, make_report, render_report
+    from lightning_ssd.planning import (
+        HardwareProfile,
+        ModelProfile,
+        Plan,
+        make_plan,
+        make_report,
+        render_report,
+        replay,
+    )
     from lightning_ssd.planning import large_write_endurance as large_writes
 
     # Options may stand before or after the recipe, among the overrides.
@@ -192,6 +203,10 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         plan.save(args.save)
     print(f"{hardware.describe()}\n\n{model.name}: {model.parameters / 1e9:.2f}B parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
+    if args.replay:
+        print("\nmigration at   throughput, 1 where the GPU never waits")
+        for bandwidth, throughput in replay(model, hardware, plan, [2.0**power * 1e9 for power in range(8)]):
+            print(f"{bandwidth / 1e9:>7.0f} GB/s   {throughput:.3f}")
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

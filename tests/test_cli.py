@@ -194,9 +194,17 @@ class TestPlan:
 
     def test_says_what_a_recipe_would_take(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["plan", self.RECIPE, "-c", self.LARGE, "--machine", self.MACHINE, "--save", "plan.yaml", "--price", "3"]
-        assert cli.main([*argv, "--tbw", "600", "--trainer.accumulate_grad_batches", "4"]) == 0
+        assert cli.main([*argv, "--tbw", "600", "--replay", "--trainer.accumulate_grad_batches", "4"]) == 0
         printed = capsys.readouterr().out
-        for said in ("6.65B parameters", "It fits.", "bound by", "largest micro-batch", "SSD writes", "million tokens"):
+        for said in (
+            "6.65B parameters",
+            "It fits.",
+            "bound by",
+            "largest micro-batch",
+            "SSD writes",
+            "million tokens",
+            "128 GB/s",
+        ):
             assert said in printed
         assert cli.main(["plan", "show", "plan.yaml"]) == 0
         assert capsys.readouterr().out.strip() in printed

@@ -1,5 +1,6 @@
 """`OffloadMonitor`: what offloading does, in the user's loggers and progress bar."""
 
+import time
 from typing import Any
 
 import torch
@@ -7,6 +8,9 @@ import torch
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import TensorCache
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.planning.endurance import YEAR, bytes_per_day, lifetime_seconds
+from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.states import ModelStates
 
 
 class OffloadMonitor(pl.Callback):
@@ -18,20 +22,32 @@ class OffloadMonitor(pl.Callback):
     - `copy_out_bytes_per_s`, `copy_in_bytes_per_s`, `ssd_write_bytes_per_s`, `ssd_read_bytes_per_s`: bandwidth reached,
       while there was something to move;
     - `store_stall_s`, `load_stall_s`: how long the compute stream waited;
-    - `peak_device_bytes` (CUDA), `peak_pinned_bytes`, `ssd_bytes_written` (since the start).
+    - `states_ssd_bytes_written`, `states_ssd_bytes_read`: the same of weights and optimizer states on SSDs;
+    - `peak_device_bytes` (CUDA), `peak_pinned_bytes`, `ssd_bytes_written` (of both, since the start);
+    - `ssd_bytes_written_per_day`, `ssd_years`: how much a day of this training writes, and how long the drives last.
 
     Args:
-        progress_bar: show bytes out (`out_gb`) and stalls (`stall_s`) of the last interval in the progress bar.
+        progress_bar: show bytes out (`out_gb`) and stalls (`stall_s`) of the last interval in the progress bar, and
+            `ssd_years` if it is logged.
+        endurance: bytes that the drives of `path` are rated for, all together ("600TB"; their data sheets say TBW).
+            Ratings are for small random writes, which wear more than ours: the drives last longer (SSDTrain III-D).
+            `None`: `ssd_years` is not logged.
+
+    Raises:
+        ValueError: `endurance` is no number of bytes.
 
     Inert without an offloading strategy.
     """
 
-    def __init__(self, progress_bar: bool = True) -> None:
+    def __init__(self, progress_bar: bool = True, endurance: int | str | None = None) -> None:
         self._progress_bar = progress_bar
+        self._endurance = None if endurance is None else parse_bytes(endurance, "endurance")
         self._last: dict[str, float] = {}
+        self._begun = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = {}
+        self._begun = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -41,7 +57,7 @@ class OffloadMonitor(pl.Callback):
             return
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return  # as Lightning's own metrics: once a step, at its end
-        metrics = self._metrics(cache)
+        metrics = self._metrics(cache, getattr(trainer.strategy, "model_states", None))
         for logger in trainer.loggers:
             logger.log_metrics(
                 {f"OffloadMonitor/{name}": value for name, value in metrics.items()},
@@ -52,9 +68,13 @@ class OffloadMonitor(pl.Callback):
             pl_module.log("out_gb", out / 1e9, prog_bar=True, logger=False)
             stall = metrics["store_stall_s"] + metrics["load_stall_s"]
             pl_module.log("stall_s", stall, prog_bar=True, logger=False)
+            if "ssd_years" in metrics:
+                pl_module.log("ssd_years", metrics["ssd_years"], prog_bar=True, logger=False)
 
-    def _metrics(self, cache: TensorCache) -> dict[str, float]:
+    def _metrics(self, cache: TensorCache, states: ModelStates | None) -> dict[str, float]:
         totals = _totals(cache)
+        if states is not None and (io := states.io_stats()) is not None:
+            totals |= {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
         delta = {name: total - self._last.get(name, 0.0) for name, total in totals.items()}
         self._last = totals
         metrics = {name: value for name, value in delta.items() if not name.endswith("_busy_s")}
@@ -62,7 +82,17 @@ class OffloadMonitor(pl.Callback):
             moved = metrics.pop(f"{lane}_busy_bytes", 0.0)
             if seconds := delta.get(f"{lane}_busy_s"):
                 metrics[f"{lane}_bytes_per_s"] = moved / seconds
-        return metrics | _levels(cache)
+        return metrics | _levels(cache) | self._wear(totals)
+
+    def _wear(self, totals: dict[str, float]) -> dict[str, float]:
+        written = totals.get("ssd_write_busy_bytes", 0.0) + totals.get("states_ssd_bytes_written", 0.0)
+        if not written:
+            return {}
+        seconds = time.perf_counter() - self._begun
+        wear = {"ssd_bytes_written": written, "ssd_bytes_written_per_day": bytes_per_day(written, seconds)}
+        if self._endurance is not None:
+            wear["ssd_years"] = lifetime_seconds(self._endurance, written, seconds) / YEAR
+        return wear
 
 
 def _totals(cache: TensorCache) -> dict[str, float]:
@@ -92,8 +122,6 @@ def _totals(cache: TensorCache) -> dict[str, float]:
 def _levels(cache: TensorCache) -> dict[str, float]:
     """Heights, which are logged as they are."""
     levels: dict[str, float] = {"peak_pinned_bytes": cache.peak_pinned_bytes()}
-    if (io := cache.io_stats()) is not None:
-        levels["ssd_bytes_written"] = io.bytes_written
     if cache.device.type == "cuda":
         levels["peak_device_bytes"] = torch.cuda.max_memory_allocated(cache.device)
     return levels

@@ -39,6 +39,7 @@ from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
 from lightning_ssd.states.worker import Worker
+from lightning_ssd.storage import IOStats
 
 Overlap = Literal["none", "naive", "optimized"]
 
@@ -194,6 +195,10 @@ class ModelStates:
                     self._launch(flat)
                 else:
                     self._submit_sum(flat)
+
+    def io_stats(self) -> IOStats | None:
+        """Returns what was written to SSDs and read from them; None: nothing is there."""
+        return None if self._scratch is None else self._scratch.store.stats()
 
     @property
     def unrecorded(self) -> bool:

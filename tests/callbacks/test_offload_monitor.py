@@ -10,8 +10,9 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
 
-from lightning_ssd import OffloadMonitor, PrefetchScheduler
+from lightning_ssd import OffloadMonitor, PrefetchScheduler, SSDOffloadStrategy
 from tests.trainings import (
+    MIN_BYTES,
     SmallModel,
     Watch,
     batches,
@@ -24,7 +25,7 @@ from tests.trainings import (
 COUNTS = {"saved_bytes", "kept_bytes", "forwarded_bytes", "store_stall_s", "load_stall_s"}
 MOVED = {"host_bytes_out", "host_bytes_in", "ssd_bytes_out", "ssd_bytes_in"}
 SPEEDS = {"copy_out_bytes_per_s", "copy_in_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_bytes_per_s"}
-LEVELS = {"peak_pinned_bytes", "ssd_bytes_written"}
+LEVELS = {"peak_pinned_bytes", "ssd_bytes_written", "ssd_bytes_written_per_day"}
 
 
 class MemoryLogger(Logger):
@@ -158,3 +159,21 @@ def test_it_is_inert_without_an_offloading_strategy(tmp_path: Path) -> None:
     trainer, _ = _train(tmp_path, logger, strategy="auto", monitor=OffloadMonitor(), log_every_n_steps=1)
     assert logger.rows == []
     assert trainer.progress_bar_metrics == {}
+
+
+def test_wear_of_the_drives_by_states_and_activations(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    strategy = SSDOffloadStrategy(tmp_path, states="ssd", min_bytes=MIN_BYTES, offload=1.0)
+    monitor = OffloadMonitor(endurance="600TB")
+    _train(tmp_path, logger, strategy=strategy, monitor=monitor, log_every_n_steps=1)
+    last = logger.rows[-1][1]
+    by_states, by_activations = logger.total("states_ssd_bytes_written"), logger.total("ssd_bytes_out")
+    assert by_states > 0 and by_activations > 0 and logger.total("states_ssd_bytes_read") > 0
+    assert last["ssd_bytes_written"] == pytest.approx(by_states + by_activations, rel=0.2)  # one waits to be written
+    years = 600e12 / last["ssd_bytes_written_per_day"] / 365
+    assert last["ssd_years"] == pytest.approx(years)
+
+
+def test_endurance_is_a_number_of_bytes() -> None:
+    with pytest.raises(ValueError, match="`endurance='long'` is not a number of bytes"):
+        OffloadMonitor(endurance="long")
