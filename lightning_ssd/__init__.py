@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING
 from lightning_ssd._autoload import register
 
 if TYPE_CHECKING:
-    from lightning_ssd.callbacks import ActivationOffload, MicroBatchSwitch, OffloadMonitor, PrefetchScheduler
+    from lightning_ssd.callbacks import (
+        ActivationOffload,
+        MicroBatchSwitch,
+        ModelProfiler,
+        OffloadMonitor,
+        PrefetchScheduler,
+    )
     from lightning_ssd.strategy import SSDOffloadStrategy
 
 __all__ = [
     "ActivationOffload",
     "MicroBatchSwitch",
+    "ModelProfiler",
     "OffloadMonitor",
     "PrefetchScheduler",
     "SSDOffloadStrategy",

@@ -22,7 +22,7 @@ def profile_recipe(config: Any, hardware: HardwareProfile) -> ModelProfile:
     if model["class_path"] != _KNOWN:
         raise ValueError(
             f"`plan` calculates profiles of {_KNOWN}, and the recipe has {model['class_path']}. Give the profile of "
-            "another model with `--profile FILE.json`."
+            "another model with `--profile FILE.json`: the callback ModelProfiler measures it."
         )
     sizes, batches = model["init_args"], data["init_args"]
     if sizes["pretrained"]:

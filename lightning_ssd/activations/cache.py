@@ -93,6 +93,8 @@ class TensorCache:
         self.window_depth: int | None = None
         """Storages that may be on their way back ahead of their use; `None`: the bytes alone decide."""
         self.copies = copies
+        self.observer: Callable[[torch.UntypedStorage], None] | None = None
+        """Told of every storage that is saved and may leave, once a micro-batch."""
         self._copy_lag: float | None = None
         self._min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
         self._clock = make_clock(self.device)
@@ -213,6 +215,8 @@ class TensorCache:
         attach_record(storage, record)
         self._batch.add(record)
         self._stats.saved += record.nbytes
+        if self.observer is not None:
+            self.observer(storage)
         if not self._batch.keeps(record, self.window_bytes):
             self._offload(record, data)
         self._release_window()

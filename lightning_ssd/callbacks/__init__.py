@@ -3,12 +3,14 @@
 from lightning_ssd.callbacks.activation_offload import ActivationOffload
 from lightning_ssd.callbacks.defaults import add_default_callbacks
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
+from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 
 __all__ = [
     "ActivationOffload",
     "MicroBatchSwitch",
+    "ModelProfiler",
     "OffloadMonitor",
     "PrefetchScheduler",
     "add_default_callbacks",

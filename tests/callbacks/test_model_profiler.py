@@ -1,0 +1,79 @@
+"""`ModelProfiler`: what it finds is what the model does, and it changes nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.planning import ModelProfile
+from tests.states.test_training import Model, assert_same, train
+
+MACHINE = str(Path(__file__).parent.parent.parent / "configs/machines/h100.json")
+
+
+class Saved(pl.Callback):
+    """Bytes that a micro-batch saves."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        cache = find_tensor_cache(trainer)
+        assert cache is not None
+        self.nbytes = cache.stats().saved / cache.stats().micro_batches
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_profile_is_what_the_model_does(tmp_path: Path, states: Any, accumulate: int) -> None:
+    strategy = SSDOffloadStrategy(states=states, min_bytes=1, offload=0.5, gpu_memory=1)
+    saved = Saved()
+    callbacks = [ModelProfiler(tmp_path / "profile.json", warm_up=2, steps=2), saved]
+    how: Any = dict(accumulate_grad_batches=accumulate, gradient_clip_val=1.0, limit_val_batches=0)
+    model: Any = train(tmp_path, strategy, Model(), callbacks=callbacks, **how)
+    assert_same(model, train(tmp_path, "auto", Model(), **how))
+    assert not [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    profile = ModelProfile.from_json(tmp_path / "profile.json")
+    assert profile.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (profile.micro_batches, profile.samples, profile.tokens) == (accumulate, 4, 4 * 9)
+    assert profile.clip_norm
+    names = [unit.name for unit in profile.units]
+    assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert profile.saved_bytes == pytest.approx(saved.nbytes)
+    for unit in profile.units[1:]:
+        operators = {operator.name: operator for operator in unit.operators}
+        assert {"norm", "up", "down"} < operators.keys()
+        assert unit.input_bytes == 4 * 8 * 16 * 4  # rows, tokens, width, fp32
+        assert unit.state_bytes_read == 8 * unit.parameters
+        assert all(operator.forward_seconds > 0 and operator.backward_seconds > 0 for operator in (operators["up"],))
+        assert operators["up"].flops == operators["down"].flops == 2 * 4 * 8 * 16 * 64
+        assert operators["norm"].flops == 0
+
+
+def test_a_plan_is_made_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
+    train(tmp_path, strategy, Model(), callbacks=[ModelProfiler(path, 1, 1)], precision="bf16-mixed")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("")
+    assert cli.main(["plan", str(recipe), "--profile", str(path), "--machine", MACHINE]) == 0
+    printed = capsys.readouterr().out
+    assert "blocks.0 .. blocks.3" in printed and "It fits." in printed
+
+
+def test_what_it_needs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match="`warm_up=0`"):
+        ModelProfiler(tmp_path / "profile.json", warm_up=0)
+    with pytest.raises(ValueError, match="ModelProfiler needs `strategy='ssd_offload'`"):
+        train(tmp_path, "auto", Model(), callbacks=[ModelProfiler(tmp_path / "profile.json")])
+    strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
+    train(tmp_path, strategy, Model(), callbacks=[ModelProfiler(tmp_path / "profile.json", steps=1000)])
+    assert "training ended before 1000 steps were profiled" in caplog.text
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_what_counts_is_gone_afterwards(tmp_path: Path) -> None:
+    strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
+    train(tmp_path, strategy, Model(), callbacks=[ModelProfiler(tmp_path / "profile.json", 1, 2)])
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
