@@ -80,7 +80,7 @@ class ModelProfiler(pl.Callback):
         if step < self._warm_up:
             if not self._flops:  # once: it slows down what it counts
                 self._mode = _Flops(self)
-                self._mode.__enter__()
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
             return
         cache = find_tensor_cache(trainer)
         assert cache is not None
