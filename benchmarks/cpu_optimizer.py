@@ -14,10 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.home import Layout
-from lightning_ssd.states.optimizers import AdamRule
-from lightning_ssd.storage.slab import Slab
+from lightning_ssd.measure import adam_step
 
 
 def rate(numel: int, step: Callable[[], object]) -> float:
@@ -28,19 +25,6 @@ def rate(numel: int, step: Callable[[], object]) -> float:
         step()
         seconds.append(time.perf_counter() - start)
     return numel / statistics.median(seconds[2:])
-
-
-def ours(numel: int, *, split: bool, compiled: bool) -> float:
-    parameter = nn.Parameter(torch.empty(()).expand(numel))
-    flat = Flat("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
-    optimizer = torch.optim.AdamW([parameter], lr=1e-4)
-    rule = AdamRule(flat, compiled=compiled)
-    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    layout = Layout(flat, split, rule.state_names(options), steps=True, slots=1)
-    weights, rest = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.rest_bytes))
-    opened = layout.opened(weights, rest)
-    gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()
-    return rate(numel, lambda: rule.step(options, opened, gradient, [True], 1.0))
 
 
 def deepspeed(numel: int) -> float:
@@ -56,9 +40,9 @@ def main() -> None:
     parser.add_argument("--millions", type=int, default=200)
     numel = parser.parse_args().millions * 10**6 // 64 * 64
     print(f"{torch.get_num_threads()} threads, {numel / 1e6:.0f} M parameters, AdamW; 1e9 parameters/s")
-    print(f"  ours, whole masters   {ours(numel, split=False, compiled=True) / 1e9:.2f}")
-    print(f"  ours, split masters   {ours(numel, split=True, compiled=True) / 1e9:.2f}")
-    print(f"  torch, whole masters  {ours(numel, split=False, compiled=False) / 1e9:.2f}")
+    print(f"  ours, whole masters   {rate(numel, adam_step(numel)) / 1e9:.2f}")
+    print(f"  ours, split masters   {rate(numel, adam_step(numel, split=True)) / 1e9:.2f}")
+    print(f"  torch, whole masters  {rate(numel, adam_step(numel, compiled=False)) / 1e9:.2f}")
     try:
         print(f"  DeepSpeed             {deepspeed(numel) / 1e9:.2f}")
     except ImportError:

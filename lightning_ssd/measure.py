@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.home import Layout, Opened
+from lightning_ssd.states.home import Layout
 from lightning_ssd.states.optimizers import AdamRule
 from lightning_ssd.storage import BlobStore
-from lightning_ssd.storage.memory import available_memory
+from lightning_ssd.storage.memory import usable_memory
 from lightning_ssd.storage.slab import Slab
 
 PRODUCT = 8192
@@ -44,7 +44,7 @@ def measure_machine(path: Path) -> HardwareProfile:
     write, read = store.write_bandwidth, store.read_bandwidth
     store.close()
     statistics = os.statvfs(path)
-    host = int(0.85 * available_memory())
+    host = usable_memory()
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
         gpu_flops=_products(device),
@@ -56,7 +56,7 @@ def measure_machine(path: Path) -> HardwareProfile:
         ssd_read=read,
         ssd_write=write,
         ssd_mixed=2 / (1 / read + 1 / write),
-        cpu_step_rate=_steps(),
+        cpu_step_rate=STEPPED / _seconds(torch.device("cpu"), adam_step(STEPPED)),
         gpu_bytes=torch.cuda.mem_get_info()[0] if cuda else host,
         host_bytes=host,
         ssd_bytes=statistics.f_bavail * statistics.f_frsize,
@@ -115,15 +115,21 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
     return alone_in, alone_out, at_once
 
 
-def _steps() -> float:
-    """Returns parameters/s of AdamW on the CPU, from bf16 gradients to bf16 weights."""
-    parameter = torch.nn.Parameter(torch.empty(()).expand(STEPPED))
-    flat = Flat("measured", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
-    rule = AdamRule(flat)
-    names = ("exp_avg", "exp_avg_sq")
-    layout = Layout(flat, split=False, state_names=names, steps=True, slots=1)
-    weights = torch.zeros(flat.nbytes, dtype=torch.uint8)
-    opened: Opened = layout.opened(weights, torch.zeros(layout.rest_bytes, dtype=torch.uint8))
-    gradient = torch.zeros(flat.numel, dtype=torch.bfloat16)
-    options = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
-    return STEPPED / _seconds(torch.device("cpu"), lambda: rule.step(options, opened, gradient, [True], 1.0))
+def adam_step(numel: int, *, split: bool = False, compiled: bool = True) -> Callable[[], None]:
+    """Returns what makes a step of AdamW of `numel` parameters on the CPU, from bf16 gradients to bf16 weights.
+
+    Args:
+        numel: how many, a multiple of 64.
+        split: with split master weights, else whole ones.
+        compiled: by our own kernel, else by torch's.
+    """
+    parameter = nn.Parameter(torch.empty(()).expand(numel))
+    flat = Flat("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-4)
+    rule = AdamRule(flat, compiled=compiled)
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    layout = Layout(flat, split, rule.state_names(options), steps=True, slots=1)
+    weights, rest = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.rest_bytes))
+    opened = layout.opened(weights, rest)
+    gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()
+    return lambda: rule.step(options, opened, gradient, [True], 1.0)

@@ -84,7 +84,7 @@ class Recovery:
         stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
         place = self._resume.popleft() if self._resume else None
         # One that has no length is read ahead, and its own state is of then.
-        kind = _StatefulLoader if stateful and _has_length(dataloader) else _Loader
+        kind = _StatefulLoader if stateful and fabric.utilities.data.sized_len(dataloader) is not None else _Loader
         return kind(dataloader, place, self)
 
     def before_batch(self) -> None:
@@ -93,17 +93,21 @@ class Recovery:
             self._ahead -= 1
             return
         if self.random is not None:
-            for loader in self._followed():
-                loader.go_back()
-            module = self._trainer.lightning_module
-            for name, gradient in self._kept_gradients.items():
-                parameter = module.get_parameter(name)
-                parameter.grad = gradient.to(parameter.device)
-            self._kept_gradients = {}
-            _set_random(self.random)
+            self._go_on(self.random)
             self.random = None
-        if not self._states.unrecorded:
-            return
+        if self._states.unrecorded:
+            self._record()
+
+    def _go_on(self, random: dict[str, Any]) -> None:
+        for loader in self._followed():
+            loader.go_back()
+        for name, gradient in self._kept_gradients.items():
+            parameter = self._trainer.lightning_module.get_parameter(name)
+            parameter.grad = gradient.to(parameter.device)
+        self._kept_gradients = {}
+        _set_random(random)
+
+    def _record(self) -> None:
         with self._states.state_dicts.without():
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
@@ -244,14 +248,6 @@ class _StatefulLoader(_Loader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._dataloader.load_state_dict(state)
-
-
-def _has_length(dataloader: Any) -> bool:
-    try:
-        len(dataloader)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
 
 
 def _generators(dataloader: Any) -> list[torch.Generator]:

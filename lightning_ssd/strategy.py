@@ -150,8 +150,6 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         """Whether states leave the device in the present training or evaluation, once somebody has asked."""
         self._restore_callbacks: list[Callable[[], None]] = []
         self._recovery: Recovery | None = None
-        self._taking_up = False
-        """Whether the Trainer restores what a killed run has recorded: what has left is where it belongs already."""
         self._failed = False
         self._precision: pl.plugins.Precision | None = None
         """The Trainer's own plugin, while another is in its place."""
@@ -258,7 +256,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         if self.states_config.recover:
             self._recovery = Recovery(trainer, self.model_states)
             if (record := self.model_states.recovered) is not None:
-                self._taking_up = self.model_states.state_dicts.protected = True
+                self.model_states.state_dicts.protected = True
                 self._recovery.take_up(record.rest)
         for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
@@ -322,7 +320,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if self._taking_up:
             assert self._recovery is not None and self.model_states is not None
-            self._taking_up = self.model_states.state_dicts.protected = False
+            self.model_states.state_dicts.protected = False
             self._recovery.forget()
             log.warning("starting from %s, and not from where a run was killed", checkpoint_path)
         if not self._leave() or not self._owns_files(checkpoint_path):
@@ -346,6 +344,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._but_what_has_left():
             super().load_optimizer_state_dict(checkpoint)
+
+    @property
+    def _taking_up(self) -> bool:
+        """Whether the Trainer restores what a killed run has recorded: what has left is where it belongs already."""
+        return self.model_states is not None and self.model_states.state_dicts.protected
 
     def _but_what_has_left(self) -> contextlib.AbstractContextManager[None]:
         if not self._taking_up or self.model_states is None:
@@ -374,7 +377,6 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._taking_up = False
         if self.model_states is not None:
             self.model_states.state_dicts.protected = False
 
@@ -410,7 +412,6 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         keep, self._failed = self._failed, False
         restores, self._restore_callbacks = self._restore_callbacks, []
         self._streams = self._recovery = None
-        self._taking_up = False
         if self._precision is not None:
             self.precision_plugin, self._precision = self._precision, None
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others

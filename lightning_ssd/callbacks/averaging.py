@@ -39,23 +39,21 @@ def lend_weights(callback: pl.Callback, lend: Callable[[], AbstractContextManage
     average: torch.nn.Module | None = callback._average_model  # type: ignore[attr-defined]  # both classes have it
     if average is not None:
         average.float()  # what is lent to it is: in 16 bits the low ones would be lost when both are swapped
-    names = list(_HOOKS)
-    for name in _HOOKS:
-        setattr(callback, name, lending(getattr(callback, name), lambda trainer: True))
+    hooks: dict[str, Callable[[pl.Trainer], bool]] = dict.fromkeys(_HOOKS, lambda trainer: True)
     if isinstance(callback, pl.callbacks.WeightAveraging):
-        names.append("on_train_batch_end")
-        # Not at every step: lending waits for all that is under way.
         averaging = callback
 
         def updates(trainer: pl.Trainer) -> bool:
+            """Whether it will look after this batch: lending waits for all that is under way."""
             step = trainer.global_step
             return step > averaging._latest_update_step and averaging.should_update(step_idx=step - 1)
 
-        hook = lending(callback.on_train_batch_end, updates)
-        setattr(callback, names[-1], hook)
+        hooks["on_train_batch_end"] = updates
+    for name, wanted in hooks.items():
+        setattr(callback, name, lending(getattr(callback, name), wanted))
 
     def restore() -> None:
-        for name in names:
+        for name in hooks:
             delattr(callback, name)
 
     return restore

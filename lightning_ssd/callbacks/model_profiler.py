@@ -50,6 +50,9 @@ class ModelProfiler(pl.Callback):
         self._warm_up = warm_up
         self._steps = steps
         self._handles: list[RemovableHandle] = []
+        self._mode: _Flops | None = None
+        self._measuring = False
+        """Whether a forward or backward runs that is measured."""
         self._done = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -67,7 +70,6 @@ class ModelProfiler(pl.Callback):
         self._micro_batches = 0
         self._open: list[Label] = []
         self._last: Label = (0, REST)
-        self._mode: _Flops | None = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -86,26 +88,23 @@ class ModelProfiler(pl.Callback):
         assert cache is not None
         cache.observer = self._on_saved
         self._micro_batches += 1
+        self._measuring = True
         self._samples, self._tokens = _count(batch)
         self._mark(("forward", (0, REST)))
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._mode = None
-        elif self._measuring:
+        self._stop_counting()
+        if self._measuring:
             self._mark(("backward", self._last))
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._measuring:
-            self._mark(None)
-            cache = find_tensor_cache(trainer)
-            assert cache is not None
-            cache.observer = None
+        self._stop_measuring(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._stop_counting()  # of a batch without backward
+        self._stop_measuring(trainer)
         if self._handles and trainer.global_step - self._first_step >= self._warm_up + self._steps:
             self._unhook()
             self._done = True
@@ -117,14 +116,30 @@ class ModelProfiler(pl.Callback):
         if not self._done:
             log.warning("training ended before %d steps were profiled: there is no %s", self._steps, self._path)
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end(trainer)
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end(trainer)
+
+    def _end(self, trainer: pl.Trainer) -> None:
+        self._stop_counting()
+        self._stop_measuring(trainer)
         self._unhook()
 
     # ---- while a step runs ----
 
-    @property
-    def _measuring(self) -> bool:
-        return self._micro_batches > 0 and not self._done
+    def _stop_counting(self) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._mode = None
+
+    def _stop_measuring(self, trainer: pl.Trainer) -> None:
+        if self._measuring:
+            self._mark(None)
+            self._measuring = False
+            if (cache := find_tensor_cache(trainer)) is not None:  # else it is closed already
+                cache.observer = None
 
     def _hook(self) -> None:
         for index, unit in enumerate(self._units):
@@ -136,7 +151,7 @@ class ModelProfiler(pl.Callback):
 
     def _hook_module(self, module: nn.Module, label: Label, *, unit: bool) -> None:
         def before(module: nn.Module, args: Any) -> None:
-            if unit and self._measuring and torch._C._current_graph_task_id() == -1:
+            if unit and self._measuring and _phase() == "forward":
                 self._input_storages[label[0]] = {
                     value.untyped_storage()._cdata for value in tree_leaves(args) if isinstance(value, Tensor)
                 }

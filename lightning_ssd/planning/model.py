@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from lightning_ssd.planning.record import check_not_negative, check_positive, from_mapping, load_json, save_json
+from lightning_ssd.planning.record import (
+    as_mapping,
+    check_not_negative,
+    check_positive,
+    from_mapping,
+    load_json,
+    save_json,
+)
 from lightning_ssd.sizes import format_bytes
 
 
@@ -173,14 +180,14 @@ class ModelProfile:
             ValueError: the file is wrong; the message names the unit, the operator and the field.
         """
         where = f"the model profile {path}"
-        model = dict(_mapping(load_json(path), where))
+        model = dict(as_mapping(load_json(path), where))
         units = []
         for unit in _sequence(model.get("units", ()), f"`units` of {where}"):
-            unit = dict(_mapping(unit, f"a unit of {where}"))
+            unit = dict(as_mapping(unit, f"a unit of {where}"))
             of = f"the unit `{unit.get('name')}` of {where}"
             operators = []
             for operator in _sequence(unit.get("operators", ()), f"`operators` of {of}"):
-                operator = dict(_mapping(operator, f"an operator of {of}"))
+                operator = dict(as_mapping(operator, f"an operator of {of}"))
                 operator["tensors"] = tuple(_sequence(operator.get("tensors", ()), f"`tensors` of an operator of {of}"))
                 operators.append(
                     from_mapping(OperatorProfile, operator, f"the operator `{operator.get('name')}` of {of}")
@@ -209,12 +216,6 @@ def _check_unique(what: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"The name `{name}` is there twice among {what}. Rename one of them.")
-
-
-def _mapping(value: object, where: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must be a mapping of fields to values, not {type(value).__name__}.")
-    return value
 
 
 def _sequence(value: object, where: str) -> Sequence[object]:

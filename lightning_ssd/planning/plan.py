@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.record import as_mapping
 from lightning_ssd.sizes import format_bytes, parse_bytes
 
 Tier = Literal["gpu", "host", "ssd"]
@@ -112,10 +113,10 @@ class Plan:
             raise ValueError(f"The plan is not YAML: {error}. Correct it, or plan again.") from error
         fields = _take(content, "the plan", ("window_bytes", "staging_bytes", "clip", "units"))
         units = {}
-        for name, unit in _mapping(fields["units"], "units").items():
+        for name, unit in as_mapping(fields["units"], "`units`").items():
             where = f"units.{name}"
             entry = _take(unit, f"`{where}`", ("weights", "states", "input", "operators"))
-            operators = _mapping(entry["operators"], f"{where}.operators")
+            operators = as_mapping(entry["operators"], f"`{where}.operators`")
             for field, allowed in (("weights", TIERS), ("states", TIERS), ("input", WHERES)):
                 _check_choice(f"{where}.{field}", entry[field], allowed)
             for operator, choice in operators.items():
@@ -181,16 +182,9 @@ def _check_names(where: str, given: list[str], expected: list[str]) -> None:
     raise ValueError(f"`{where}` must be in the order of the forward: {', '.join(expected)}.")
 
 
-def _mapping(value: object, where: str) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"`{where}` must be a mapping of names, not {type(value).__name__}.")
-    return value
-
-
 def _take(value: object, where: str, names: tuple[str, ...]) -> Mapping[str, Any]:
     """Returns the mapping `value`, which has these names and no others."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be a mapping, not {type(value).__name__}.")
+    value = as_mapping(value, where)
     for name in value:
         if name not in names:
             raise ValueError(

@@ -24,6 +24,13 @@ def check_not_negative(what: str, value: float) -> None:
         raise ValueError(f"`{what}={value!r}` must be a finite number, and not below 0.")
 
 
+def as_mapping(value: Any, where: str) -> Mapping[Any, Any]:
+    """Returns `value` if it is a mapping, and raises ValueError otherwise; `where` names it in the message."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be a mapping, not {type(value).__name__}.")
+    return value
+
+
 def from_mapping(record: type[Record], values: Any, where: str) -> Record:
     """Returns a `record` with the fields that `values` holds.
 
@@ -35,8 +42,7 @@ def from_mapping(record: type[Record], values: Any, where: str) -> Record:
     Raises:
         ValueError: `values` is not a mapping, has a field that `record` lacks or lacks one, or a value is wrong.
     """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} must be a mapping of fields to values, not {type(values).__name__}.")
+    as_mapping(values, where)
     known = {field.name: field for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
     for name in values:
         if name not in known:

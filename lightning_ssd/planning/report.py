@@ -12,7 +12,7 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import plan_holistic, safest_plan
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.simulator import Prediction, cut_stages, simulate
+from lightning_ssd.planning.simulator import Prediction, cut_stages, place_states, simulate
 from lightning_ssd.sizes import format_bytes
 
 GAIN = 1.01
@@ -235,21 +235,16 @@ def _throughput(model: ModelProfile, prediction: Prediction) -> float:
 
 def _place(model: ModelProfile, plan: Plan) -> tuple[tuple[Placed, ...], float]:
     """Returns where each class of bytes is, and the swap coefficient."""
-    names = ("compute weights", "optimizer states", "gradients", "inputs of units", "activations")
-    sizes = {name: {"gpu": 0, "host": 0, "ssd": 0, "recomputed": 0} for name in names}
-    slots = 2 if plan.clip == "speculative" else 1
+    inputs, inner = ({"gpu": 0, "host": 0, "ssd": 0, "recomputed": 0} for _ in range(2))
     for profile in model.units:
         unit = plan.units[profile.name]
-        sizes["compute weights"][unit.weights] += slots * profile.weight_bytes
-        sizes["optimizer states"][unit.states] += slots * profile.state_bytes_read
-        sizes["gradients"]["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
-        sizes["inputs of units"][_TIER_OF[unit.input]] += profile.input_bytes
+        inputs[_TIER_OF[unit.input]] += profile.input_bytes
         for operator in profile.operators:
-            sizes["activations"][_TIER_OF[unit.operators[operator.name]]] += operator.saved_bytes
-    inner = sizes["activations"]
+            inner[_TIER_OF[unit.operators[operator.name]]] += operator.saved_bytes
     total = sum(inner.values())
     coefficient = (inner["host"] + inner["ssd"]) / total if total else 0.0
-    return tuple(Placed(name, **sizes[name]) for name in names), coefficient
+    states = [Placed(name, **sizes) for name, sizes in place_states(model, plan).items()]
+    return (*states, Placed("inputs of units", **inputs), Placed("activations", **inner)), coefficient
 
 
 _TIER_OF = {"keep": "gpu", "host": "host", "ssd": "ssd", "recompute": "recomputed"}

@@ -20,13 +20,15 @@ from lightning_ssd.planning.events import (
 )
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile, UnitProfile
-from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.planning.plan import TIERS, Plan, Tier, UnitPlan
 
 STEPS = 3
 """Steps simulated: the first begins cold, and a step's optimizer jobs run on under the next forward."""
 
 STAGES = 48
 """Stages that a forward has at least: where there are fewer units, each is cut into several."""
+
+STATES = ("compute weights", "optimizer states", "gradients")
 
 JOBS_AHEAD = 3
 """Optimizer jobs that have host memory at once: one is read, one is stepped, one is written."""
@@ -400,19 +402,27 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
     )
 
 
+def place_states(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
+    """Returns, of compute weights, optimizer states and gradients, the bytes that are in each tier all the time."""
+    placed: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
+    weights, states, gradients = placed.values()
+    slots = 2 if plan.clip == "speculative" else 1
+    for profile in model.units:
+        unit = plan.units[profile.name]
+        weights[unit.weights] += slots * profile.weight_bytes
+        states[unit.states] += slots * profile.state_bytes_read
+        # Gradients have their memory all the time: they add up, and wait for the norm.
+        gradients["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
+    return placed
+
+
 def _resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
     """Returns the bytes that are in each tier all the time: weights, states, gradients and memory of optimizer jobs."""
-    gpu = host = ssd = 0
-    slots = 2 if plan.clip == "speculative" else 1
+    placed = place_states(model, plan).values()
+    gpu, host, ssd = (sum(of[tier] for of in placed) for tier in TIERS)
     passing: list[int] = []
     for profile in model.units:
         unit = plan.units[profile.name]
-        stored = {"gpu": 0, "host": 0, "ssd": 0}
-        stored[unit.weights] += slots * profile.weight_bytes
-        stored[unit.states] += slots * profile.state_bytes_read
-        # Gradients have their memory all the time: they add up, and wait for the norm.
-        stored["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
-        gpu, host, ssd = gpu + stored["gpu"], host + stored["host"], ssd + stored["ssd"]
         if unit.states == "ssd":
             passing.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
     return gpu, host + sum(sorted(passing, reverse=True)[:JOBS_AHEAD]), ssd

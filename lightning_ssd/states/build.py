@@ -29,7 +29,7 @@ from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import Blob, BlobStore, Kept, PinnedPool, StorageFullError
-from lightning_ssd.storage.memory import available_memory
+from lightning_ssd.storage.memory import usable_memory
 
 log = logging.getLogger(__name__)
 
@@ -373,7 +373,7 @@ def _host_budget(config: StatesConfig, storage: OffloadConfig) -> int | None:
     """Returns the bytes of host memory for model states; None: as many as needed."""
     if storage.host_memory != "auto":
         return parse_bytes(storage.host_memory, "host_memory")
-    return int(0.85 * available_memory()) if config.states == "auto" else None
+    return usable_memory() if config.states == "auto" else None
 
 
 def _make_scratch(

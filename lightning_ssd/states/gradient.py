@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_ssd.activations.copies import Mark
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.futures import finished
+from lightning_ssd.states.futures import ended, finished, then
 from lightning_ssd.storage import PinnedPool
 from lightning_ssd.storage.slab import Slab
 
@@ -28,22 +28,24 @@ class LandingMemory:
         self._pool = PinnedPool(nbytes, pin=pin, name="gradients")
         self._pin = pin
 
-    def take(self, nbytes: int, under_way: Sequence["Future[None]"]) -> "tuple[Tensor, Callable[[], None]]":
+    def take(
+        self, nbytes: int, under_way: Callable[[], Sequence["Future[None]"]]
+    ) -> "tuple[Tensor, Callable[[], None]]":
         """Returns memory, and what gives it back.
 
         Args:
             nbytes: bytes wanted.
-            under_way: done when steps have given theirs back.
+            under_way: returns futures that are done when steps have given theirs back; asked if there is none.
         """
-        while True:
-            # Looked at first: what the others gave back is there by now.
-            running = [step for step in under_way if not step.done()]
-            if (buffer := self._pool.try_acquire(nbytes)) is not None:
-                return buffer.tensor[:nbytes], buffer.release
-            if not running:
+        while (buffer := self._pool.try_acquire(nbytes)) is None:
+            if running := [step for step in under_way() if not step.done()]:
+                wait(running, return_when=FIRST_COMPLETED)
+            elif (buffer := self._pool.try_acquire(nbytes)) is not None:  # given back before the look
+                break
+            else:
                 slab = Slab(nbytes, pin=self._pin)
                 return slab.tensor, slab.close
-            wait(running, return_when=FIRST_COMPLETED)
+        return buffer.tensor[:nbytes], buffer.release
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -90,11 +92,11 @@ class Gradient:
         self.mark: Mark = None
         """Of the last copy out."""
 
-    def begin(self, under_way: Sequence["Future[None]"]) -> None:
+    def begin(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:
         """Something is about to land, and nothing has: returns when there is memory for it.
 
         Args:
-            under_way: `settled` of the flats that memory is shared with.
+            under_way: returns `settled` of the flats that memory is shared with.
         """
         self.settled.result()
         if self._memory is not None and self._give_back is None:
@@ -105,19 +107,12 @@ class Gradient:
         if self._memory is None:
             self.settled = done
             return
-        settled: Future[None] = Future()
 
-        def end(done: "Future[None]") -> None:
-            try:
-                self._release()
-                done.result()
-            except BaseException as error:  # whoever waits for it hears it
-                settled.set_exception(error)
-            else:
-                settled.set_result(None)
+        def give_back(_: None) -> "Future[None]":
+            self._release()
+            return done
 
-        self.settled = settled
-        done.add_done_callback(end)
+        self.settled = then(ended(done), give_back)
 
     def target(self, index: int) -> Tensor:
         """Returns the bytes of `landing` that parameter `index` lands in."""

@@ -5,7 +5,6 @@ names the slots that count from now on and replaces the one before; until then n
 whenever the process is killed, the record that is there describes a whole step, of which every byte is there.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.optimizers import Rule
+from lightning_ssd.states.replace import replacing
 from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import BlobStore, Kept, StorageError, kept_directory
 from lightning_ssd.storage.errors import from_os_error
@@ -54,17 +54,20 @@ def read_record(path: str | Path, layouts: Sequence[Layout]) -> Record | None:
         StorageError: it is of another model, or can't be read; nothing is removed.
     """
     file = kept_directory(path) / _FILE
-    remedy = f"Run it with those, or remove {file.parent} and what it holds."
+    give_up = f"remove {file.parent} and what it holds"
     try:
         record: Record = torch.load(file, map_location="cpu", weights_only=False)
     except FileNotFoundError:
         return None
     except Exception as error:
-        raise StorageError(f"{file}, which a run that was killed left, can't be read: {error}. {remedy}") from error
+        raise StorageError(
+            f"{file}, which a run that was killed left, can't be read: {error}. Run it with the "
+            f"versions of then, or {give_up}."
+        ) from error
     if record.identity != identity_of(layouts):
         raise StorageError(
             f"{file.parent} has the states of a run that was killed, of another model or with other settings "
-            f"(`units`, `state_format`, `precision`, optimizers). {remedy}"
+            f"(`units`, `state_format`, `precision`, optimizers). Run it with those, or {give_up}."
         )
     return record
 
@@ -142,15 +145,7 @@ class Journal:
     def _replace(self, record: Record) -> None:
         part = self._file.with_suffix(".part")
         try:
-            with open(part, "wb") as file:
+            with replacing(self._file, part) as file:
                 torch.save(record, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self._file)
-            directory = os.open(self._file.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
         except OSError as error:
             raise from_os_error(error, "write the journal of `recover=True`", part) from error

@@ -17,6 +17,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_ssd.states.replace import replacing
+
 _MARK_BYTES = 32
 
 
@@ -145,17 +147,11 @@ def save(checkpoint: Any, path: str | Path) -> None:
 
     checked = torch.serialization.get_crc32_options()
     try:
-        with open(part, "wb") as file:
+        with replacing(path, part) as file:
             # The values are put in behind torch's back, which knows no checksum of them. torch.load asks for none.
             torch.serialization.set_crc32_options(False)
             torch.save(apply_to_collection(checkpoint, LazyTensor, marked), cast(IO[bytes], _Filling(file, marks)))
-            file.flush()
-            os.fsync(file.fileno())
-        assert not marks, "a tensor was not written in one piece"
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+            assert not marks, "a tensor was not written in one piece"
     finally:
         torch.serialization.set_crc32_options(checked)
 

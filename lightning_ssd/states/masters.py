@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd.states.parameter import hook_gradient
 
 
 class Masters:
@@ -29,12 +30,7 @@ class Masters:
         self._parameter_of = {master: parameter for parameter, master in self.of.items()}
         self._optimizers = optimizers
         self._lent = False
-        self._handles: list[RemovableHandle] = []
-        for parameter in self.of:
-            wants = parameter.requires_grad
-            parameter.requires_grad_(True)  # torch takes the hook of no other, and a frozen one may thaw
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._landed))
-            parameter.requires_grad_(wants)
+        self._handles = [hook_gradient(parameter, self._landed) for parameter in self.of]
         for optimizer in optimizers:
             self._put_in(optimizer, self.of)
             self._handles.append(optimizer.register_step_post_hook(lambda optimizer, *_: self._round(optimizer)))

@@ -33,7 +33,7 @@ from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import Journal, Record
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizers import Rule, parameters_of
-from lightning_ssd.states.parameter import StreamedParameter
+from lightning_ssd.states.parameter import StreamedParameter, hook_gradient
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.step import Step
@@ -154,10 +154,7 @@ class ModelStates:
         for flat in homes:
             for index, item in enumerate(flat.slices):
                 hook = partial(self._landed, flat, index) if flat in rules else partial(self._refuse, item.name)
-                wants = item.parameter.requires_grad
-                item.parameter.requires_grad_(True)  # torch takes the hook of no other, and a frozen one may thaw
-                self._handles.append(item.parameter.register_post_accumulate_grad_hook(hook))
-                item.parameter.requires_grad_(wants)
+                self._handles.append(hook_gradient(item.parameter, hook))
         optimizers = list({id(optimizer): optimizer for optimizer, _ in groups.values()}.values())
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(lambda optimizer, *_: self.begin_step(optimizer)))
@@ -439,7 +436,7 @@ class ModelStates:
         if gradient.landed[index]:  # once more in one backward, as with reentrant checkpointing
             self._submit_sum(flat)
         if not any(gradient.landed):
-            gradient.begin([other.settled for other in self._gradients.values()])
+            gradient.begin(lambda: [other.settled for other in self._gradients.values()])
         gradient.landed[index] = True
         gradient.landings += 1
         wants = _wants(flat)
@@ -449,7 +446,8 @@ class ModelStates:
             and not self._hold
             and self._groups[flat][0] is self._stepping
             # Each once, and in the last backward, too: a gradient that comes in parts is complete at the end only.
-            and gradient.landings == self._expected.get((flat, wants), self._foretold(flat)) == sum(wants)
+            and gradient.landings == sum(wants)
+            and (self._expected[flat, wants] == sum(wants) if (flat, wants) in self._expected else self._foretold(flat))
         )
         if self._gate.scaled and not self._hold:
             self._gate.check(grad)
@@ -466,14 +464,12 @@ class ModelStates:
         if complete:
             self._launch(flat)
 
-    def _foretold(self, flat: Flat) -> int | None:
-        """Returns how many gradients of `flat` will land in its first backward; None: nobody knows, so wait for all.
+    def _foretold(self, flat: Flat) -> bool:
+        """Whether each gradient of `flat` surely lands once in its first backward; else that is known at its end.
 
         With shared memory that would be too late. A weight that one call of its module uses lands once.
         """
-        if self._landing is None or not self._stream.entered_once(flat):
-            return None
-        return sum(_wants(flat))
+        return self._landing is not None and self._stream.entered_once(flat)
 
     def _leave(self, data: Tensor, mark: Mark) -> None:
         """Keeps device bytes alive until their copy out, whose mark is given, was made."""

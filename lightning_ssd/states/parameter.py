@@ -5,8 +5,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.weights import fetch_of
+
+
+def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Has `hook` called when autograd has accumulated a gradient of `parameter`, be it frozen now, as it may thaw."""
+    wants = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes the hook of no other
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(wants)
+    return handle
 
 
 class StreamedParameter(nn.Parameter):

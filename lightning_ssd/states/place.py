@@ -136,9 +136,8 @@ class SSDPlace(Place):
         if not self._written:
             memory.zero_()
             return memory[: self.nbytes], finished(None)
-        return memory[: self.nbytes], self._transfer(memory, self.blobs[self.slot], write=False) if read else finished(
-            None
-        )
+        there = self._transfer(memory, self.blobs[self.slot], write=False) if read else finished(None)
+        return memory[: self.nbytes], there
 
     def other(self, opened: Tensor) -> Tensor:
         return opened

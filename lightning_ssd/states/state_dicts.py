@@ -4,7 +4,7 @@ One flat after the other is at hand, so that a state dict needs no more memory t
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,17 +120,11 @@ class StateDicts:
 
     def _streamed(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters of `owner` itself that have left, by their names in it."""
-        return [
-            (name, value) for name, value in owner._parameters.items() if value is not None and value in self._where
-        ]
+        return _own_parameters(owner, self._where)
 
     def _mastered(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters of `owner` itself that have masters on the device, by their names in it."""
-        return [
-            (name, value)
-            for name, value in owner._parameters.items()
-            if value is not None and value in self._masters.of
-        ]
+        return _own_parameters(owner, self._masters.of)
 
     def _open(self, flats: set[Flat]) -> None:
         self.put_away(but=flats)
@@ -243,3 +237,7 @@ class StateDicts:
         for number, parameter in enumerate(parameters_of(optimizer)):
             if parameter in self._where:
                 yield number, *self._where[parameter]
+
+
+def _own_parameters(owner: nn.Module, chosen: Container[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, value) for name, value in owner._parameters.items() if value is not None and value in chosen]

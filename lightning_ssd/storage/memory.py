@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-__all__ = ["available_memory"]
+__all__ = ["available_memory", "usable_memory"]
+
+_SHARE = 0.85
+
+
+def usable_memory() -> int:
+    """Returns the bytes of RAM that may be planned with: the rest is for what nobody counts."""
+    return int(_SHARE * available_memory())
 
 
 def available_memory() -> int:

@@ -1,5 +1,7 @@
 """`ModelProfiler`: what it finds is what the model does, and it changes nothing."""
 
+import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
+from lightning_ssd.callbacks import model_profiler
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
 from lightning_ssd.planning import ModelProfile
 from tests.states.test_training import Model, assert_same, train
@@ -73,7 +76,51 @@ def test_what_it_needs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert not (tmp_path / "profile.json").exists()
 
 
-def test_what_counts_is_gone_afterwards(tmp_path: Path) -> None:
+class Interrupting(Model):
+    """Fails in the forward whose FLOP are counted, or has no loss there."""
+
+    fails = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 0 and self.fails:
+            raise InterruptedError
+        return None if batch_idx == 0 else loss
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_counts_is_gone_afterwards(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interrupting, "fails", fails)
     strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
-    train(tmp_path, strategy, Model(), callbacks=[ModelProfiler(tmp_path / "profile.json", 1, 2)])
+    model = Interrupting()
+    monkeypatch.setattr(copy, "deepcopy", lambda same: same)  # by which `train` keeps the model as it was
+    with pytest.raises(InterruptedError) if fails else contextlib.nullcontext():
+        train(tmp_path, strategy, model, callbacks=[ModelProfiler(tmp_path / "profile.json", 1, 2)])
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert not [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+
+
+def test_validation_and_steps_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of time that passes outside of forward and backward, none is an operator's."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    class Waiting(Model):
+        def on_validation_start(self) -> None:
+            nonlocal now
+            now += 1e6
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            nonlocal now
+            now += 1e6
+
+    monkeypatch.setattr(model_profiler.time, "perf_counter", clock)
+    strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
+    callbacks = [ModelProfiler(tmp_path / "profile.json", 1, 4)]
+    train(tmp_path, strategy, Waiting(), callbacks=callbacks, val_check_interval=2)
+    profile = ModelProfile.from_json(tmp_path / "profile.json")
+    assert 0 < profile.forward_seconds < 1e4 and 0 < profile.backward_seconds < 1e4
