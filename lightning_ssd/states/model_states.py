@@ -348,8 +348,7 @@ class ModelStates:
             restore()
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
             if self._scratch is not None:
-                keep = keep and self._journal is not None and self._journal.written
-                stack.callback(self._scratch.close, remove=not keep)
+                stack.callback(self._let_go_of_scratch, keep=keep)
             stack.callback(self._gate.close)
             stack.callback(self._copies.close)
             stack.callback(self._give_back)
@@ -370,6 +369,11 @@ class ModelStates:
                 stack.callback(wait, [self._recorded])
             stack.callback(self._copies.drain)
             stack.callback(self._gate.shut)
+
+    def _let_go_of_scratch(self, *, keep: bool) -> None:
+        assert self._scratch is not None
+        recorded = self._journal is not None and self._journal.written
+        self._scratch.close(remove=not (keep and recorded))
 
     # ---- weights ----
 

@@ -93,8 +93,6 @@ class StateDicts:
             yield
         finally:
             self._without = False
-        self.protected = False
-        """Whether what has left is to stay as it is until training begins."""
 
     def put_away(self, *, but: "set[Flat] | None" = None) -> None:
         """Takes back what is at hand; the parameters are on the device again, and what was loaded counts."""

@@ -1,7 +1,9 @@
 """`recover=True`: trainings that end at any moment, and go on as if they had not."""
 
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,28 @@ def test_a_checkpoint_that_is_given_goes_first(tmp_path: Path) -> None:
     resumed = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), ckpt_path=checkpoint)
     assert same(outcome(found), outcome(resumed))
     assert_nothing_is_left(tmp_path)
+
+
+def test_a_record_that_is_being_written_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one, of a training that fails before the drive has it."""
+    failed = threading.Event()
+    flush = os.fdatasync
+
+    class FailFirst(FailAt):
+        def on_exception(self, *_: Any) -> None:
+            failed.set()
+
+    def flush_then(file: int) -> None:
+        assert failed.wait(60)
+        flush(file)
+
+    expected = fit(recovering(tmp_path))
+    with monkeypatch.context() as patch, pytest.raises(Failure):
+        patch.setattr(os, "fdatasync", flush_then)
+        fit(recovering(tmp_path), callbacks=[FailFirst(2)])
+    found = fit(recovering(tmp_path))
+    assert min(found.losses) == 2
+    assert same(outcome(found), outcome(expected))
 
 
 def test_what_fails_before_a_step_leaves_nothing(tmp_path: Path) -> None:
