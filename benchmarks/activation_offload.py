@@ -11,6 +11,9 @@ Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds`
   both       `ssd_offload` as it comes: host memory first, then SSD
   slow-ssd   `ssd` with the drive throttled to a tenth of its measured speed
   host=1.0, ssd=0.5, ...   a fixed share of the bytes: what memory costs in time when nothing adapts
+  planned    `cpu_offload` with `SwapPlanner(gpu_memory="least")`; planned=30 is `gpu_memory="30GiB"`, planned=auto that
+
+A shape is HIDDENxLAYERS, or HIDDENxLAYERSxBATCH: batch 16 unless said.
 
 As in SSDTrain's figure 6: batch 16, 1024 tokens, 16-bit weights, SGD. Activation peak: the most that was allocated in
 the measured steps, less weights and gradients. Step time: from one `on_train_batch_start` to the next, on the GPU's
@@ -22,13 +25,14 @@ import gc
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
 from lightning_ssd.models.gpt import GPT
@@ -56,6 +60,12 @@ class BenchmarkGPT(GPT):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             model.gradient_checkpointing_disable()
+
+
+def parse_shape(shape: str) -> tuple[int, int, int]:
+    """Returns the size of the hidden dimension, the count of layers, and the samples of a batch."""
+    hidden, layers, batch = [*map(int, shape.split("x")), BATCH][:3]
+    return hidden, layers, batch
 
 
 class RandomTokens(Dataset[torch.Tensor]):
@@ -98,6 +108,7 @@ class Probe(pl.Callback):
         self.result = {name: (after[name] - self.before[name]) / count for name in after}
         self.result["step"] = statistics.median(steps)
         self.result["peak"] = torch.cuda.max_memory_allocated() - states
+        self.result["states"] = states
         self.result["loss"] = float(trainer.callback_metrics["train/loss"])
         if (cache := find_tensor_cache(trainer)) is not None:
             self.result["window"] = cache.window_bytes
@@ -123,6 +134,8 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
             return "auto"
         case "host":
             return SSDOffloadStrategy(tier="host", offload=offload)
+        case "planned":
+            return SSDOffloadStrategy(tier="host", states="gpu")
         case "ssd":
             return SSDOffloadStrategy(path, host_memory=0, offload=offload)
         case "both":
@@ -135,15 +148,17 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
     raise SystemExit(f"unknown mode {mode!r}; modes are {', '.join(MODES)}")
 
 
-def quiet_trainer(precision: Any, strategy: Any, max_steps: int, probe: pl.Callback, path: str | Path) -> pl.Trainer:
-    """Returns a Trainer on one GPU that does nothing beside training and `probe`."""
+def quiet_trainer(
+    precision: Any, strategy: Any, max_steps: int, callbacks: Sequence[pl.Callback], path: str | Path
+) -> pl.Trainer:
+    """Returns a Trainer on one GPU that does nothing beside training and `callbacks`."""
     return pl.Trainer(
         accelerator="gpu",
         devices=1,
         precision=precision,
         strategy=strategy,
         max_steps=max_steps,
-        callbacks=[probe],
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -152,13 +167,23 @@ def quiet_trainer(precision: Any, strategy: Any, max_steps: int, probe: pl.Callb
     )
 
 
-def fit(model: BenchmarkGPT, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int) -> dict[str, float]:
+def fit(
+    model: BenchmarkGPT, batch: int, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int
+) -> dict[str, float]:
     """Trains `model` for `warm_up + steps` steps and returns what was measured."""
     if model.model is not None:
         model.recompute(mode == "recompute")
     probe = Probe(warm_up)
-    trainer = quiet_trainer("bf16-true", strategy_for(mode, path, ssd_speed), warm_up + steps, probe, path)
-    trainer.fit(model, DataLoader(RandomTokens(BATCH * (warm_up + steps)), batch_size=BATCH))
+    callbacks: list[pl.Callback] = [probe]
+    if mode.startswith("planned"):
+        budget = mode.partition("=")[2] or "least"
+        planner = SwapPlanner(gpu_memory=f"{budget}GiB" if budget.isdigit() else budget)
+        callbacks.append(planner)
+    trainer = quiet_trainer("bf16-true", strategy_for(mode, path, ssd_speed), warm_up + steps, callbacks, path)
+    trainer.fit(model, DataLoader(RandomTokens(batch * (warm_up + steps)), batch_size=batch))
+    if mode.startswith("planned") and planner.prediction is not None:
+        probe.result["predicted_step"] = planner.prediction.step_seconds
+        probe.result["predicted_peak"] = planner.prediction.gpu_peak_bytes
     for parameter in model.parameters():
         parameter.grad = None
     gc.collect()
@@ -181,15 +206,15 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "shapes": {},
     }
     for shape in arguments.shapes:
-        hidden, layers = map(int, shape.split("x"))
+        hidden, layers, batch = parse_shape(shape)
         model = BenchmarkGPT(VOCABULARY, TOKENS, hidden, layers, hidden // 128)
-        fit(model, "keep", path, ssd_speed, 2, 2)
+        fit(model, batch, "keep", path, ssd_speed, 2, 2)
         runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in arguments.modes}
         for _ in range(arguments.rounds):
             for mode in arguments.modes:
                 # The amount adapts in the first steps; what does not offload has nothing to adapt.
                 warm_up = 4 if mode in ("keep", "recompute") else arguments.warm_up
-                runs[mode].append(fit(model, mode, path, ssd_speed, arguments.steps, warm_up))
+                runs[mode].append(fit(model, batch, mode, path, ssd_speed, arguments.steps, warm_up))
                 print(shape, mode, {k: float(f"{v:.5g}") for k, v in runs[mode][-1].items()}, flush=True)
         results["shapes"][shape] = runs
         Path(arguments.out).write_text(json.dumps(results, indent=1))
@@ -264,7 +289,7 @@ def plot(results: dict[str, Any], figure: str) -> None:
 def main() -> None:
     """Measures, or reports what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="HIDDENxLAYERS")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="HIDDENxLAYERS[xBATCH]")
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ModelProfiler,
         OffloadMonitor,
         PrefetchScheduler,
+        SwapPlanner,
     )
     from lightning_ssd.strategy import SSDOffloadStrategy
 
@@ -27,6 +28,7 @@ __all__ = [
     "OffloadMonitor",
     "PrefetchScheduler",
     "SSDOffloadStrategy",
+    "SwapPlanner",
 ]
 __version__ = "0.1.0"
 

@@ -28,11 +28,11 @@ STEPPED = 2**24
 REPEATS = 5
 
 
-def measure_machine(path: Path) -> HardwareProfile:
+def measure_machine(path: Path | None) -> HardwareProfile:
     """Returns what the machine does, its GPU if it has one, and the drive that `path` is on.
 
     Args:
-        path: a directory on the SSD to use.
+        path: a directory on the SSD to use; None: no SSD is used.
 
     Raises:
         StorageError: it can't be used.
@@ -40,10 +40,14 @@ def measure_machine(path: Path) -> HardwareProfile:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.type == "cuda"
     copy_in, copy_out, both = _copies(device)
-    store = BlobStore([path], device=device)
-    write, read = store.write_bandwidth, store.read_bandwidth
-    store.close()
-    statistics = os.statvfs(path)
+    write = read = 1.0
+    ssd_bytes = 0
+    if path is not None:
+        store = BlobStore([path], device=device)
+        write, read = store.write_bandwidth, store.read_bandwidth
+        store.close()
+        statistics = os.statvfs(path)
+        ssd_bytes = statistics.f_bavail * statistics.f_frsize
     host = usable_memory()
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
@@ -55,12 +59,17 @@ def measure_machine(path: Path) -> HardwareProfile:
         copy_in_both=min(copy_in, both),
         ssd_read=read,
         ssd_write=write,
-        ssd_mixed=2 / (1 / read + 1 / write),
+        ssd_mixed=mixed_bandwidth(read, write),
         cpu_step_rate=STEPPED / _seconds(torch.device("cpu"), adam_step(STEPPED)),
         gpu_bytes=torch.cuda.mem_get_info()[0] if cuda else host,
         host_bytes=host,
-        ssd_bytes=statistics.f_bavail * statistics.f_frsize,
+        ssd_bytes=ssd_bytes,
     )
+
+
+def mixed_bandwidth(read: float, write: float) -> float:
+    """Returns bytes/s of as many reads as writes, one after the other, from bytes/s of each alone."""
+    return 2 / (1 / read + 1 / write)
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:

@@ -3,7 +3,7 @@
 It works below autograd, with `torch.autograd.graph.saved_tensors_hooks` (SSDTrain III-B): autograd keeps a `SavedView`
 instead of a tensor. Bytes are never changed, so the numbers of training stay what they are, bit for bit.
 
-Threads: `_pack` runs on the training thread, `_unpack` on autograd's thread for the device, while the training thread
+Threads: `pack` runs on the training thread, `unpack` on autograd's thread for the device, while the training thread
 waits inside `backward`. A CPU operation that saved tensors of the device is unpacked on the training thread meanwhile,
 and a backward that recomputes packs on autograd's: one lock makes them take turns. Who holds it waits for transfers
 only. I/O and completion threads belong to the tiers, touch no record and never want it.
@@ -14,7 +14,7 @@ import dataclasses
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.clock import Stopwatch, make_clock
 from lightning_ssd.activations.copies import Copies
+from lightning_ssd.activations.director import choice_of
+from lightning_ssd.activations.forward import ForwardMode
 from lightning_ssd.activations.micro_batch import MicroBatch, MicroBatchProfile, Pattern
 from lightning_ssd.activations.placement import Placement
+from lightning_ssd.activations.recompute import Recomputed, recomputed_of
 from lightning_ssd.activations.record import (
     Leftover,
     Record,
@@ -35,6 +38,7 @@ from lightning_ssd.activations.record import (
 )
 from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
 from lightning_ssd.activations.weights import fetch_of, is_weight
+from lightning_ssd.planning import Choice
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import IOStats
 
@@ -57,6 +61,7 @@ class CacheStats:
         stored: of those, bytes that a tier began to store.
         forwarded: stored bytes that backward wanted while they were still on the device.
         loaded: bytes brought back.
+        recomputed: bytes that were dropped, to be computed again.
         store_stall: seconds that the compute stream waited in forward, for staging memory or the window.
         load_stall: seconds that it waited in backward, for bytes to come back.
     """
@@ -67,6 +72,7 @@ class CacheStats:
     stored: int = 0
     forwarded: int = 0
     loaded: int = 0
+    recomputed: int = 0
     store_stall: float = 0.0
     load_stall: float = 0.0
 
@@ -95,8 +101,10 @@ class TensorCache:
         self.copies = copies
         self.observer: Callable[[torch.UntypedStorage], None] | None = None
         """Told of every storage that is saved and may leave, once a micro-batch."""
+        self.forward_mode: ForwardMode | None = None
+        """Follows the forwards that begin from now on."""
         self._copy_lag: float | None = None
-        self._min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
+        self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
         self._clock = make_clock(self.device)
         self._empty = torch.empty(0, device=self.device)
         self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
@@ -123,15 +131,17 @@ class TensorCache:
         self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self.placement.plan)
         self._stats.micro_batches += 1
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Returns a context that offloads what autograd saves inside it.
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Offloads what autograd saves while it lasts.
 
         It belongs to the micro-batch that has begun. Where nobody begins any, as in Lightning's Tuner, which runs
         without callbacks, one begins after every backward.
         """
         if self._batch is None or self._batch.ended:
             self.begin_micro_batch()
-        return saved_tensors_hooks(self._pack, self._unpack)
+        with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or contextlib.nullcontext():
+            yield
 
     def end_backward(self) -> None:
         """The micro-batch's backward is over, or its step is: what is still on its way out need not hold memory."""
@@ -176,6 +186,13 @@ class TensorCache:
 
     # ---- forward ----
 
+    def pack(self, tensor: Tensor) -> "Kept | SavedView":
+        """Takes a saved tensor over, and returns what autograd keeps in its place."""
+        if self.forward_mode is None:
+            return self._pack(tensor)
+        with torch._C._DisableTorchDispatch():  # what is done in here is no part of the forward
+            return self._pack(tensor)
+
     def _pack(self, tensor: Tensor) -> "Kept | SavedView":
         if tensor.layout is not torch.strided:
             return _keep(tensor)
@@ -194,9 +211,14 @@ class TensorCache:
         ):
             return _keep(tensor)
         nbytes = storage.nbytes()
-        if nbytes < self._min_bytes or is_weight(tensor, storage):
+        if nbytes < self.min_bytes or is_weight(tensor, storage):
             return _keep(tensor)
         with self._turn:
+            recomputed = recomputed_of(tensor, storage)
+            if recomputed is not None and recomputed.nbytes == nbytes:
+                if not recomputed.views:
+                    self._stats.recomputed += nbytes
+                return SavedView(tensor, recomputed, self._empty)
             record = find_record(storage)
             if (
                 record is None
@@ -217,16 +239,24 @@ class TensorCache:
         self._stats.saved += record.nbytes
         if self.observer is not None:
             self.observer(storage)
-        if not self._batch.keeps(record, self.window_bytes):
-            self._offload(record, data)
+        choice = choice_of(storage)
+        # What nobody has planned stays if backward begins with it.
+        keep = choice == "keep" if choice is not None else self._batch.keeps(record, self.window_bytes)
+        if not keep:
+            self._offload(record, data, self._tiers_of(choice, record.nbytes))
         self._release_window()
         return record
 
-    def _offload(self, record: Record, data: Tensor) -> None:
+    def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[TierName]:
+        """Returns the tiers to try, in this order."""
+        if choice not in ("host", "ssd"):
+            return self.placement.place(nbytes)
+        return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
+
+    def _offload(self, record: Record, data: Tensor, tiers: Sequence[TierName]) -> None:
         may_wait = self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
         if not may_wait and self._window and self._window_used + record.nbytes > self.window_bytes:
             return
-        tiers = self.placement.place(record.nbytes)
         for name in tiers:
             copy = self._store(name, data, may_wait)
             if copy is not None:
@@ -288,7 +318,8 @@ class TensorCache:
 
     # ---- backward ----
 
-    def _unpack(self, saved: "Kept | SavedView") -> Tensor:
+    def unpack(self, saved: "Kept | SavedView") -> Tensor:
+        """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
         if isinstance(saved, tuple):
             tensor, version, fetch = saved
             if fetch is not None:
@@ -303,7 +334,11 @@ class TensorCache:
             )
         saved.check_version()
         with self._turn:
-            self._bring_back(saved.record)
+            if isinstance(saved.record, Recomputed):
+                saved.record.bring_back()
+            else:
+                assert isinstance(saved.record, Record)
+                self._bring_back(saved.record)
             return saved.show()
 
     def _bring_back(self, record: Record) -> None:
@@ -376,6 +411,9 @@ class _Leaving:
 
 
 _OUT, _IN = 0, 1
+
+_IN_PLACE_OF: Mapping[Choice, Sequence[TierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
+"""Where what was meant for a tier goes if that has no room."""
 
 
 def _keep(tensor: Tensor, fetch: Callable[[], None] | None = None) -> "Kept":

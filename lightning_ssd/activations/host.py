@@ -20,6 +20,7 @@ class HostTier(Tier):
 
     def __init__(self, pool: PinnedPool, copies: Copies) -> None:
         self.pool = pool
+        self.capacity = pool.budget
         self._copies = copies
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:

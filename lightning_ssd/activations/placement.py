@@ -47,6 +47,23 @@ class KeepAll(Placement):
         return ()
 
 
+class SendAll(Placement):
+    """Everything goes out, as far as the tiers have room.
+
+    Args:
+        tiers: the tiers, in the order in which they are filled.
+    """
+
+    def __init__(self, tiers: Sequence[TierName]) -> None:
+        self._tiers = tiers
+
+    def begin(self, expected_bytes: int) -> None:
+        return None
+
+    def place(self, nbytes: int) -> Sequence[TierName]:
+        return self._tiers
+
+
 class FixedAmount(Placement):
     """A given share, or number, of the bytes of each micro-batch goes out.
 

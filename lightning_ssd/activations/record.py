@@ -7,6 +7,7 @@ exception).
 """
 
 import weakref
+from abc import abstractmethod
 from collections import deque
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,7 +43,43 @@ class Leftover(NamedTuple):
     load: Load | None
 
 
-class Record:
+class Viewed:
+    """Bytes that `SavedView`s show, and that are let go once every view has been asked for.
+
+    Attributes:
+        data: the bytes, one-dimensional `uint8`; None while they are not on the device.
+        views: how many there are.
+        unseen: how many have not been asked for since the bytes came back.
+        times_back: how often they came back.
+    """
+
+    __slots__ = ("__weakref__", "data", "times_back", "unseen", "views")
+
+    nbytes: int
+
+    def __init__(self) -> None:
+        self.data: Tensor | None = None
+        self.views = 0
+        self.unseen = 0
+        self.times_back = 0
+
+    def came_back(self) -> None:
+        """`data` is there again."""
+        self.times_back += 1
+        self.unseen = self.views
+
+    def seen(self) -> None:
+        """One more view was handed out, or died, since the bytes came back; after the last one they are let go."""
+        self.unseen -= 1
+        if self.unseen <= 0:
+            self.let_go()
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Nobody wants the bytes for now."""
+
+
+class Record(Viewed):
     """The bytes of one storage that autograd saved.
 
     Args:
@@ -54,27 +91,13 @@ class Record:
             a garbage collection too, so dying takes no lock and calls nobody.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_leftovers",
-        "batch",
-        "copy",
-        "data",
-        "index",
-        "load",
-        "nbytes",
-        "state",
-        "tier",
-        "times_back",
-        "unseen",
-        "version",
-        "views",
-    )
+    __slots__ = ("_leftovers", "batch", "copy", "index", "load", "nbytes", "state", "tier", "version")
 
     def __init__(
         self, data: Tensor, version: int, batch: "MicroBatch", index: int, leftovers: "deque[Leftover]"
     ) -> None:
-        self.data: Tensor | None = data
+        super().__init__()
+        self.data = data
         self.version = version
         self.nbytes = data.numel()
         self.batch = batch
@@ -83,9 +106,6 @@ class Record:
         self.tier: TierName | None = None
         self.copy: StoredCopy | None = None
         self.load: Load | None = None
-        self.views = 0
-        self.unseen = 0
-        self.times_back = 0
         self._leftovers = leftovers
 
     def __del__(self) -> None:
@@ -118,18 +138,15 @@ class Record:
         assert self.load is not None
         self.load.wait()
         self.data, self.load, self.state = self.load.data, None, State.BACK
-        self.times_back += 1
-        self.unseen = self.views
+        self.came_back()
 
-    def seen(self) -> None:
-        """One more view was handed out, or died, since the bytes came back; after the last one they are let go."""
-        self.unseen -= 1
-        if self.unseen <= 0 and self.state is State.BACK:
+    def let_go(self) -> None:
+        if self.state is State.BACK:
             self.data, self.state = None, State.AWAY
 
 
 class SavedView:
-    """What autograd keeps in place of a saved tensor: a record, and the view of its storage that the tensor was.
+    """What autograd keeps in place of a saved tensor: a storage's record, and the view of it that the tensor was.
 
     Its probe is an empty tensor that shares the saved tensor's version counter: it tells in-place changes after the
     storage itself is gone from the device.
@@ -137,7 +154,7 @@ class SavedView:
 
     __slots__ = ("_last_shown", "_probe", "_version", "dtype", "offset", "record", "size", "stride")
 
-    def __init__(self, tensor: Tensor, record: Record, empty: Tensor) -> None:
+    def __init__(self, tensor: Tensor, record: Viewed, empty: Tensor) -> None:
         self.record = record
         self.dtype = tensor.dtype
         self.size = tensor.size()

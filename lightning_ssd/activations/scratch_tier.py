@@ -19,6 +19,7 @@ class ScratchTier(Tier):
 
     def __init__(self, store: BlobStore, copies: Copies) -> None:
         self.blobs = store
+        self.capacity = store.room
         self._copies = copies
         self._full: str | None = None
         # Room of stores that were freed while a write of theirs ran: one future each, done when it can be used again.

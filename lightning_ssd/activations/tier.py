@@ -56,6 +56,8 @@ class Tier(ABC):
     """A place for saved tensors outside the device."""
 
     name: TierName
+    capacity: int
+    """Bytes that it may hold, as far as that is known when it is made."""
     bytes_out: int = 0
     """Bytes stored since the start."""
     bytes_in: int = 0

@@ -6,6 +6,7 @@ from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.swap_planner import SwapPlanner
 
 __all__ = [
     "ActivationOffload",
@@ -13,5 +14,6 @@ __all__ = [
     "ModelProfiler",
     "OffloadMonitor",
     "PrefetchScheduler",
+    "SwapPlanner",
     "add_default_callbacks",
 ]

@@ -43,7 +43,12 @@ class PrefetchScheduler(pl.Callback):
             raise ValueError(f"`depth={depth}` must be at least 1, or None for no limit.")
         self._depth = depth
         self._window: int | None = self._fixed
+        self._held: int | None = None
         self._begin()
+
+    def hold(self, window_bytes: int | None) -> None:
+        """Has the window be `window_bytes` for the rest of the training, unless the user fixed it; None: adapts it."""
+        self._held = window_bytes
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
@@ -54,14 +59,16 @@ class PrefetchScheduler(pl.Callback):
         cache = find_tensor_cache(trainer)
         if cache is None:
             return
-        if self._fixed is None:
+        if self._fixed is None and self._held is None:
             self._adapt(cache)
-        if self._window is not None:
-            cache.window_bytes = self._window
+        window = self._window if self._fixed is not None or self._held is None else self._held
+        if window is not None:
+            cache.window_bytes = window
         cache.window_depth = self._depth
 
     def _begin(self) -> None:
         """A new fit: its cache counts from zero."""
+        self._held = None
         self._patience = self.PATIENCE
         self._last_stall = self._last_seconds = 0.0
         self._last_share: float | None = None

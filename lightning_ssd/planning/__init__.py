@@ -3,9 +3,10 @@
 from lightning_ssd.planning.endurance import DRIVES, Drive, endurance_bytes, large_write_endurance
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.plan import Plan, UnitPlan
-from lightning_ssd.planning.planners import PLANNERS, make_plan
-from lightning_ssd.planning.report import Report, make_report, render_report
+from lightning_ssd.planning.placement import Settled, plan_with_coefficient, unplanned
+from lightning_ssd.planning.plan import Choice, Plan, UnitPlan
+from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
+from lightning_ssd.planning.report import Report, make_report, render_report, render_summary
 from lightning_ssd.planning.simulator import Prediction, replay, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.transformer import transformer_profile
@@ -13,6 +14,7 @@ from lightning_ssd.planning.transformer import transformer_profile
 __all__ = [
     "DRIVES",
     "PLANNERS",
+    "Choice",
     "Drive",
     "HardwareProfile",
     "ModelProfile",
@@ -20,6 +22,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Report",
+    "Settled",
     "TierSpeed",
     "UnitPlan",
     "UnitProfile",
@@ -28,8 +31,12 @@ __all__ = [
     "make_plan",
     "make_report",
     "offload_amounts",
+    "plan_for_least_memory",
+    "plan_with_coefficient",
     "render_report",
+    "render_summary",
     "replay",
     "simulate",
     "transformer_profile",
+    "unplanned",
 ]

@@ -9,7 +9,7 @@ from math import inf
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
-from lightning_ssd.planning.placement import Tensor, assemble_plan, tensors_of
+from lightning_ssd.planning.placement import Settled, Tensor, assemble_plan, tensors_of
 from lightning_ssd.planning.plan import ClipMode, Plan, Tier, Where
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.simulator import Prediction, cut_stages, simulate
@@ -19,6 +19,9 @@ SHARES = tuple(step / 8 for step in range(9))
 
 AMOUNTS = 32
 """How many amounts of saved activations the bound is looked up for."""
+
+PUBLISHED = (plan_ssdtrain, plan_fuyou, plan_lohan)
+"""Planners whose plans are candidates."""
 
 RANKED = 4
 """Candidates of the bound that are simulated."""
@@ -59,22 +62,30 @@ class Candidate:
     host_bytes: int
 
 
-def plan_holistic(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: Settled | None = None) -> Plan:
     """Returns the best plan found: one that fits if there is one, then the one of least simulated time.
 
     It is never worse than the published planners': they are candidates. Its own begin with everything out of the GPU,
     fill what memory is left with units, kept activations, weights, states and swapped activations, in shares that a
     bound (the maximum over the resources of forward and of backward, as in LoHan and Fuyou) ranks and the simulation
     decides.
+
+    Args:
+        model: as profiled.
+        hardware: as measured.
+        settled: where model states are; None: that is planned, too.
     """
-    search = _Search(model, hardware)
-    search.consider(safest_plan(model))
-    for published in (plan_ssdtrain, plan_fuyou, plan_lohan):
-        search.consider(published(model, hardware))
+    search = _Search(model, hardware, settled)
+    for plan in (
+        safest_plan(model, ssd_bytes=hardware.ssd_bytes),
+        *(published(model, hardware) for published in PUBLISHED),
+    ):
+        search.consider(plan if settled is None else settled.apply(plan))
+    published = search.fastest
     for candidate in search.ranked()[:RANKED]:
         search.try_candidate(candidate)
     search.refine()
-    return search.best
+    return search.choose(published)
 
 
 def safest_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: float = inf) -> Plan:
@@ -85,8 +96,11 @@ def safest_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: fl
         window_bytes: of the plan; 0: one transfer at a time; None: the default.
         ssd_bytes: what has no room in so many bytes is in host memory.
     """
-    saved: dict[tuple[int, int], Where] = {item.key: "ssd" for item in tensors_of(model) if item.seconds is None}
-    left = ssd_bytes - model.micro_batches * sum(item.nbytes for item in tensors_of(model) if item.seconds is None)
+    certain = [item for item in tensors_of(model) if item.seconds is None]
+    left = ssd_bytes - sum(item.nbytes for item in certain)
+    where: Where = "ssd" if left >= 0 else "host"
+    left = left if left >= 0 else ssd_bytes
+    saved: dict[tuple[int, int], Where] = {item.key: where for item in certain}
     weights: list[Tier] = []
     states: list[Tier] = []
     for unit in model.units:
@@ -96,38 +110,69 @@ def safest_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: fl
     return assemble_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes)
 
 
-class _Search:
-    """The best plan so far, and what the candidates share."""
+@dataclass(frozen=True)
+class _Considered:
+    """A plan that was simulated.
 
-    def __init__(self, model: ModelProfile, hardware: HardwareProfile) -> None:
+    Attributes:
+        score: what is to be least.
+        wear: what is to be least of plans that are as fast.
+        plan: it.
+    """
+
+    score: tuple[float, float]
+    wear: tuple[int, float]
+    plan: Plan
+
+
+class _Search:
+    """The plans that were considered, and what the candidates share."""
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, settled: Settled | None) -> None:
         self.model = model
         self.hardware = hardware
-        self.best = safest_plan(model, window_bytes=None)
+        self.settled = settled
+        safest = safest_plan(model, window_bytes=None, ssd_bytes=hardware.ssd_bytes)
+        safest = safest if settled is None else settled.apply(safest)
         # What saves most recomputation for each byte is saved first; what can't be recomputed always is.
         tensors = tensors_of(model)
         self.tensors = sorted(tensors, key=_seconds_per_byte, reverse=True)
         self._certain = sum(item.seconds is None for item in tensors)
         self._bytes = [0, *accumulate(item.nbytes for item in self.tensors)]
         self._again = [0.0, *accumulate(item.seconds or 0.0 for item in self.tensors)]
-        start = simulate(model, hardware, self.best)
-        self._score = _score(start, hardware)
+        start = simulate(model, hardware, safest)
+        self._considered = [_Considered(_score(start, hardware), _wear(start), safest)]
+        self.fastest = self._considered[0]
         self._gpu_left = max(0, hardware.gpu_bytes - start.gpu_peak_bytes)
-        self._window = self.best.window_bytes
+        self._window = safest.window_bytes
         self._host_left = max(0, hardware.host_bytes - start.host_peak_bytes)
         self._simulations = 1
         self._tried: set[Candidate] = set()
-        stages = len(cut_stages(model, self.best)) * model.micro_batches
+        stages = len(cut_stages(model, safest)) * model.micro_batches
         self._most_simulations = SIMULATED_STAGES // stages
         # The best candidate, its score, and the bytes of GPU and host memory that it leaves unused.
         self._own: tuple[tuple[float, float], Candidate, tuple[int, int]] | None = None
 
     def consider(self, plan: Plan) -> Prediction:
-        """Simulates a plan and keeps it if it is the best."""
+        """Simulates a plan."""
         prediction = simulate(self.model, self.hardware, plan)
         self._simulations += 1
-        if (score := _score(prediction, self.hardware)) < self._score:
-            self._score, self.best = score, plan
+        considered = _Considered(_score(prediction, self.hardware), _wear(prediction), plan)
+        self._considered.append(considered)
+        if considered.score < self.fastest.score:
+            self.fastest = considered
         return prediction
+
+    def choose(self, published: "_Considered") -> Plan:
+        """Returns, of the plans that are as good as as the fastest, the one that moves least.
+
+        Args:
+            published: the best of others' plans, than which it is no slower.
+        """
+        excess, seconds = self.fastest.score
+        close = [item for item in self._considered if item.score[0] == excess and item.score[1] <= CLOSE * seconds]
+        calmest = min(close, key=lambda item: (item.wear, item.score))
+        return (self.fastest if published.score < calmest.score else calmest).plan
 
     def try_candidate(self, candidate: Candidate) -> bool:
         """Simulates a candidate; if it takes more memory than its tiers have, again with that much less.
@@ -179,7 +224,7 @@ class _Search:
         ideal = self.model.micro_batches * (self.model.forward_seconds + self.model.backward_seconds)
         while self._own is not None:
             for candidate in list(self._neighbours(*self._own[1:], amount, units)):
-                if self._simulations >= self._most_simulations or self._score <= (0.0, CLOSE * ideal):
+                if self._simulations >= self._most_simulations or self.fastest.score <= (0.0, CLOSE * ideal):
                     return
                 if self.try_candidate(candidate):
                     break
@@ -218,6 +263,8 @@ class _Search:
         gpu, host = candidate.gpu_bytes, candidate.host_bytes
         weights: list[Tier] = ["ssd"] * len(units)
         states: list[Tier] = ["ssd"] * len(units)
+        if self.settled is not None:
+            weights, states = list(self.settled.weights), list(self.settled.states)
         for index in range(candidate.resident):
             weights[index] = states[index] = "gpu"
             gpu -= _resident_bytes(self.model, index)
@@ -239,6 +286,8 @@ class _Search:
 
         def place_states(host: int) -> int:
             # A byte of weights in host memory spares the SSDs three transfers a step or more, one of states two.
+            if self.settled is not None:
+                return host
             for tiers, size in ((weights, "weight_bytes"), (states, "state_bytes_read")):
                 for index, unit in enumerate(units):
                     nbytes = getattr(unit, size)
@@ -273,7 +322,10 @@ class _Search:
         yield from sorted(count for count in counts if count >= self._certain)
 
     def _count_resident(self, gpu_bytes: int) -> int:
+        """Returns how many units have room, of those that are not settled."""
         count = 0
+        if self.settled is not None:
+            return count
         while count < len(self.model.units) and (needed := _resident_bytes(self.model, count)) <= gpu_bytes:
             gpu_bytes -= needed
             count += 1
@@ -283,6 +335,8 @@ class _Search:
         """Returns the seconds of a micro-batch if everything overlaps in forward and in backward."""
         model, hardware = self.model, self.hardware
         streamed = model.units[candidate.resident :]
+        if (settled := self.settled) is not None:
+            streamed = tuple(unit for unit, where in zip(model.units, settled.weights, strict=True) if where != "gpu")
         weights = sum(unit.weight_bytes for unit in streamed)
         states = sum(unit.state_bytes_read for unit in streamed)
         used = sum(_resident_bytes(model, index) for index in range(candidate.resident))
@@ -291,7 +345,12 @@ class _Search:
         host = candidate.host_bytes
         in_host = {}
         wanted = [("weights", weights), ("states", states)]
-        wanted.insert(0 if candidate.activations_first else 2, ("activations", swapped))
+        if settled is not None:
+            places = list(zip(model.units, settled.weights, settled.states, strict=True))
+            in_host["weights"] = sum(unit.weight_bytes for unit, where, _ in places if where == "host")
+            in_host["states"] = sum(unit.state_bytes_read for unit, _, where in places if where == "host")
+            wanted = []
+        wanted.insert(0 if candidate.activations_first else len(wanted), ("activations", swapped))
         for name, nbytes in wanted:
             in_host[name] = min(nbytes, host)
             host -= in_host[name]
@@ -316,6 +375,11 @@ class _Search:
 def _score(prediction: Prediction, hardware: HardwareProfile) -> tuple[float, float]:
     """Returns what is to be least: bytes over the budgets, then seconds."""
     return float(prediction.excess_bytes(hardware)), prediction.step_seconds
+
+
+def _wear(prediction: Prediction) -> tuple[int, float]:
+    """Returns bytes written to SSDs, and seconds of copies, of a step."""
+    return prediction.ssd_written_bytes, prediction.busy_seconds["copy_in"] + prediction.busy_seconds["copy_out"]
 
 
 def _seconds_per_byte(tensor: Tensor) -> float:

@@ -28,6 +28,7 @@ class OperatorProfile:
         saved_bytes: bytes that it leaves for backward: its outputs, where backward needs them.
         tensors: names of the saved tensors.
         recompute_seconds: to compute the saved tensors again in backward; None: they can't be.
+        recompute_bytes: on the GPU while they are, beside what is made.
     """
 
     name: str
@@ -37,9 +38,10 @@ class OperatorProfile:
     saved_bytes: int
     tensors: tuple[str, ...] = ()
     recompute_seconds: float | None = None
+    recompute_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("forward_seconds", "backward_seconds", "flops", "saved_bytes"):
+        for field in ("forward_seconds", "backward_seconds", "flops", "saved_bytes", "recompute_bytes"):
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
         if self.recompute_seconds is not None:
             check_not_negative(f"{self.name}.recompute_seconds", self.recompute_seconds)
@@ -99,6 +101,9 @@ class ModelProfile:
         samples: in a micro-batch.
         tokens: in a micro-batch.
         clip_norm: gradients are clipped by their global norm, or scaled: what a step does is known only after backward.
+        between_seconds: of GPU time in a step that is neither forward nor backward, as measured: with what is stepped
+            on the GPU, and the GPU's waiting for the next batch. None: calculated from the bytes that are stepped.
+        other_gpu_bytes: on the GPU at the peak, as measured, beside what this profile accounts for.
     """
 
     name: str
@@ -107,10 +112,13 @@ class ModelProfile:
     samples: int
     tokens: int
     clip_norm: bool = False
+    between_seconds: float | None = None
+    other_gpu_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("micro_batches", "samples", "tokens"):
             check_positive(field, getattr(self, field))
+        check_not_negative("between_seconds", self.between_seconds or 0.0)
         if not self.units:
             raise ValueError("`units` is empty. Give at least one unit.")
         _check_unique("`units`", [unit.name for unit in self.units])
@@ -156,6 +164,7 @@ class ModelProfile:
                 flops=factor * operator.flops,
                 saved_bytes=round(factor * operator.saved_bytes),
                 recompute_seconds=None if again is None else factor * again,
+                recompute_bytes=round(factor * operator.recompute_bytes),
             )
 
         units = tuple(

@@ -1,8 +1,9 @@
 """What planners share: which tensors there are to place, and the plan that a placement makes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Choice, ClipMode, Plan, Tier, UnitPlan, Where
 
@@ -78,6 +79,102 @@ def assemble_plan(
         units[unit.name] = UnitPlan(weights[index], states[index], where, operators)
     window = default_window(model) if window_bytes is None else window_bytes
     return Plan(units, window, 2 * window, clip or ("deferred" if model.clip_norm else "off"))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where model states are, if that is not to be planned.
+
+    Attributes:
+        weights: of each unit, where the compute weights are.
+        states: of each unit, where the rest is.
+    """
+
+    weights: tuple[Tier, ...]
+    states: tuple[Tier, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Settled":
+        """Returns where a plan has model states."""
+        units = plan.units.values()
+        return cls(tuple(unit.weights for unit in units), tuple(unit.states for unit in units))
+
+    def apply(self, plan: Plan) -> Plan:
+        """Returns the plan with model states where they are."""
+        units = {
+            name: replace(unit, weights=weights, states=states)
+            for (name, unit), weights, states in zip(plan.units.items(), self.weights, self.states, strict=True)
+        }
+        return replace(plan, units=units)
+
+
+def unplanned(model: ModelProfile, settled: Settled, room: Mapping[Where, int], window_bytes: int) -> Plan:
+    """Returns what happens where nobody plans: what is saved leaves, but for what backward wants first.
+
+    Args:
+        model: as profiled.
+        settled: where model states are.
+        room: bytes of the tiers, which are filled in this order; none: everything is kept.
+        window_bytes: of the plan, and what stays for backward to begin with.
+    """
+    saved: dict[tuple[int, int], Where] = {}
+    left = dict(room)
+    stays = window_bytes
+    tensors = tensors_of(model)
+    for tensor in reversed(tensors):
+        if stays > 0:
+            saved[tensor.key] = "keep"
+        stays -= tensor.nbytes
+    for tensor in tensors:
+        for tier, nbytes in left.items():
+            if tensor.nbytes <= nbytes:
+                saved.setdefault(tensor.key, tier)
+                left[tier] -= tensor.nbytes if saved[tensor.key] == tier else 0
+                break
+        saved.setdefault(tensor.key, "keep")
+    plan = assemble_plan(
+        model,
+        weights=list(settled.weights),
+        states=list(settled.states),
+        saved=saved,
+        window_bytes=window_bytes,
+    )
+    return plan
+
+
+def plan_with_coefficient(model: ModelProfile, hardware: HardwareProfile, coefficient: float, settled: Settled) -> Plan:
+    """Returns the plan with a given swap coefficient (Fuyou 5.6): what is not swapped is computed again.
+
+    What takes longest to compute again for its bytes is swapped first; to host memory while there is room.
+
+    Args:
+        model: as profiled.
+        hardware: gives the room.
+        coefficient: 0 to 1, the share of intra-block activations that is swapped at least.
+        settled: where model states are.
+    """
+    tensors = tensors_of(model)
+    certain = [tensor for tensor in tensors if tensor.seconds is None]
+    choices = [tensor for tensor in tensors if tensor.seconds is not None]
+    choices.sort(key=lambda tensor: -(tensor.seconds or 0.0) / tensor.nbytes)
+    inner = sum(tensor.nbytes for tensor in tensors if tensor.operator != INPUT)
+    left = coefficient * inner - sum(tensor.nbytes for tensor in certain if tensor.operator != INPUT)
+    swapped = certain
+    for tensor in choices:
+        if left > 0:
+            swapped.append(tensor)
+            left -= tensor.nbytes
+    places = list(zip(model.units, settled.weights, settled.states, strict=True))
+    host = hardware.host_bytes - sum(
+        unit.weight_bytes * (weights == "host") + unit.state_bytes_read * (states == "host") + unit.gradient_bytes
+        for unit, weights, states in places
+        if states != "gpu"
+    )
+    saved: dict[tuple[int, int], Where] = {}
+    for tensor in sorted(swapped, key=lambda tensor: tensor.key):
+        saved[tensor.key] = "host" if tensor.nbytes <= host else "ssd"
+        host -= tensor.nbytes if saved[tensor.key] == "host" else 0
+    return assemble_plan(model, weights=list(settled.weights), states=list(settled.states), saved=saved)
 
 
 def default_window(model: ModelProfile) -> int:

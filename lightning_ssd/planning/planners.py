@@ -1,35 +1,84 @@
 """Planners by name: each makes a plan from a model's profile and a machine's."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import plan_holistic
 from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.placement import Settled
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
+from lightning_ssd.planning.simulator import simulate
 
-Planner = Callable[[ModelProfile, HardwareProfile], Plan]
+Planner = Callable[[ModelProfile, HardwareProfile, Settled | None], Plan]
+
+
+def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Planner:
+    """Returns the planner of a paper, which has its own idea of where states are, for those that are elsewhere."""
+
+    def planner(model: ModelProfile, hardware: HardwareProfile, settled: Settled | None) -> Plan:
+        made = plan(model, hardware)
+        return made if settled is None else settled.apply(made)
+
+    return planner
+
+
+SLACK = 0.02
+"""Share of a step's time that less memory may cost."""
+
+CLOSE_BYTES = 0.01
+"""Share of the memory that is not looked for any more."""
 
 PLANNERS: Mapping[str, Planner] = {
     "holistic": plan_holistic,
-    "lohan": plan_lohan,
-    "fuyou": plan_fuyou,
-    "ssdtrain": plan_ssdtrain,
+    "lohan": _with_states(plan_lohan),
+    "fuyou": _with_states(plan_fuyou),
+    "ssdtrain": _with_states(plan_ssdtrain),
 }
 """All planners; the first is the default."""
 
 
-def make_plan(model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic") -> Plan:
+def make_plan(
+    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", settled: Settled | None = None
+) -> Plan:
     """Returns the plan of a named planner.
 
     Args:
         model: as profiled.
         hardware: as measured.
         planner: "holistic", "lohan", "fuyou" or "ssdtrain".
+        settled: where model states are; None: that is planned, too.
 
     Raises:
         ValueError: there is no such planner.
     """
     if planner not in PLANNERS:
         raise ValueError(f"`planner={planner!r}` must be one of {', '.join(map(repr, PLANNERS))}.")
-    return PLANNERS[planner](model, hardware)
+    return PLANNERS[planner](model, hardware, settled)
+
+
+def plan_for_least_memory(
+    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", settled: Settled | None = None
+) -> Plan:
+    """Returns the plan that takes least of the GPU's memory, of those that take no more than `SLACK` more time.
+
+    Args:
+        model: as profiled.
+        hardware: as measured.
+        planner: as in `make_plan`.
+        settled: as in `make_plan`.
+    """
+    best = make_plan(model, hardware, planner, settled)
+    prediction = simulate(model, hardware, best)
+    limit = (1 + SLACK) * prediction.step_seconds
+    low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)
+    while high - low > CLOSE_BYTES * high:
+        budget = (low + high) // 2
+        plan = make_plan(model, replace(hardware, gpu_bytes=max(1, budget)), planner, settled)
+        prediction = simulate(model, hardware, plan)
+        if prediction.gpu_peak_bytes <= budget and prediction.step_seconds <= limit:
+            best, high = plan, prediction.gpu_peak_bytes
+        else:
+            low = budget
+    return best

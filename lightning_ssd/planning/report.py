@@ -11,6 +11,7 @@ from lightning_ssd.planning.endurance import (
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import plan_holistic, safest_plan
 from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.placement import Settled
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import Prediction, cut_stages, place_states, simulate
 from lightning_ssd.sizes import format_bytes
@@ -76,6 +77,7 @@ def make_report(
     hardware: HardwareProfile,
     plan: Plan,
     *,
+    settled: Settled | None = None,
     endurance: float | None = None,
     price_per_hour: float | None = None,
     ssd_price: float = 0.0,
@@ -86,6 +88,7 @@ def make_report(
         model: as profiled.
         hardware: as measured.
         plan: for the model.
+        settled: where model states are; None: they may be elsewhere with other memory.
         endurance: bytes that may be written to all drives together, in large writes (see `large_write_endurance`).
         price_per_hour: of the machine.
         ssd_price: of the drives, in the same currency; shared out over the hours that they last.
@@ -107,7 +110,7 @@ def make_report(
         placed=placed,
         swap_coefficient=coefficient,
         tokens_per_second=throughput,
-        lifts=find_lifts(model, hardware, plan),
+        lifts=find_lifts(model, hardware, plan, settled),
         largest_samples=largest_samples(model, hardware),
         hidden_tokens=hidden_tokens(model, hardware, plan),
         ssd_bytes_per_day=bytes_per_day(prediction.ssd_written_bytes, prediction.step_seconds),
@@ -156,7 +159,9 @@ def hidden_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan) ->
     return fixed / (compute - activations)
 
 
-def find_lifts(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> tuple[tuple[str, float], ...]:
+def find_lifts(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, settled: Settled | None = None
+) -> tuple[tuple[str, float], ...]:
     """Returns (change, tokens per second with it) of what would make the step faster, the largest gain first.
 
     Faster hardware is simulated with the same plan; more memory, or a larger micro-batch, with one of its own.
@@ -185,7 +190,7 @@ def find_lifts(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> tu
         "twice the samples in a micro-batch": (model.with_samples(2 * model.samples), hardware),
     }
     for name, (other, machine) in others.items():
-        prediction = simulate(other, machine, plan_holistic(other, machine))
+        prediction = simulate(other, machine, plan_holistic(other, machine, settled))
         if prediction.excess_bytes(machine) == 0:
             changes[name] = _throughput(other, prediction)
     gains = [(name, after) for name, after in changes.items() if after >= GAIN * before]
@@ -225,6 +230,26 @@ def render_report(report: Report) -> str:
         lines.append(f"SSD life           {report.ssd_years:.1f} years of training without a pause")
     if report.cost is not None:
         lines.append(f"cost               {report.cost:.2f} for a million tokens")
+    return "\n".join(lines)
+
+
+def render_summary(report: Report) -> str:
+    """Returns the most important of a report, in a few lines."""
+    prediction = report.prediction
+    shares = {
+        "kept": sum(row.gpu for row in report.placed[-2:]),
+        "to host memory": sum(row.host for row in report.placed[-2:]),
+        "to SSDs": sum(row.ssd for row in report.placed[-2:]),
+        "computed again": sum(row.recomputed for row in report.placed[-2:]),
+    }
+    where = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in shares.items() if nbytes)
+    lines = [
+        f"of what a micro-batch saves, {where or 'nothing is large'} (swap coefficient {report.swap_coefficient:.2f}).",
+        f"  A step should take {prediction.step_seconds:.3f} s, bound by {prediction.bound}; "
+        f"{format_bytes(prediction.gpu_peak_bytes)} of the device, {format_bytes(prediction.host_peak_bytes)} of host "
+        "memory.",
+    ]
+    lines += [f"  With {change}: {gain / report.tokens_per_second:.2f}x as fast." for change, gain in report.lifts[:2]]
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """The simulation of a training step: what a plan would take, in seconds and in bytes of each tier."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
 
@@ -60,7 +60,7 @@ class Prediction:
     ssd_read_bytes: int
     ssd_written_bytes: int
     bound: str
-    memory: tuple[tuple[float, int, int, int], ...]
+    memory: tuple[tuple[float, int, int, int], ...] = field(repr=False)
 
     def excess_bytes(self, hardware: HardwareProfile) -> int:
         """Returns the bytes by which the plan exceeds the memory of all tiers; 0: it fits."""
@@ -87,6 +87,7 @@ class Stage:
         recomputed: bytes that backward computes again.
         passing: bytes on the GPU during its forward only.
         again: seconds of recomputation.
+        scratch: bytes on the GPU during that only.
     """
 
     unit: int
@@ -100,6 +101,7 @@ class Stage:
     recomputed: int
     passing: int
     again: float
+    scratch: int
 
 
 def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
@@ -117,7 +119,7 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
 
 def _stage(index: int, profile: UnitProfile, unit: UnitPlan, start: int, stop: int) -> Stage:
     forward = backward = again = 0.0
-    saved = swapped = to_ssd = recomputed = largest = 0
+    saved = swapped = to_ssd = recomputed = largest = scratch = 0
     choices = unit.operators
     for operator in profile.operators[start:stop]:
         forward += operator.forward_seconds
@@ -127,6 +129,7 @@ def _stage(index: int, profile: UnitProfile, unit: UnitPlan, start: int, stop: i
         if choice == "recompute":
             recomputed += nbytes
             largest = max(largest, nbytes)
+            scratch = max(scratch, operator.recompute_bytes)
             # Nothing has to be computed again where backward needs nothing of it.
             again += (operator.recompute_seconds or 0.0) if nbytes else 0.0
         else:
@@ -144,7 +147,9 @@ def _stage(index: int, profile: UnitProfile, unit: UnitPlan, start: int, stop: i
     # What isn't saved is released as soon as the next operator has used it.
     passing = min(recomputed, 2 * largest)
     last = stop == len(profile.operators)
-    return Stage(index, start == 0, last, forward, backward, saved, swapped, to_ssd, recomputed, passing, again)
+    return Stage(
+        index, start == 0, last, forward, backward, saved, swapped, to_ssd, recomputed, passing, again, scratch
+    )
 
 
 def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
@@ -212,11 +217,6 @@ class _Builder:
         self._written_behind = _Window(plan.staging_bytes)
         self._updated: list[Task | None] = [None] * len(self.units)  # by unit, the end of its last optimizer job
         self._jobs: list[Task] = []  # the last task of each job that passes through staging memory
-        self._recomputed = [0] * len(self.units)
-        self._again = [0.0] * len(self.units)
-        for stage in self.stages:
-            self._recomputed[stage.unit] += stage.recomputed
-            self._again[stage.unit] += stage.again
 
     def add_step(self, step: int) -> Task:
         """Adds a step; returns its last compute task."""
@@ -310,14 +310,12 @@ class _Builder:
         offloaded = self.units[unit].states != "gpu"
         gradient = profile.gradient_bytes if offloaded else 0
         room = self._outgoing.enter(gradient) if gradient and stage.first else []
-        # All of a unit is recomputed before the first of its operators runs backward.
-        recompute = self._again[unit] if stage.last else 0.0
-        compute = self._add_compute(step, stage.backward + recompute, fetched, *room)
+        compute = self._add_compute(step, stage.backward + stage.again, fetched, *room)
         if nbytes:
             self._incoming.leave_with(nbytes, before or compute)
-        taken = (self._recomputed[unit] if stage.last else 0) + (gradient if stage.first else 0)
+        recomputed = stage.recomputed + stage.scratch
         released = self._weights(unit)[0] if stage.first else 0
-        compute.gpu = (taken, stage.saved + stage.recomputed + released)
+        compute.gpu = (recomputed + (gradient if stage.first else 0), stage.saved + recomputed + released)
         if not (stage.first and gradient):
             return compute if stage.first else None
         copy = self._task(COPY_OUT, gradient, step, compute)
@@ -336,12 +334,17 @@ class _Builder:
         cpu_rate, gpu_rate = self._rates
         known = self._compute
         resident = [index for index, unit in enumerate(self.units) if unit.states == "gpu"]
-        if resident:
-            moved = sum(
-                unit.state_bytes_read + unit.state_bytes_written + unit.gradient_bytes + unit.weight_bytes
-                for unit in (self.model.units[index] for index in resident)
+        between = self.model.between_seconds
+        if between is None:
+            between = (
+                sum(
+                    unit.state_bytes_read + unit.state_bytes_written + unit.gradient_bytes + unit.weight_bytes
+                    for unit in (self.model.units[index] for index in resident)
+                )
+                / gpu_rate
             )
-            made = self._add_compute(step, moved / gpu_rate)
+        if between:
+            made = self._add_compute(step, between)
             for index in resident:
                 self._updated[index] = made
         deferred = self.plan.clip == "deferred"
@@ -392,7 +395,7 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
         step_seconds=seconds,
         busy_seconds=busy,
         stall_seconds=max(0.0, seconds - busy["compute"]),
-        gpu_peak_bytes=gpu + max(sample[1] for sample in memory.samples),
+        gpu_peak_bytes=max(0, gpu + model.other_gpu_bytes + max(sample[1] for sample in memory.samples)),
         host_peak_bytes=host + max(sample[2] for sample in memory.samples),
         ssd_peak_bytes=ssd + max(sample[3] for sample in memory.samples),
         ssd_read_bytes=round(read),

@@ -274,6 +274,12 @@ class Home:
             place.turn()
 
     @property
+    def on_ssd(self) -> tuple[bool, bool]:
+        """Whether the compute weights are on SSDs, and whether all others are."""
+        weights, rest = self._places[0], self._places[-1]
+        return isinstance(weights, SSDPlace), isinstance(rest, SSDPlace)
+
+    @property
     def slot(self) -> int:
         """Which slot counts."""
         return self._places[0].slot

@@ -195,6 +195,12 @@ class BlobStore:
             atexit.register(self._at_exit)
             undo.pop_all()
 
+    @property
+    def room(self) -> int:
+        """Bytes that can be allocated: what the files have free, and what they can still grow by."""
+        with self._lock:
+            return sum(volume.slots.capacity - volume.slots.used for volume in self._volumes) + self._growth()
+
     def reserve(self, nbytes: int) -> None:
         """Preallocates, so that the scratch files hold `nbytes` in all.
 

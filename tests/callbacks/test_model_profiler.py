@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
-from lightning_ssd.callbacks import model_profiler
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, profiler
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
 from lightning_ssd.planning import ModelProfile
 from tests.states.test_training import Model, assert_same, train
@@ -46,12 +45,14 @@ def test_a_profile_is_what_the_model_does(tmp_path: Path, states: Any, accumulat
     assert profile.saved_bytes == pytest.approx(saved.nbytes)
     for unit in profile.units[1:]:
         operators = {operator.name: operator for operator in unit.operators}
-        assert {"norm", "up", "down"} < operators.keys()
+        assert {"norm:native_layer_norm", "up:addmm", "rest"} < operators.keys()
         assert unit.input_bytes == 4 * 8 * 16 * 4  # rows, tokens, width, fp32
-        assert unit.state_bytes_read == 8 * unit.parameters
-        assert all(operator.forward_seconds > 0 and operator.backward_seconds > 0 for operator in (operators["up"],))
-        assert operators["up"].flops == operators["down"].flops == 2 * 4 * 8 * 16 * 64
-        assert operators["norm"].flops == 0
+        assert unit.state_bytes_read == 8 * unit.parameters or states == "host"  # there parameters are aligned
+        assert 8 * unit.parameters <= unit.state_bytes_read < 9 * unit.parameters
+        up, rest = operators["up:addmm"], operators["rest"]  # of `down` nothing is saved
+        assert up.forward_seconds > 0 and up.backward_seconds > 0 and up.recompute_seconds == up.forward_seconds
+        assert up.flops == rest.flops == 2 * 4 * 8 * 16 * 64
+        assert operators["norm:native_layer_norm"].flops == 0
 
 
 def test_a_plan_is_made_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +119,7 @@ def test_validation_and_steps_are_not_measured(tmp_path: Path, monkeypatch: pyte
             nonlocal now
             now += 1e6
 
-    monkeypatch.setattr(model_profiler.time, "perf_counter", clock)
+    monkeypatch.setattr(profiler.time, "perf_counter", clock)
     strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
     callbacks = [ModelProfiler(tmp_path / "profile.json", 1, 4)]
     train(tmp_path, strategy, Waiting(), callbacks=callbacks, val_check_interval=2)

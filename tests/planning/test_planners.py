@@ -18,7 +18,7 @@ def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) 
     """Every plan is one for the model. Holistic's fits if one of them does, and is no slower than any that does."""
     scores = {}
     for name, planner in PLANNERS.items():
-        plan = planner(model, machine)
+        plan = planner(model, machine, None)
         plan.check(model)
         prediction = simulate(model, machine, plan)
         scores[name] = (prediction.excess_bytes(machine), prediction.step_seconds)

@@ -1,0 +1,283 @@
+"""SwapPlanner on one GPU: what it predicts, and what a sweep of swap coefficients has instead.
+
+    python -m benchmarks.planner --out planner.json [--settings host:4096x16,gpu=36 ssd:4096x8,slow=0.3 ...]
+    python -m benchmarks.planner --out planner.json --report [--plot planner.png]
+
+A setting is TIERS:HIDDENxLAYERS with options after commas. Each is one training of GPT (1024 tokens, bf16-true):
+SwapPlanner measures it and plans; its plan is timed, and after it, in the same training, plans that swap a share of the
+intra-block activations (the swap coefficient; those that cost most to compute again first) and compute the rest again,
+as in figure 9 of LoHan and of Fuyou. Of every plan the median step and the peak of allocated memory are compared with
+what the simulation says.
+
+Tiers:
+  host, ssd, both   where activations may go
+Options:
+  batch=N (16), gpu=GIB (budget of the device), host=GIB (of host memory), slow=SHARE (of the drive's speed)
+  states=host       weights, gradients and AdamW's states in host memory; else on the GPU, with SGD
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.activation_offload import BenchmarkGPT, RandomTokens
+from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from lightning_ssd._lightning import pl
+from lightning_ssd.planning import (
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    Settled,
+    make_report,
+    plan_with_coefficient,
+    simulate,
+)
+
+SETTINGS = [
+    "host:4096x16,gpu=36",
+    "host:8192x4,gpu=40",
+    "host:2048x24,batch=32,gpu=28",
+    "ssd:4096x8,gpu=24",
+    "ssd:4096x8,gpu=24,slow=0.1",
+    "both:4096x16,gpu=32,host=8",
+    "host:2048x24,states=host,gpu=20",
+]
+COEFFICIENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+class Sweep(SwapPlanner):
+    """Times SwapPlanner's plan, and then those of the coefficients.
+
+    Args:
+        coefficients: to try.
+        budget: bytes of the device.
+    """
+
+    def __init__(self, coefficients: tuple[float, ...], budget: str, steps: int) -> None:
+        super().__init__(gpu_memory=budget, tolerance=1e9)
+        self.WINDOW = steps  # type: ignore[misc]  # of this object alone
+        self._left = list(coefficients)
+        self._name = "planned"
+        self.results: list[dict[str, Any]] = []
+
+    def _compare(self, trainer: pl.Trainer) -> None:
+        super()._compare(trainer)
+        if self.comparison is None:
+            return
+        assert self.prediction is not None and self.plan is not None
+        self.results.append(
+            {
+                "plan": self._name,
+                "predicted_step": self.prediction.step_seconds,
+                "step": self.comparison.step_seconds,
+                "predicted_peak": self.prediction.gpu_peak_bytes,
+                "peak": self.comparison.gpu_peak_bytes,
+                "bound": self.prediction.bound,
+                "coefficient": self._coefficient(self.plan),
+            }
+        )
+        print("   ", json.dumps(self.results[-1]), flush=True)
+        if not self._left:
+            trainer.should_stop = True
+            return
+        coefficient = self._left.pop(0)
+        self._name = f"{coefficient:g}"
+        assert self.profile is not None and self.hardware is not None and self._profiler is not None
+        plan = plan_with_coefficient(self.profile, self.hardware, coefficient, self._profiler.settled())
+        self.prediction = simulate(self.profile, self.hardware, plan)
+        self._put_in_force(trainer, plan, self._profiler)
+
+    def _coefficient(self, plan: Plan) -> float:
+        assert self.profile is not None and self.hardware is not None
+        return make_report(self.profile, self.hardware, plan, settled=Settled.of(plan)).swap_coefficient
+
+
+class AdamGPT(BenchmarkGPT):
+    """The same with AdamW."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Returns what a setting asks for."""
+    tiers, _, rest = text.partition(":")
+    shape, *options = rest.split(",")
+    hidden, layers = map(int, shape.split("x"))
+    setting: dict[str, Any] = {"tiers": tiers, "hidden": hidden, "layers": layers, "batch": 16, "tokens": 1024}
+    setting |= {"gpu": "auto", "host": None, "slow": None, "states": "gpu"}
+    for option in options:
+        name, _, value = option.partition("=")
+        setting[name] = value if name == "states" else float(value) if "." in value else int(value)
+    return setting
+
+
+def strategy_for(setting: dict[str, Any], path: Path, ssd_speed: float) -> SSDOffloadStrategy:
+    """Returns the strategy of a setting; `ssd_speed` in bytes/s is what the drive was measured to write."""
+    host: Any = "auto" if setting["host"] is None else f"{setting['host']}GiB"
+    tiers, states = setting["tiers"], setting["states"]
+    how: dict[str, Any] = {"states": states}
+    if states == "host":
+        how["gpu_memory"] = "4GiB"
+    if tiers == "host":
+        return SSDOffloadStrategy(path, tier="host", host_memory=host, **how)
+    if setting["slow"] is not None:
+        from lightning_ssd.storage import PosixBackend
+        from tests.storage.faults import ThrottledBackend
+
+        how["backend"] = ThrottledBackend(ssd_speed * setting["slow"], PosixBackend())
+    return SSDOffloadStrategy(path, host_memory=0 if tiers == "ssd" else host, **how)
+
+
+def measure(text: str, path: Path, ssd_speed: float, steps: int) -> dict[str, Any]:
+    """Runs one setting."""
+    setting = parse(text)
+    kind = BenchmarkGPT if setting["states"] == "gpu" else AdamGPT
+    model = kind(50304, 1024, setting["hidden"], setting["layers"], max(1, setting["hidden"] // 128))
+    budget = setting["gpu"] if setting["gpu"] == "auto" else f"{setting['gpu']}GiB"
+    sweep = Sweep(COEFFICIENTS, budget, steps)
+    count = 8 + (len(COEFFICIENTS) + 1) * (steps + 4)
+    trainer = pl.Trainer(
+        accelerator="auto",
+        devices=1,
+        precision="bf16-true",
+        strategy=strategy_for(setting, path, ssd_speed),
+        max_epochs=1,
+        callbacks=[sweep],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path,
+    )
+    trainer.fit(model, DataLoader(RandomTokens(setting["batch"] * count), batch_size=setting["batch"]))
+    assert sweep.profile is not None and sweep.hardware is not None
+    sweep.profile.to_json(path / "profile.json")
+    sweep.hardware.to_json(path / "machine.json")
+    return {
+        "plans": sweep.results,
+        "profile": json.loads((path / "profile.json").read_text()),
+        "machine": json.loads((path / "machine.json").read_text()),
+    }
+
+
+def report(results: dict[str, Any]) -> str:
+    """Returns the results as a Markdown table."""
+    lines = [
+        "| setting | plan | step, s | predicted | error | peak, GiB | predicted | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        for row in result["plans"]:
+            error = 100 * (row["predicted_step"] / row["step"] - 1)
+            peak, predicted = row["peak"] / 2**30, row["predicted_peak"] / 2**30
+            of_peak = f"{100 * (predicted / peak - 1):+.1f} %" if peak else ""
+            lines.append(
+                f"| {name} | {row['plan']} (swaps {row['coefficient']:.2f}) | {row['step']:.3f} | "
+                f"{row['predicted_step']:.3f} | {error:+.1f} % | {peak:.1f} | {predicted:.1f} | {of_peak} |"
+            )
+    lines += ["", "| setting | planned, s | best of the sweep | planned / best |", "|---|---|---|---|"]
+    for name, result in results.items():
+        planned, *swept = result["plans"]
+        if swept:
+            best = min(swept, key=lambda row: row["step"])
+            lines.append(
+                f"| {name} | {planned['step']:.3f} | {best['step']:.3f} at {best['plan']} | "
+                f"{planned['step'] / best['step']:.3f} |"
+            )
+    rows = [row for result in results.values() for row in result["plans"]]
+    errors = [abs(row["predicted_step"] / row["step"] - 1) for row in rows]
+    lines += ["", f"error of the step: median {100 * statistics.median(errors):.1f} %, most {100 * max(errors):.1f} %"]
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, Any], picture: Path) -> None:
+    """Draws, for each setting, the step over the swap coefficient: measured, simulated, and the planner's (a star)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = 4
+    rows = -(-len(results) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.6 * rows), squeeze=False)
+    for axes in grid.flat[len(results) :]:
+        axes.axis("off")
+    for axes, (name, result) in zip(grid.flat, results.items(), strict=False):
+        planned, *swept = result["plans"]
+        swept.sort(key=lambda row: row["coefficient"])
+        model, machine = _profiles(result)
+        fine = [step / 20 for step in range(21)]
+        curve = [
+            simulate(model, machine, plan_with_coefficient(model, machine, share, result_settled(result))).step_seconds
+            for share in fine
+        ]
+        axes.plot(fine, curve, color="tab:gray", label="simulated")
+        axes.plot([row["coefficient"] for row in swept], [row["step"] for row in swept], "o", label="measured")
+        axes.plot(planned["coefficient"], planned["step"], "*", color="tab:red", markersize=13, label="planned")
+        axes.set_title(name, fontsize=8)
+        axes.set_ylim(bottom=0)
+    grid[0][0].legend(fontsize=8)
+    figure.supxlabel("swap coefficient", fontsize=9)
+    figure.supylabel("step, s", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+
+
+def result_settled(result: dict[str, Any]) -> Settled:
+    """Returns where the model states of a setting were."""
+    units = len(result["profile"]["units"])
+    tier: Any = result["states"]
+    return Settled((tier,) * units, (tier,) * units)
+
+
+def _profiles(result: dict[str, Any]) -> tuple[ModelProfile, HardwareProfile]:
+    with tempfile.TemporaryDirectory() as folder:
+        model, machine = Path(folder) / "model.json", Path(folder) / "machine.json"
+        model.write_text(json.dumps(result["profile"]))
+        machine.write_text(json.dumps(result["machine"]))
+        return ModelProfile.from_json(model), HardwareProfile.from_json(machine)
+
+
+def main() -> None:
+    """Measures, or reports what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="+", default=SETTINGS)
+    parser.add_argument("--steps", type=int, default=4, help="whose median counts")
+    parser.add_argument("--path", help="where scratch files go (default: the system's temporary directory)")
+    parser.add_argument("--out", required=True, help="JSON file of the results")
+    parser.add_argument("--report", action="store_true", help="print the tables of earlier results, and run nothing")
+    parser.add_argument("--plot", metavar="PNG", type=Path, help="draw the results")
+    arguments = parser.parse_args()
+    out = Path(arguments.out)
+    results: dict[str, Any] = json.loads(out.read_text()) if arguments.report else {}
+    if not arguments.report:
+        from lightning_ssd.storage import BlobStore
+
+        path = Path(tempfile.mkdtemp(dir=arguments.path))
+        store = BlobStore([path], device=torch.device("cpu"))
+        ssd_speed = store.write_bandwidth
+        store.close()
+        for text in arguments.settings:
+            print(text, flush=True)
+            try:
+                results[text] = measure(text, path, ssd_speed, arguments.steps) | {"states": parse(text)["states"]}
+            except torch.cuda.OutOfMemoryError as error:
+                print(f"    {error}".splitlines()[0], flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            out.write_text(json.dumps(results))
+    print(report(results))
+    if arguments.plot:
+        plot(results, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""A forward under a plan: what autograd saves of each operation is kept, sent out, or dropped and computed again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd.activations.forward import ForwardMode, Part
+from lightning_ssd.activations.graph import ForwardGraph, tensors_of, written
+from lightning_ssd.activations.recompute import Pack, Recipe, before_change, mark_recomputed, random_state
+from lightning_ssd.planning import Choice
+
+
+class Step(NamedTuple):
+    """One operation, and what becomes of its results.
+
+    Attributes:
+        func: as dispatched.
+        choices: by position among the tensors that it returns.
+    """
+
+    func: Any
+    choices: Mapping[int, Choice]
+
+
+Program = Mapping[Part, Sequence[Step]]
+"""The operations of a forward."""
+
+
+def make_program(graph: ForwardGraph, choices: Mapping[int, Choice], chains: Mapping[int, Sequence[int]]) -> Program:
+    """Returns the program of the forwards that are like the one of `graph`.
+
+    Args:
+        graph: of a forward.
+        choices: of buffers that autograd saves, what becomes of them; others go where there is room.
+        chains: of those that are computed again, the operations that it takes.
+    """
+    of_operation: dict[int, dict[int, Choice]] = {}
+    for number, choice in choices.items():
+        buffer = graph.buffers[number]
+        if buffer.maker is not None and choice != "recompute":
+            of_operation.setdefault(buffer.maker, {})[buffer.position] = choice
+    again = {index for chain in chains.values() for index in chain}
+    for buffer_number, buffer in enumerate(graph.buffers):
+        if buffer.maker in again and choices.get(buffer_number, "recompute") == "recompute":
+            assert buffer.maker is not None
+            of_operation.setdefault(buffer.maker, {})[buffer.position] = "recompute"
+    program: dict[Part, list[Step]] = {}
+    for index, operation in enumerate(graph.operations):
+        program.setdefault(operation.part, []).append(Step(operation.func, of_operation.get(index, {})))
+    return program
+
+
+class Director(ForwardMode):
+    """Applies a program to the forwards that run inside it.
+
+    A part that does something else than the program says has no directions from there on: what it saves goes out.
+
+    Args:
+        units: as in `ForwardMode`.
+        device: that the forwards run on.
+        pack: takes a tensor over, as autograd's hook does.
+        unpack: gives it back.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        pack: Pack,
+        unpack: Callable[[Any], Tensor],
+    ) -> None:
+        super().__init__(units)
+        self.program: Program = {}
+        """For the forwards that begin from now on."""
+        self._device = device
+        self._pack = pack
+        self._unpack = unpack
+        self._steps: Sequence[Step] = ()
+        self._next = 0
+
+    def begin_part(self, part: Part) -> None:
+        self._steps = self.program.get(part, ())
+        self._next = 0
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._schema.is_mutable:
+            before_change(written(func, args, kwargs))
+        step = self._follow(func)
+        if step is None or not step.choices:
+            return func(*args, **kwargs)
+        again = "recompute" in step.choices.values()
+        random = random_state(func, self._device) if again else None
+        result = func(*args, **kwargs)
+        tensors = tensors_of(result)
+        recipe = Recipe(func, args, kwargs, random, self._pack, self._unpack) if again else None
+        for position, choice in step.choices.items():
+            if choice != "recompute":
+                setattr(tensors[position].untyped_storage(), _CHOICE, choice)
+            elif recipe is not None:
+                mark_recomputed(tensors[position], recipe.result(tensors[position], position))
+        return result
+
+    def _follow(self, func: Any) -> Step | None:
+        """Returns what the program has for the next operation, if it is `func`."""
+        if self._next >= len(self._steps):
+            return None
+        step = self._steps[self._next]
+        if step.func is not func:
+            self._steps = ()
+            return None
+        self._next += 1
+        return step
+
+
+def choice_of(storage: torch.UntypedStorage) -> Choice | None:
+    """Returns what becomes of `storage`, if that was said."""
+    choice: Choice | None = getattr(storage, _CHOICE, None)
+    return choice
+
+
+_CHOICE = "_lightning_ssd_choice"

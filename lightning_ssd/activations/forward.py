@@ -1,0 +1,108 @@
+"""A forward as a sequence of operations, below autograd, cut into parts where units begin and end.
+
+Which operation comes where is the same in every forward of a model that does the same each time. What one forward told
+of the operations (`graph`) can therefore be applied to the next ones (`director`); a part that departs from what is
+known concerns nobody after it.
+"""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+
+class Part(NamedTuple):
+    """A stretch of a forward in which no unit begins or ends.
+
+    Attributes:
+        begun_by: what it began with.
+        unit: the unit that began or ended there.
+        time: how often that had happened before in this forward.
+    """
+
+    begun_by: Literal["start", "enter", "exit"]
+    unit: int
+    time: int
+
+
+class ForwardMode(TorchDispatchMode):
+    """Is told of every operation of the forwards that run inside it; those of backwards are let through.
+
+    It belongs to the training thread. Autograd's threads take it over for the time of a backward that begins inside.
+
+    Args:
+        units: of each unit, the modules whose forwards are its.
+    """
+
+    def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._handles: list[RemovableHandle] = []
+        self._entered = 0
+        self._open: list[int] = []
+        self._times: Counter[tuple[str, int]] = Counter()
+        self.unit = 0
+        """The innermost unit that runs, or the one that ran last."""
+        for index, modules in enumerate(units):
+            for module in modules:
+                self._hook(index, module)
+
+    def close(self) -> None:
+        """Takes the hooks off the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def __enter__(self) -> Any:
+        self._open.clear()
+        self._times.clear()
+        self.unit = 0
+        self.begin_part(Part("start", 0, 0))
+        self._entered += 1
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if in_backward():
+            return func(*args, **(kwargs or {}))
+        return self.operation(func, args, kwargs or {})
+
+    @abstractmethod
+    def begin_part(self, part: Part) -> None:
+        """What follows belongs to `part`."""
+
+    @abstractmethod
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation and returns what it returns."""
+
+    def _hook(self, index: int, module: nn.Module) -> None:
+        def before(module: nn.Module, args: object) -> None:
+            if self._entered and not in_backward():
+                self._open.append(index)
+                self._turn("enter", index)
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            if self._entered and not in_backward():
+                if self._open:
+                    self._open.pop()
+                self._turn("exit", index)
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def _turn(self, event: Literal["enter", "exit"], index: int) -> None:
+        self.unit = self._open[-1] if self._open else index
+        self.begin_part(Part(event, index, self._times[event, index]))
+        self._times[event, index] += 1
+
+
+def in_backward() -> bool:
+    """Whether a backward runs on this thread: what is computed again there is not forward."""
+    return torch._C._current_graph_task_id() != -1

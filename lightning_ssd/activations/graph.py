@@ -1,0 +1,290 @@
+"""What the operations of one forward make of what, and which of it autograd saves."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd.activations.clock import make_clock
+from lightning_ssd.activations.forward import ForwardMode, Part, in_backward
+from lightning_ssd.activations.weights import fetch_of, is_weight
+
+
+@dataclass
+class Buffer:
+    """A storage that came up in a forward and is no weight.
+
+    Attributes:
+        nbytes: its bytes.
+        maker: index of the operation that made it; None: it was there before.
+        position: of the tensor that shows it among what its maker returned.
+        unit: that was running when autograd saved it; None: it did not.
+        changed: written to after it was made.
+    """
+
+    nbytes: int
+    maker: int | None = None
+    position: int = 0
+    unit: int | None = None
+    changed: bool = False
+
+
+@dataclass
+class Operation:
+    """One operation.
+
+    Attributes:
+        func: as dispatched.
+        part: that it belongs to.
+        unit: that was running.
+        where: name of the module that was running, relative to its unit.
+        inputs: numbers of the buffers that it reads.
+        flops: of it.
+        repeatable: run again on the same buffers, it returns the same.
+        seconds: on the device.
+    """
+
+    func: Any
+    part: Part
+    unit: int
+    where: str
+    inputs: tuple[int, ...]
+    flops: float
+    repeatable: bool
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A buffer that autograd saves.
+
+    Attributes:
+        unit: that was running when it was saved first.
+        name: unique in the unit.
+        buffer: its number.
+        nbytes: its bytes.
+        chain: indices of the operations that make it from weights and from other buffers that are saved, in order.
+        again: whether they can be run again, in the backward of this unit.
+        inbound: it was there before the unit began.
+    """
+
+    unit: int
+    name: str
+    buffer: int
+    nbytes: int
+    chain: tuple[int, ...]
+    again: bool
+    inbound: bool
+
+
+@dataclass
+class ForwardGraph:
+    """The operations and buffers of one forward, both in the order in which they came up."""
+
+    operations: list[Operation] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+
+    def saved(self, min_bytes: int) -> list[Saved]:
+        """Returns the buffers that autograd saves.
+
+        Args:
+            min_bytes: smaller buffers stay on the device, whatever becomes of the others.
+        """
+        taken: dict[tuple[int, str], int] = {}
+        found = []
+        for number, buffer in enumerate(self.buffers):
+            if buffer.unit is None:
+                continue
+            maker = None if buffer.maker is None else self.operations[buffer.maker]
+            inbound = maker is None or maker.unit != buffer.unit
+            chain = None if inbound else self._chain(number, buffer.unit, min_bytes)
+            name = "input" if maker is None else _name(maker, buffer)
+            count = taken[buffer.unit, name] = taken.get((buffer.unit, name), 0) + 1
+            found.append(
+                Saved(
+                    buffer.unit,
+                    name if count == 1 else f"{name}#{count}",
+                    number,
+                    buffer.nbytes,
+                    tuple(sorted(chain)) if chain is not None else (),
+                    chain is not None,
+                    inbound,
+                )
+            )
+        return found
+
+    def _chain(self, number: int, unit: int, min_bytes: int) -> set[int] | None:
+        """Returns what has to be run to make a buffer again in the backward of `unit`; None: it can't be."""
+        chain: set[int] = set()
+        wanted = [number]
+        while wanted:
+            buffer = self.buffers[wanted.pop()]
+            if buffer.maker is None or buffer.maker in chain:
+                continue
+            maker = self.operations[buffer.maker]
+            if buffer.changed or not maker.repeatable or maker.unit != unit:
+                return None
+            if any(self.buffers[read].changed for read in maker.inputs):
+                return None
+            chain.add(buffer.maker)
+            # What is saved, or small, is there.
+            wanted += [
+                read
+                for read in maker.inputs
+                if self.buffers[read].unit is None and self.buffers[read].nbytes >= min_bytes
+            ]
+        return chain
+
+
+class Recorder(ForwardMode):
+    """Records a forward, and how long its operations take.
+
+    Args:
+        units: as in `ForwardMode`.
+        device: that it runs on.
+
+    Attributes:
+        graph: of the forward that ran last, complete after `finish`.
+    """
+
+    def __init__(self, units: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
+        super().__init__(units)
+        self.graph = ForwardGraph()
+        self._clock = make_clock(device)
+        self._spans: list[tuple[Any, Any]] = []
+        self._part = Part("start", 0, 0)
+        self._where: list[str] = []
+        for modules in units:
+            for unit in modules:
+                for name, module in unit.named_modules():
+                    if module is not unit:
+                        self._handles += self._follow(name, module)
+
+    def __enter__(self) -> Any:
+        self.graph = ForwardGraph()
+        self._spans.clear()
+        self._where.clear()
+        return super().__enter__()
+
+    def saved(self, storage: torch.UntypedStorage) -> None:
+        """Autograd has saved `storage`, for the first time in this forward."""
+        buffer = self.graph.buffers[self._number(storage)]
+        if buffer.unit is None:
+            buffer.unit = self.unit
+
+    def finish(self) -> None:
+        """Takes down how long the operations took; the device has passed them."""
+        for operation, (start, end) in zip(self.graph.operations, self._spans, strict=True):
+            operation.seconds = self._clock.elapsed(start, end) or 0.0
+        self._spans.clear()
+
+    def begin_part(self, part: Part) -> None:
+        self._part = part
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        read = _read((args, kwargs))
+        inputs = tuple(dict.fromkeys(self._number(storage) for storage, weight in read.items() if not weight))
+        seen = {storage._cdata for storage in read}
+        index = len(self.graph.operations)
+        for storage in _written(func, args, kwargs):
+            if (number := self._known(storage)) is not None:
+                self.graph.buffers[number].changed = True
+        start = self._clock.now()
+        result = func(*args, **kwargs)
+        self._spans.append((start, self._clock.now()))
+        for position, value in enumerate(tensors_of(result)):
+            if value.layout is not torch.strided or value.is_quantized:
+                continue
+            storage = value.untyped_storage()
+            if storage._cdata not in seen and self._known(storage) is None:
+                self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
+                setattr(storage, _NUMBER, (self.graph, len(self.graph.buffers) - 1))
+        count = flop_registry.get(func._overloadpacket)
+        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        where = self._where[-1] if self._where else ""
+        self.graph.operations.append(
+            Operation(func, self._part, self.unit, where, inputs, flops, _repeatable(func, kwargs))
+        )
+        return result
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        number = self._known(storage)
+        if number is None:
+            self.graph.buffers.append(Buffer(storage.nbytes()))
+            number = len(self.graph.buffers) - 1
+            setattr(storage, _NUMBER, (self.graph, number))
+        return number
+
+    def _known(self, storage: torch.UntypedStorage) -> int | None:
+        graph, number = getattr(storage, _NUMBER, (None, None))
+        return number if graph is self.graph else None
+
+    def _follow(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+        def before(module: nn.Module, args: object) -> None:
+            if self._entered and not in_backward():
+                self._where.append(name)
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            if self._entered and not in_backward() and self._where:
+                self._where.pop()
+
+        yield module.register_forward_pre_hook(before)
+        yield module.register_forward_hook(after, always_call=True)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Returns the tensors in `tree`, in order."""
+    return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    changed = [
+        given.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tensors_of(changed)
+
+
+def is_random(func: Any) -> bool:
+    """Whether an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
+    return [value.untyped_storage() for value in written(func, args, kwargs) if value.layout is torch.strided]
+
+
+def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
+    """Returns the storages that `tree` shows, and of each whether it is a weight."""
+    found: dict[torch.UntypedStorage, bool] = {}
+    for value in tensors_of(tree):
+        if value.layout is torch.strided and not value.is_quantized:
+            storage = value.untyped_storage()
+            found[storage] = fetch_of(storage) is not None or is_weight(value, storage)
+    return found
+
+
+def _repeatable(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    if func._schema.is_mutable or func.namespace not in ("aten", "prims"):
+        return False
+    # A generator of the user's own would have to be set back.
+    return not (is_random(func) and kwargs.get("generator") is not None)
+
+
+def _name(maker: Operation, buffer: Buffer) -> str:
+    name = maker.func._schema.name.partition("::")[2]
+    where = f"{maker.where}:{name}" if maker.where else name
+    return f"{where}.{buffer.position}" if buffer.position else where
+
+
+_NUMBER = "_lightning_ssd_buffer"

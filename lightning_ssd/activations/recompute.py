@@ -1,0 +1,195 @@
+"""Saved tensors that are dropped, and computed again when backward wants them.
+
+Not a whole module is run again, as `torch.utils.checkpoint` does, but single operations, below autograd: a `Recipe` is
+an operation with its arguments, of which those that are activations are packed as autograd's are. They may be kept,
+have left, or be made by recipes themselves. So any choice of operations can be computed again, each once, and no graph
+is built anew. Same kernel, same bytes, same strides: same numbers.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_ssd.activations.graph import is_random, tensors_of
+from lightning_ssd.activations.record import Viewed
+
+Pack = Callable[[Tensor], Any]
+
+
+class Recipe:
+    """How to make again what an operation has made.
+
+    Args:
+        func: the operation, as dispatched.
+        args: its arguments; it has returned already.
+        kwargs: its arguments by name.
+        random: what `random_state` returned before it ran.
+        pack: takes a tensor over, as autograd's hook does.
+        unpack: gives it back.
+    """
+
+    def __init__(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        random: "RandomState | None",
+        pack: Pack,
+        unpack: Callable[[Any], Tensor],
+    ) -> None:
+        self._func = func
+        self._random = random
+        self._unpack = unpack
+        self._results: list[weakref.ref[Recomputed]] = []
+        self._packed: list[tuple[bool, Any]] = []
+        leaves, spec = tree_flatten((args, kwargs))
+        self._spec: TreeSpec = spec
+        with _version_counters_shared():
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    self._packed.append((True, pack(leaf)))
+                    _recipes_of(leaf).append(weakref.ref(self))
+                else:
+                    self._packed.append((False, leaf))
+
+    def result(self, tensor: Tensor, position: int) -> "Recomputed":
+        """Returns what autograd may keep in place of `tensor`, the operation's result at `position`."""
+        recomputed = Recomputed(tensor, position, self)
+        self._results.append(weakref.ref(recomputed))
+        return recomputed
+
+    def run(self) -> None:
+        """Runs the operation again, and gives its results to those who show them."""
+        leaves = [self._unpack(packed) if is_tensor else packed for is_tensor, packed in self._packed]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), _as_it_was(self._random):
+            tensors = tensors_of(self._func(*args, **kwargs))
+        for reference in self._results:
+            if (recomputed := reference()) is not None:
+                recomputed.take(tensors[recomputed.position])
+
+    def expire(self) -> None:
+        """What it reads is about to change: runs it, if somebody has saved what it makes; nobody does after this."""
+        results = [recomputed for reference in self._results if (recomputed := reference()) is not None]
+        if any(recomputed.views and recomputed.data is None for recomputed in results):
+            self.run()
+        for recomputed in results:
+            recomputed.expired = True
+
+
+class Recomputed(Viewed):
+    """A storage that is not there until it is made again.
+
+    Attributes:
+        position: of the tensor that shows it, among the results of its recipe.
+        version: of that tensor when it was made.
+        nbytes: of the storage.
+        expired: it can't be made again any more; what is there stays.
+    """
+
+    __slots__ = ("_recipe", "expired", "nbytes", "position", "version")
+
+    def __init__(self, tensor: Tensor, position: int, recipe: Recipe) -> None:
+        super().__init__()
+        self.position = position
+        self.version = tensor._version
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.expired = False
+        self._recipe = recipe
+
+    def bring_back(self) -> None:
+        """Has the bytes made again, if they are not there."""
+        if self.data is None:
+            self._recipe.run()
+
+    def take(self, tensor: Tensor) -> None:
+        """Shows the storage of `tensor`, if anybody has saved it."""
+        if self.views and self.data is None:
+            storage = tensor.untyped_storage()
+            self.data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self.came_back()
+
+    def let_go(self) -> None:
+        if not self.expired:
+            self.data = None
+
+
+RandomState = tuple[torch.Generator, Tensor]
+"""A generator, and a state that it was in."""
+
+
+def random_state(func: Any, device: torch.device) -> RandomState | None:
+    """Returns what an operation on `device` will draw from, if it draws random numbers."""
+    if not is_random(func):
+        return None
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    return generator, generator.get_state()
+
+
+def mark_recomputed(tensor: Tensor, recomputed: Recomputed) -> None:
+    """Makes `recomputed` what `recomputed_of` returns for the storage of `tensor`."""
+    setattr(tensor.untyped_storage(), _RECOMPUTED, recomputed)
+
+
+def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed | None:
+    """Returns what `tensor` can be made again by, as it is now."""
+    recomputed: Recomputed | None = getattr(storage, _RECOMPUTED, None)
+    if recomputed is None or recomputed.expired or recomputed.version != tensor._version:
+        return None
+    return recomputed
+
+
+def before_change(tensors: Sequence[Tensor]) -> None:
+    """Has everything made that is to be computed from what `tensors` hold now."""
+    for tensor in tensors:
+        recipes = _recipes_of(tensor)
+        for reference in recipes:
+            if (recipe := reference()) is not None:
+                recipe.expire()
+        recipes.clear()
+
+
+def _recipes_of(tensor: Tensor) -> "list[weakref.ref[Recipe]]":
+    """Returns the recipes that read the storage of `tensor`."""
+    if tensor.layout is not torch.strided:
+        return []
+    storage = tensor.untyped_storage()
+    recipes: list[weakref.ref[Recipe]] | None = getattr(storage, _RECIPES, None)
+    if recipes is None:
+        recipes = []
+        setattr(storage, _RECIPES, recipes)
+    return recipes
+
+
+@contextlib.contextmanager
+def _as_it_was(random: RandomState | None) -> Iterator[None]:
+    """Draws the random numbers that followed `random`, and leaves no trace of it."""
+    if random is None:
+        yield
+        return
+    generator, state = random
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)
+
+
+@contextlib.contextmanager
+def _version_counters_shared() -> Iterator[None]:
+    """Lets `detach` share the counter of changes in place, which below autograd it does not."""
+    included = torch._C._dispatch_tls_local_include_set().add(DispatchKey.ADInplaceOrView)
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
+
+
+_RECOMPUTED = "_lightning_ssd_recomputed"
+_RECIPES = "_lightning_ssd_recipes"

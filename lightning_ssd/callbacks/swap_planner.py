@@ -1,0 +1,376 @@
+"""`SwapPlanner`: measures the first steps, chooses what to keep, swap and recompute, and says how right it was."""
+
+import logging
+import statistics
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.activations import Director, OffloadConfig, SendAll, TensorCache, make_program
+from lightning_ssd.activations.clock import make_clock
+from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.step_profiling import StepProfiling
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
+from lightning_ssd.measure import measure_machine, mixed_bandwidth
+from lightning_ssd.planning import (
+    PLANNERS,
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    Prediction,
+    Settled,
+    make_plan,
+    make_report,
+    plan_for_least_memory,
+    render_report,
+    render_summary,
+    simulate,
+    unplanned,
+)
+from lightning_ssd.planning.plan import Where
+from lightning_ssd.profiler import Profiler
+from lightning_ssd.sizes import format_bytes, parse_bytes
+from lightning_ssd.states import ModelStates
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a plan was expected to take, and what it took.
+
+    Attributes:
+        predicted: by the simulation.
+        step_seconds: of a step, the median of some.
+        gpu_peak_bytes: most bytes of the device that were allocated (CUDA; else 0).
+        host_peak_bytes: most bytes of host memory that activations and states took.
+    """
+
+    predicted: Prediction
+    step_seconds: float
+    gpu_peak_bytes: int
+    host_peak_bytes: int
+
+
+class SwapPlanner(StepProfiling):
+    """Plans what becomes of everything that autograd saves, from what the first steps are measured to do.
+
+    Training begins with the placement that takes least memory: all saved tensors leave. After `warm_up` steps some are
+    measured; then, between two steps, a plan is made and put in force: each saved tensor of each unit is kept, goes to
+    host memory or to the SSDs, or is dropped and computed again in backward. All of these steps are ordinary steps:
+    losses, gradients and weights stay as they are, bit for bit.
+
+    From then on steps are timed on the device's clock, and nobody waits for it. `SwapPlanner/...` in the loggers:
+    `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
+    `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. What the plan is, what bounds the step, and
+    what would lift that is in the log.
+
+    Args:
+        planner: `"holistic"` (the simulation decides, under the budgets), or, to compare, those of papers: `"lohan"`,
+            `"fuyou"`, `"ssdtrain"`.
+        plan: YAML file of a plan to put in force, such as one that was saved and edited, instead of making one.
+        gpu_memory: bytes of the device that the training may take in all (or `"40GiB"`). `"auto"`: 90 % of what is
+            there. `"least"`: as few as take no more than 2 % longer than with all of it.
+        machine: JSON file of what the machine does (`lightning-ssd plan --save-machine`), instead of measuring it when
+            training starts.
+        save: YAML file to write plans to.
+        warm_up: steps before some are measured.
+        steps: steps that are measured.
+        tolerance: share of the step time by which it may drift from what it was before there is another plan.
+
+    Raises:
+        ValueError: an argument is out of range, the plan is not one for the model, or the model is compiled.
+    """
+
+    #: Steps whose median is compared with the prediction.
+    WINDOW = 8
+    #: Steps that go by before them: memory is moved.
+    SETTLING = 2
+    #: Medians in a row that must have drifted before there is another plan.
+    PATIENCE = 2
+
+    def __init__(
+        self,
+        planner: Literal["holistic", "lohan", "fuyou", "ssdtrain"] = "holistic",
+        plan: str | Path | None = None,
+        gpu_memory: int | str | Literal["auto", "least"] = "auto",
+        machine: str | Path | None = None,
+        save: str | Path | None = None,
+        warm_up: int = 3,
+        steps: int = 3,
+        tolerance: float = 0.1,
+    ) -> None:
+        super().__init__(warm_up, steps)
+        if planner not in PLANNERS:
+            raise ValueError(f"`planner={planner!r}` must be one of {', '.join(map(repr, PLANNERS))}.")
+        if gpu_memory not in ("auto", "least"):
+            parse_bytes(gpu_memory, "gpu_memory")
+        if not 0 < tolerance:
+            raise ValueError(f"`tolerance={tolerance}` must be above 0, such as 0.1.")
+        self._planner = planner
+        self._pinned = None if plan is None else Plan.load(plan)
+        self._gpu_memory = gpu_memory
+        self._machine = None if machine is None else HardwareProfile.from_json(machine)
+        self._save = save
+        self._tolerance = tolerance
+        self.profile: ModelProfile | None = None
+        """What was measured last."""
+        self.hardware: HardwareProfile | None = None
+        """What the machine does, and the bytes of it that this training may take."""
+        self.plan: Plan | None = None
+        """The plan in force."""
+        self.prediction: Prediction | None = None
+        """For it."""
+        self.comparison: Comparison | None = None
+        """Of its last steps, once there were some."""
+        self._director: Director | None = None
+
+    # ---- a training ----
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        cache = self._cache = _cache_of(trainer)
+        _check(trainer, pl_module, cache)
+        self.profile = self.plan = self.prediction = self.comparison = None
+        self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
+        self._measured_machine = self._measure(cache)
+        self._clock = make_clock(cache.device)
+        self._begun: deque[Any] = deque()
+        self._to_settle = 0
+        self._usual: float | None = None
+        self._drifting = 0
+        self._retried = False
+        self._step_begins = True
+        cache.placement = SendAll(tuple(cache.tiers))
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        begins, self._step_begins = self._step_begins, False
+        if self.plan is None or self._due is not None or not begins:
+            return
+        if self._to_settle:
+            self._to_settle -= 1
+            if not self._to_settle and self._cache.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._cache.device)
+            return
+        self._begun.append(self._clock.now())
+        if len(self._begun) > self.WINDOW:
+            self._compare(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = self._step
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._step_begins = self._step != step
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_start(trainer, pl_module)
+        if self.plan is not None:
+            self._begun.clear()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.plan is None:
+            log.warning("training ended before %d steps were measured: there was no plan", self._steps)
+
+    def _end(self) -> None:
+        super()._end()
+        director, self._director = self._director, None
+        if director is not None:
+            director.close()
+
+    # ---- planning ----
+
+    def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
+        profiler = self._profiler
+        assert profiler is not None
+        settled = profiler.settled()
+        hardware = self._budget(profile, settled)
+        if self._cache.device.type == "cuda":
+            room: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
+            before = unplanned(profile, settled, room, self._cache.window_bytes)
+            simulated = simulate(profile, hardware, before).gpu_peak_bytes
+            profile = replace(profile, other_gpu_bytes=profiler.peak_bytes - simulated)
+        plan = self._pinned
+        if plan is None and self._gpu_memory == "least":
+            plan = plan_for_least_memory(profile, hardware, self._planner, settled)
+        elif plan is None:
+            plan = make_plan(profile, hardware, self._planner, settled)
+        else:
+            plan.check(profile)
+            plan = settled.apply(plan)
+        self.profile, self.hardware = profile, hardware
+        self.prediction = simulate(profile, hardware, plan)
+        self._put_in_force(trainer, plan, profiler)
+        if self._save is not None:
+            plan.save(self._save)
+        report = make_report(profile, hardware, plan, settled=settled)
+        self._swap_coefficient = report.swap_coefficient
+        log.info("plan from step %d on:\n%s\n%s", self._step, plan.describe(), render_report(report))
+        pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
+
+    def _put_in_force(self, trainer: pl.Trainer, plan: Plan, profiler: Profiler) -> None:
+        choices, chains = {}, {}
+        for item in profiler.saved():
+            unit = plan.units[profiler.units[item.unit].name]
+            choices[item.buffer] = unit.input if item.inbound else unit.operators[item.name]
+            if choices[item.buffer] == "recompute":
+                chains[item.buffer] = item.chain
+        if self._director is None:
+            modules = [unit.modules for unit in profiler.units]
+            self._director = Director(modules, self._cache.device, self._cache.pack, self._cache.unpack)
+        self._director.program = make_program(profiler.graph, choices, chains)
+        self._cache.forward_mode = self._director
+        self._hold_window(trainer, plan.window_bytes)
+        self.plan = plan
+        self.comparison = None
+        self._usual = None
+        self._drifting = 0
+        self._to_settle = self.SETTLING
+        self._begun.clear()
+
+    def _plan_again(self, trainer: pl.Trainer) -> None:
+        """Goes back to the placement of the beginning, and measures."""
+        self._cache.forward_mode = None
+        self._hold_window(trainer, None)
+        self._begun.clear()
+        self.schedule(1)
+
+    def _hold_window(self, trainer: pl.Trainer, window_bytes: int | None) -> None:
+        for callback in trainer_callbacks(trainer):
+            if isinstance(callback, PrefetchScheduler):
+                callback.hold(window_bytes)
+
+    # ---- what there is ----
+
+    def _measure(self, cache: TensorCache) -> HardwareProfile:
+        machine = self._machine if self._machine is not None else measure_machine(None)
+        ssd = cache.tiers.get("ssd")
+        if isinstance(ssd, ScratchTier) and self._machine is None:
+            read, write = ssd.blobs.read_bandwidth, ssd.blobs.write_bandwidth
+            machine = replace(machine, ssd_read=read, ssd_write=write, ssd_mixed=mixed_bandwidth(read, write))
+        return machine
+
+    def _budget(self, profile: ModelProfile, settled: Settled) -> HardwareProfile:
+        """Returns the machine with the bytes of it that this training may take."""
+        cache, machine = self._cache, self._measured_machine
+        if self._gpu_memory not in ("auto", "least"):
+            gpu = parse_bytes(self._gpu_memory, "gpu_memory")
+        elif cache.device.type == "cuda":
+            total = torch.cuda.get_device_properties(cache.device).total_memory
+            ours = total * torch.cuda.get_per_process_memory_fraction(cache.device)
+            free, _ = torch.cuda.mem_get_info(cache.device)
+            gpu = int(_USABLE * min(ours, free + torch.cuda.memory_reserved(cache.device)))
+        else:
+            gpu = machine.host_bytes
+        # What the states take is theirs already.
+        kept = simulate(profile, machine, unplanned(profile, settled, {}, 0))
+        host, ssd = (cache.tiers[name].capacity if name in cache.tiers else 0 for name in ("host", "ssd"))
+        return replace(
+            machine, gpu_bytes=gpu, host_bytes=kept.host_peak_bytes + host, ssd_bytes=kept.ssd_peak_bytes + ssd
+        )
+
+    # ---- comparing ----
+
+    def _compare(self, trainer: pl.Trainer) -> None:
+        """Compares the last steps with the prediction, once the device has passed them."""
+        seconds = [
+            self._clock.elapsed(start, end) for start, end in zip(self._begun, list(self._begun)[1:], strict=False)
+        ]
+        window = seconds[: self.WINDOW]
+        if len(window) < self.WINDOW or None in window:
+            return  # the device is not there yet
+        assert self.prediction is not None
+        for _ in range(self.WINDOW):
+            self._begun.popleft()
+        cuda = self._cache.device.type == "cuda"
+        comparison = self.comparison = Comparison(
+            self.prediction,
+            statistics.median(value for value in window if value is not None),
+            torch.cuda.max_memory_allocated(self._cache.device) if cuda else 0,
+            self._cache.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes),
+        )
+        self._tell(trainer, comparison)
+        measured, usual = comparison.step_seconds, self._usual
+        if usual is None:
+            self._usual = measured
+            wrong = abs(measured / self.prediction.step_seconds - 1) > self._tolerance
+            if wrong and not self._retried and self._pinned is None:
+                self._retried = True
+                predicted = self.prediction.step_seconds
+                pl.utilities.rank_zero_info(
+                    f"SwapPlanner: a step takes {measured:.3f} s instead of {predicted:.3f}: measuring again."
+                )
+                self._plan_again(trainer)
+            return
+        self._drifting = self._drifting + 1 if abs(measured / usual - 1) > self._tolerance else 0
+        if self._drifting == self.PATIENCE and self._pinned is None:
+            self._retried = False
+            pl.utilities.rank_zero_info(
+                f"SwapPlanner: a step takes {measured:.3f} s, and took {usual:.3f}: planning again."
+            )
+            self._plan_again(trainer)
+
+    def _tell(self, trainer: pl.Trainer, comparison: Comparison) -> None:
+        predicted = comparison.predicted
+        metrics = {
+            "predicted_step_s": predicted.step_seconds,
+            "measured_step_s": comparison.step_seconds,
+            "predicted_host_bytes": predicted.host_peak_bytes,
+            "measured_host_bytes": comparison.host_peak_bytes,
+            "swap_coefficient": self._swap_coefficient,
+        }
+        if comparison.gpu_peak_bytes:
+            metrics |= {
+                "predicted_device_bytes": predicted.gpu_peak_bytes,
+                "measured_device_bytes": comparison.gpu_peak_bytes,
+            }
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {f"SwapPlanner/{name}": value for name, value in metrics.items()},
+                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+            )
+        if self._usual is None:
+            peak = format_bytes(predicted.gpu_peak_bytes)
+            if comparison.gpu_peak_bytes:
+                peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"
+            pl.utilities.rank_zero_info(
+                f"SwapPlanner: predicted {predicted.step_seconds:.3f} s a step, {comparison.step_seconds:.3f} measured; "
+                f"predicted peak of the device {peak}."
+            )
+
+
+_USABLE = 0.9
+"""Of the device's memory: the rest is lost between blocks of different sizes."""
+
+
+def _cache_of(trainer: pl.Trainer) -> TensorCache:
+    cache = find_tensor_cache(trainer)
+    assert cache is not None
+    return cache
+
+
+def _check(trainer: pl.Trainer, module: pl.LightningModule, cache: TensorCache) -> None:
+    """Raises ValueError if plans can't be put in force."""
+    if trainer.world_size > 1:
+        raise ValueError("SwapPlanner plans the training of one device. Set `devices=1`, or remove the callback.")
+    owners = [owner for owner in (trainer.strategy, *trainer_callbacks(trainer)) if hasattr(owner, "tensor_cache")]
+    config: OffloadConfig = owners[0].config  # type: ignore[attr-defined]  # who owns a cache has one
+    if config.amount() != "auto":
+        raise ValueError(
+            f"SwapPlanner chooses what leaves, and `offload={config.offload!r}` says it, too. Leave it at 'auto', or "
+            "remove the callback."
+        )
+    for name, part in module.named_modules():
+        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name or type(module).__name__} is compiled, and SwapPlanner plans single operations, which it can't "
+                "see there. Leave `torch.compile` away, or remove the callback."
+            )
