@@ -49,9 +49,12 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         statistics = os.statvfs(path)
         ssd_bytes = statistics.f_bavail * statistics.f_frsize
     host = usable_memory()
+    with torch.random.fork_rng():  # who measures amid a training draws none of its random numbers
+        flops = _products(device)
+        step = _seconds(torch.device("cpu"), adam_step(STEPPED))
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
-        gpu_flops=_products(device),
+        gpu_flops=flops,
         gpu_memory_bandwidth=_bandwidth(device),
         copy_out=copy_out,
         copy_in=copy_in,
@@ -60,7 +63,7 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         ssd_read=read,
         ssd_write=write,
         ssd_mixed=mixed_bandwidth(read, write),
-        cpu_step_rate=STEPPED / _seconds(torch.device("cpu"), adam_step(STEPPED)),
+        cpu_step_rate=STEPPED / step,
         gpu_bytes=torch.cuda.mem_get_info()[0] if cuda else host,
         host_bytes=host,
         ssd_bytes=ssd_bytes,

@@ -252,6 +252,8 @@ class SwapPlanner(StepProfiling):
 
     def _measure(self, cache: TensorCache) -> HardwareProfile:
         machine = self._machine if self._machine is not None else measure_machine(None)
+        if cache.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what was measured with
         ssd = cache.tiers.get("ssd")
         if isinstance(ssd, ScratchTier) and self._machine is None:
             read, write = ssd.blobs.read_bandwidth, ssd.blobs.write_bandwidth
@@ -338,13 +340,11 @@ class SwapPlanner(StepProfiling):
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
         if self._usual is None:
-            peak = format_bytes(predicted.gpu_peak_bytes)
+            peak = f"predicted {format_bytes(predicted.gpu_peak_bytes)}"
             if comparison.gpu_peak_bytes:
                 peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"
-            pl.utilities.rank_zero_info(
-                f"SwapPlanner: predicted {predicted.step_seconds:.3f} s a step, {comparison.step_seconds:.3f} measured; "
-                f"predicted peak of the device {peak}."
-            )
+            seconds = f"predicted {predicted.step_seconds:.3f} s a step, measured {comparison.step_seconds:.3f}"
+            pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}. Peak of the device: {peak}.")
 
 
 _USABLE = 0.9

@@ -1,0 +1,282 @@
+"""`SwapPlanner`: whatever the plan, the numbers stay; and it plans, compares and plans again when it should."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+from lightning_ssd import ActivationOffload, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner, profiler
+from lightning_ssd.activations import clock
+from lightning_ssd.planning import Plan
+from tests.parity import SharedStorages, TinyGPT, assert_same, train
+from tests.plans import MACHINE, Watch, draw, pinned, planner
+from tests.states.test_training import Model
+from tests.states.test_training import train as train_states
+
+pytestmark = pytest.mark.timeout(120)
+
+BOTH: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB", "states": "gpu"}
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "accumulate", "checkpointing"),
+    [
+        (TinyGPT, "32-true", 1, "none"),
+        (TinyGPT, "bf16-mixed", 3, "none"),
+        (TinyGPT, "bf16-mixed", 1, "non_reentrant"),
+        (TinyGPT, "32-true", 1, "reentrant"),
+        (SharedStorages, "32-true", 3, "none"),
+        (SharedStorages, "bf16-mixed", 1, "none"),
+        (SharedStorages, "32-true", 1, "non_reentrant"),
+    ],
+)
+def test_numbers_stay_under_any_plan(model: Any, precision: str, accumulate: int, checkpointing: Any) -> None:
+    how: Any = {
+        "model": model, "precision": precision, "accumulate": accumulate, "checkpointing": checkpointing, "steps": 12
+    }  # fmt: skip
+    plain = train("auto", **how)
+    first = planner()
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], **how))
+    assert first.plan is not None and first.profile is not None
+    for seed, recompute in ((0, 1.0), (1, 0.5), (2, 0.0)):
+        watch = Watch()
+        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
+        assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
+        can = any(operator.recompute_seconds is not None for unit in first.profile.units for operator in unit.operators)
+        assert bool(watch.stats.recomputed) == (can and recompute > 0)
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_numbers_stay_when_weights_leave_too(states: Any, tmp_path: Path) -> None:
+    how: Any = {"limit_val_batches": 0}
+    plain = train_states(tmp_path, "auto", Model(), **how)
+    first = planner()
+
+    def strategy() -> SSDOffloadStrategy:
+        return SSDOffloadStrategy(states=states, min_bytes=1, host_memory="128MiB", gpu_memory=1)
+
+    train_states(tmp_path, strategy(), Model(), callbacks=[first], **how)
+    assert first.plan is not None and first.profile is not None
+    assert {unit.states for unit in first.plan.units.values()} == {states}
+    for seed in range(3):
+        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=0.7))]
+        model = train_states(tmp_path, strategy(), Model(), callbacks=callbacks, **how)
+        assert model.losses == plain.losses
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+class Unsteady(TinyGPT):
+    """Does something else in every other step, before its blocks and amid them."""
+
+    def __init__(self, checkpointing: Any) -> None:
+        super().__init__(checkpointing)
+        block: Any = self.model.transformer.h[1]
+        block.register_forward_pre_hook(self._perturb)
+        block.mlp.register_forward_hook(self._perturb)
+        self.count = 0
+
+    def _perturb(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        if self.count % 2:
+            torch.ones(7).sum()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.count += 1
+        if self.count % 2:
+            torch.zeros(3) + 1
+        return super().training_step(batch, batch_idx)
+
+
+class Changing(pl.LightningModule):
+    """Writes, from some step on, to what has been read: no gradient needs it, but what is made again would."""
+
+    def __init__(self, checkpointing: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.count = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.count += 1
+        hidden = batch[..., None].expand(-1, -1, 32)
+        for block in self.blocks:
+            shifted = block(hidden) + 1.0
+            hidden = (shifted * 2.0).tanh() * torch.rand_like(shifted)
+            if self.count > 6:
+                with torch.no_grad():
+                    shifted.mul_(3.0)
+        return hidden.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("model", [Unsteady, Changing])
+def test_a_forward_that_departs_from_what_was_recorded(model: Any) -> None:
+    plain = train("auto", model=model)
+    first = planner()
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], model=model))
+    assert first.plan is not None and first.profile is not None
+    for seed, recompute in ((0, 1.0), (1, 0.5)):
+        watch = Watch()
+        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
+        assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, model=model))
+        assert watch.stats.recomputed
+
+
+def test_it_works_with_activation_offload_alone() -> None:
+    plain = train("auto")
+    arguments = {name: value for name, value in BOTH.items() if name != "states"}
+    first = planner()
+    assert_same(plain, train("auto", callbacks=[ActivationOffload(**arguments), first]))
+    assert first.plan is not None
+
+
+def test_less_memory_is_less(tmp_path: Path) -> None:
+    """With all of the memory everything is kept; with less, less; and the plan says so."""
+    kept = []
+    for gpu_memory in ("auto", "least"):
+        first = planner(gpu_memory=gpu_memory, save=tmp_path / "plan.yaml")
+        train(SSDOffloadStrategy(**BOTH), callbacks=[first])
+        assert first.prediction is not None and first.plan is not None
+        kept.append(first.prediction.gpu_peak_bytes)
+        assert Plan.load(tmp_path / "plan.yaml") == first.plan
+    assert kept[1] < kept[0]
+
+
+class Clock:
+    """Time that passes as a test wants it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(clock, "time", made)
+    monkeypatch.setattr(profiler, "time", made)
+    yield made
+
+
+class Taking(TinyGPT):
+    """Takes a second a step, and from a step on three."""
+
+    time: Clock
+    slow_from = 10**9
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.time.now += 3.0 if self.global_step >= self.slow_from else 1.0
+        return super().training_step(batch, batch_idx)
+
+
+class Plans(SwapPlanner):
+    """Counts its plans."""
+
+    count = 0
+
+    def profiled(self, *args: Any) -> None:
+        super().profiled(*args)
+        self.count += 1
+
+
+@pytest.mark.parametrize(("slow_from", "count"), [(10**9, 1), (30, 2)])
+def test_it_plans_again_when_steps_take_longer(time: Clock, monkeypatch: pytest.MonkeyPatch, slow_from: int,
+                                               count: int) -> None:  # fmt: skip
+    monkeypatch.setattr(Taking, "time", time, raising=False)
+    monkeypatch.setattr(Taking, "slow_from", slow_from)
+    plans = Plans(machine=MACHINE, warm_up=2, steps=1)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[plans], model=Taking, steps=70, recorded=False)
+    assert plans.count == count
+    assert plans.comparison is not None
+    assert plans.comparison.step_seconds == pytest.approx(1.0 if slow_from > 100 else 3.0, rel=0.05)
+
+
+def test_what_it_finds_is_logged(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        strategy=SSDOffloadStrategy(**BOTH),
+        accelerator="cpu",
+        max_steps=30,
+        callbacks=[planner()],
+        logger=CSVLogger(tmp_path),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(TinyGPT("none"), torch.utils.data.DataLoader(torch.randn(60, 24), batch_size=2))
+    trainer.logger.save()  # type: ignore[union-attr]
+    header = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()[0].split(",")
+    for name in ("predicted_step_s", "measured_step_s", "predicted_host_bytes", "measured_host_bytes",
+                 "swap_coefficient"):  # fmt: skip
+        assert f"SwapPlanner/{name}" in header
+
+
+def test_the_window_is_the_plans(tmp_path: Path) -> None:
+    windows = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            windows.append(trainer.strategy.tensor_cache.window_bytes)
+
+    first = planner()
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()])
+    assert first.plan is not None and windows[-1] == first.plan.window_bytes
+    train(SSDOffloadStrategy(**BOTH), callbacks=[planner(), PrefetchScheduler(window_bytes=12345), Look()])
+    assert windows[-1] == 12345
+
+
+class Compiled(TinyGPT):
+    def __init__(self, checkpointing: Any) -> None:
+        super().__init__(checkpointing)
+        self.model.transformer.h[1].compile(backend="eager")
+
+
+def test_what_it_refuses(tmp_path: Path) -> None:
+    for arguments, message in (
+        ({"planner": "best"}, "`planner='best'` must be one of 'holistic'"),
+        ({"gpu_memory": "much"}, "gpu_memory"),
+        ({"tolerance": 0.0}, "`tolerance=0.0`"),
+        ({"warm_up": 0}, "`warm_up=0`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SwapPlanner(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError):
+        SwapPlanner(plan=tmp_path / "missing.yaml")
+    with pytest.raises(ValueError, match="SwapPlanner needs `strategy='ssd_offload'`"):
+        train("auto", callbacks=[planner()])
+    with pytest.raises(ValueError, match="`offload=0.5` says it, too"):
+        train(SSDOffloadStrategy(offload=0.5), callbacks=[planner()])
+    with pytest.raises(ValueError, match=r"model.transformer.h.1 is compiled"):
+        train(SSDOffloadStrategy(**BOTH), callbacks=[planner()], model=Compiled)
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
+    first = planner(save=tmp_path / "plan.yaml")
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first])
+    assert first.plan is not None
+    with pytest.raises(ValueError, match=r"`units\.model"):
+        train(SSDOffloadStrategy(**BOTH), callbacks=[pinned(first.plan)], model=SharedStorages)
+
+
+def test_short_trainings_have_no_plan(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        train(SSDOffloadStrategy(**BOTH), callbacks=[planner()], steps=2)
+    assert "there was no plan" in caplog.text
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    module = TinyGPT("none")
+    train(SSDOffloadStrategy(**BOTH), callbacks=[planner()], model=lambda _: module)
+    for part in module.modules():
+        assert not part._forward_pre_hooks and not part._forward_hooks
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

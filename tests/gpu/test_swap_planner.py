@@ -1,0 +1,101 @@
+"""Plans on a CUDA device: the same numbers whatever the plan and the timing, and as much memory as was foretold."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from lightning_ssd._lightning import pl
+from lightning_ssd.activations import config
+from lightning_ssd.models.gpt import GPT
+from tests.gpu.test_activation_offload import SlowCopies
+from tests.parity import SharedStorages, TinyGPT, assert_same, train
+from tests.plans import Watch, draw, pinned, planner
+
+pytestmark = pytest.mark.gpu
+
+BOTH: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB", "states": "gpu"}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # CUBLAS_WORKSPACE_CONFIG=:4096:8 is set by conftest.py
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "accumulate", "checkpointing"),
+    [
+        (TinyGPT, "32-true", 1, "none"),
+        (TinyGPT, "bf16-mixed", 3, "none"),
+        (TinyGPT, "16-mixed", 1, "non_reentrant"),
+        (SharedStorages, "32-true", 3, "none"),
+        (SharedStorages, "bf16-mixed", 1, "none"),
+    ],
+)
+def test_numbers_stay_under_any_plan_and_timing(
+    model: Any, precision: str, accumulate: int, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {
+        "device": "cuda",
+        "model": model,
+        "precision": precision,
+        "accumulate": accumulate,
+        "checkpointing": checkpointing,
+        "steps": 12,
+    }
+    plain = train("auto", **how)
+    first = planner(machine=None)
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], **how))
+    assert first.plan is not None and first.profile is not None
+    monkeypatch.setattr(config, "make_copies", SlowCopies)
+    for seed, recompute in ((0, 1.0), (1, 0.5), (2, 0.0)):
+        random.seed(seed)
+        watch = Watch()
+        callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
+        assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
+        assert bool(watch.stats.recomputed) == (recompute > 0)
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
+    class Tokens(torch.utils.data.Dataset[Tensor]):
+        ids = torch.randint(0, 512, (8 * 30, 512), generator=torch.Generator().manual_seed(0))
+
+        def __len__(self) -> int:
+            return len(self.ids)
+
+        def __getitem__(self, index: int) -> Tensor:
+            return self.ids[index]
+
+    peaks = []
+    for gpu_memory in ("auto", "least"):
+        swaps = SwapPlanner(gpu_memory=gpu_memory)
+        trainer = pl.Trainer(
+            accelerator="gpu",
+            devices=1,
+            precision="bf16-mixed",
+            strategy=SSDOffloadStrategy(tmp_path, tier="host", states=states, host_memory="8GiB", gpu_memory="1GiB"),
+            max_epochs=1,
+            callbacks=[swaps],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(GPT(512, 512, 1024, 8, 8), DataLoader(Tokens(), batch_size=8))
+        assert swaps.comparison is not None
+        predicted, measured = swaps.comparison.predicted.gpu_peak_bytes, swaps.comparison.gpu_peak_bytes
+        print(states, gpu_memory, predicted, measured, swaps.comparison.predicted.step_seconds,
+              swaps.comparison.step_seconds)  # fmt: skip
+        assert measured == pytest.approx(predicted, rel=0.1)
+        peaks.append(measured)
+    assert peaks[1] < 0.9 * peaks[0]

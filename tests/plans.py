@@ -1,0 +1,56 @@
+"""Plans that are drawn at random, and trainings under them. For CPU and GPU tests."""
+
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_ssd import SwapPlanner
+from lightning_ssd.planning import ModelProfile, Plan, UnitPlan
+
+MACHINE = Path(__file__).parent.parent / "configs/machines/h100.json"
+
+
+class Watch(pl.Callback):
+    """What was moved and made again, in all."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        cache: Any = trainer.strategy.tensor_cache  # type: ignore[attr-defined]
+        self.stats = cache.stats()
+
+
+def planner(**arguments: Any) -> SwapPlanner:
+    """A SwapPlanner that is through with measuring after three steps."""
+    return SwapPlanner(**{"machine": MACHINE, "warm_up": 2, "steps": 1} | arguments)
+
+
+def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.25) -> Plan:
+    """Returns a plan with other choices for everything that is saved.
+
+    Args:
+        plan: of which everything else stays as it is.
+        profile: that it was made from.
+        seed: of the choices.
+        recompute: share of what can be made again that is.
+    """
+    generator = random.Random(seed)
+    units = {}
+    for unit in profile.units:
+        operators: dict[str, Any] = {}
+        for operator in unit.operators:
+            again = operator.recompute_seconds is not None and generator.random() < recompute
+            operators[operator.name] = "recompute" if again else generator.choice(["keep", "host", "ssd"])
+        before = plan.units[unit.name]
+        units[unit.name] = UnitPlan(before.weights, before.states, generator.choice(["keep", "host", "ssd"]), operators)
+    return replace(plan, units=units, window_bytes=generator.choice([0, 2**14, 2**20]))
+
+
+def pinned(plan: Plan, **arguments: Any) -> SwapPlanner:
+    """A SwapPlanner that puts `plan` in force, which it reads from a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.yaml"
+        plan.save(path)
+        return planner(plan=path, **arguments)
