@@ -6,6 +6,7 @@ Torch and Lightning are imported inside the functions that need them, so that `-
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,9 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     options.add_argument("--planner", default="holistic", help="holistic (default), lohan, fuyou or ssdtrain")
     options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="where to keep the plan")
     options.add_argument("--tbw", type=float, metavar="TB", help="TB that the drives are rated for, all together")
+    options.add_argument(
+        "--ssd-per-day", type=_size, metavar="BYTES", help="most that may be written to SSDs in a day, such as 1TB"
+    )
     options.add_argument("--price", type=float, metavar="N", help="of an hour of the machine")
     options.add_argument(
         "--replay", action="store_true", help="print throughput over the bandwidth of migration, too (Teraio, figure 3)"
@@ -188,6 +192,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             hardware = HardwareProfile.from_json(args.machine)
         if args.save_machine is not None:
             hardware.to_json(args.save_machine)
+        if args.ssd_per_day is not None:
+            hardware = replace(hardware, ssd_bytes_per_day=args.ssd_per_day)
         if args.profile is not None:
             model = ModelProfile.from_json(args.profile)
         else:

@@ -12,8 +12,10 @@ import torch
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
-from lightning_ssd.callbacks import add_default_callbacks
+from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks
 from lightning_ssd.callbacks.averaging import averages_weights, lend_weights
+from lightning_ssd.callbacks.tensor_cache import trainer_callbacks
+from lightning_ssd.planning import Plan
 from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.recovery import Recovery
 from lightning_ssd.sizes import parse_bytes
@@ -230,6 +232,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 "Remove it, or set `recover=False`."
             )
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states)
+        config, pinned = self.states_config, self._pinned() if fitting else None
+        if pinned is not None and pinned.clip != "off":
+            config = replace(config, clip=pinned.clip)
         try:
             super().setup(trainer)
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
@@ -240,13 +245,16 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 self._leaving,
                 self._unborn,
                 self.root_device,
-                config=self.states_config,
+                config=config,
                 storage=self.config,
                 default_path=trainer.default_root_dir,
                 autocast=autocast,
                 clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
                 clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
                 hold=hold,
+                given=None
+                if pinned is None
+                else {name: (unit.weights, unit.states) for name, unit in pinned.units.items()},
             )
         finally:
             self._leaving = set()
@@ -291,8 +299,19 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         if self._streams is None:
             assert self.model is not None and self.lightning_module is not None
             fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+            if fitting and (pinned := self._pinned()) is not None:
+                self._streams = any(unit.states != "gpu" for unit in pinned.units.values())
+                return self._streams
             self._streams = self.states_config.leave(self.model, self.root_device, fitting=fitting)
         return self._streams
+
+    def _pinned(self) -> Plan | None:
+        """Returns the plan that says where states are, if the user has given a callback one."""
+        if self.states_config.states != "auto" or self.states_config.recover:
+            return None
+        assert self.lightning_module is not None
+        callbacks = trainer_callbacks(self.lightning_module.trainer)
+        return next((callback.pinned for callback in callbacks if isinstance(callback, SwapPlanner)), None)
 
     # ---- checkpoints: of states that have left, written and read without their ever being in RAM together ----
 

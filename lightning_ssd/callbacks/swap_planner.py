@@ -13,6 +13,7 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.activations import Director, OffloadConfig, SendAll, TensorCache, make_program
 from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
@@ -79,6 +80,8 @@ class SwapPlanner(StepProfiling):
         machine: JSON file of what the machine does (`lightning-ssd plan --save-machine`), instead of measuring it when
             training starts.
         save: YAML file to write plans to.
+        ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: as many as
+            it takes.
         warm_up: steps before some are measured.
         steps: steps that are measured.
         tolerance: share of the step time by which it may drift from what it was before there is another plan.
@@ -101,6 +104,7 @@ class SwapPlanner(StepProfiling):
         gpu_memory: int | str | Literal["auto", "least"] = "auto",
         machine: str | Path | None = None,
         save: str | Path | None = None,
+        ssd_bytes_per_day: int | str | None = None,
         warm_up: int = 3,
         steps: int = 3,
         tolerance: float = 0.1,
@@ -113,10 +117,12 @@ class SwapPlanner(StepProfiling):
         if not 0 < tolerance:
             raise ValueError(f"`tolerance={tolerance}` must be above 0, such as 0.1.")
         self._planner = planner
-        self._pinned = None if plan is None else Plan.load(plan)
+        self.pinned = None if plan is None else Plan.load(plan)
+        """The plan that the user gave. With `states="auto"` it says where model states are, too."""
         self._gpu_memory = gpu_memory
         self._machine = None if machine is None else HardwareProfile.from_json(machine)
         self._save = save
+        self._per_day = None if ssd_bytes_per_day is None else parse_bytes(ssd_bytes_per_day, "ssd_bytes_per_day")
         self._tolerance = tolerance
         self.profile: ModelProfile | None = None
         """What was measured last."""
@@ -191,14 +197,15 @@ class SwapPlanner(StepProfiling):
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         profiler = self._profiler
         assert profiler is not None
-        settled = profiler.settled()
+        staging = self._staging_bytes()
+        settled = replace(profiler.settled(), staging_bytes=staging // 2)  # one half is read ahead, one written behind
         hardware = self._budget(profile, settled)
         if self._cache.device.type == "cuda":
             room: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
             before = unplanned(profile, settled, room, self._cache.window_bytes)
             simulated = simulate(profile, hardware, before).gpu_peak_bytes
             profile = replace(profile, other_gpu_bytes=profiler.peak_bytes - simulated)
-        plan = self._pinned
+        plan = self.pinned
         if plan is None and self._gpu_memory == "least":
             plan = plan_for_least_memory(profile, hardware, self._planner, settled)
         elif plan is None:
@@ -260,6 +267,11 @@ class SwapPlanner(StepProfiling):
             machine = replace(machine, ssd_read=read, ssd_write=write, ssd_mixed=mixed_bandwidth(read, write))
         return machine
 
+    def _staging_bytes(self) -> int:
+        """Returns the bytes of host memory that data passes on its way to and from the SSDs."""
+        ssd = self._cache.tiers.get("ssd")
+        return ssd.staging.budget if isinstance(ssd, SSDTier) else 0
+
     def _budget(self, profile: ModelProfile, settled: Settled) -> HardwareProfile:
         """Returns the machine with the bytes of it that this training may take."""
         cache, machine = self._cache, self._measured_machine
@@ -275,8 +287,13 @@ class SwapPlanner(StepProfiling):
         # What the states take is theirs already.
         kept = simulate(profile, machine, unplanned(profile, settled, {}, 0))
         host, ssd = (cache.tiers[name].capacity if name in cache.tiers else 0 for name in ("host", "ssd"))
+        host += self._staging_bytes()
         return replace(
-            machine, gpu_bytes=gpu, host_bytes=kept.host_peak_bytes + host, ssd_bytes=kept.ssd_peak_bytes + ssd
+            machine,
+            gpu_bytes=gpu,
+            host_bytes=kept.host_peak_bytes + host,
+            ssd_bytes=kept.ssd_peak_bytes + ssd,
+            ssd_bytes_per_day=machine.ssd_bytes_per_day if self._per_day is None else self._per_day,
         )
 
     # ---- comparing ----
@@ -304,7 +321,7 @@ class SwapPlanner(StepProfiling):
         if usual is None:
             self._usual = measured
             wrong = abs(measured / self.prediction.step_seconds - 1) > self._tolerance
-            if wrong and not self._retried and self._pinned is None:
+            if wrong and not self._retried and self.pinned is None:
                 self._retried = True
                 predicted = self.prediction.step_seconds
                 pl.utilities.rank_zero_info(
@@ -313,7 +330,7 @@ class SwapPlanner(StepProfiling):
                 self._plan_again(trainer)
             return
         self._drifting = self._drifting + 1 if abs(measured / usual - 1) > self._tolerance else 0
-        if self._drifting == self.PATIENCE and self._pinned is None:
+        if self._drifting == self.PATIENCE and self.pinned is None:
             self._retried = False
             pl.utilities.rank_zero_info(
                 f"SwapPlanner: a step takes {measured:.3f} s, and took {usual:.3f}: planning again."

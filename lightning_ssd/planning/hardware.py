@@ -26,6 +26,7 @@ class HardwareProfile:
         gpu_bytes: bytes of GPU memory for us.
         host_bytes: bytes of host memory for us.
         ssd_bytes: bytes on SSDs for us.
+        ssd_bytes_per_day: bytes that may be written to SSDs in a day of training; None: as many as it takes.
     """
 
     name: str
@@ -42,10 +43,14 @@ class HardwareProfile:
     gpu_bytes: int
     host_bytes: int
     ssd_bytes: int
+    ssd_bytes_per_day: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name in ("host_bytes", "ssd_bytes"):
+            if field.name == "ssd_bytes_per_day":
+                if self.ssd_bytes_per_day is not None:
+                    check_not_negative(field.name, self.ssd_bytes_per_day)
+            elif field.name in ("host_bytes", "ssd_bytes"):
                 check_not_negative(field.name, getattr(self, field.name))
             elif field.name != "name":
                 check_positive(field.name, getattr(self, field.name))

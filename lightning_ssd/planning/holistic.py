@@ -26,6 +26,9 @@ PUBLISHED = (plan_ssdtrain, plan_fuyou, plan_lohan)
 RANKED = 4
 """Candidates of the bound that are simulated."""
 
+SPREAD = 4
+"""Steps from the least that can be saved to all of it, which are simulated, too."""
+
 SIMULATED_STAGES = 4000
 """Stages that are simulated in all, over candidates and micro-batches: it bounds the time that planning takes."""
 
@@ -82,7 +85,8 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: Settl
     ):
         search.consider(plan if settled is None else settled.apply(plan))
     published = search.fastest
-    for candidate in search.ranked()[:RANKED]:
+    ranked = search.ranked()
+    for candidate in (*ranked[:RANKED], *search.spread(ranked[0])):
         search.try_candidate(candidate)
     search.refine()
     return search.choose(published)
@@ -218,6 +222,11 @@ class _Search:
             best[candidate] = bound
         return sorted(best, key=lambda candidate: best[candidate])
 
+    def spread(self, candidate: Candidate) -> list[Candidate]:
+        """Returns candidates that save from little to all: the bound knows nothing of the room in the tiers."""
+        counts = sorted(self._amounts())
+        return [replace(candidate, saved=counts[(len(counts) - 1) * step // SPREAD]) for step in range(SPREAD + 1)]
+
     def refine(self) -> None:
         """Moves the best candidate in one or two of its numbers while that makes it better, in ever smaller steps."""
         amount, units = max(1, len(self.tensors) // 8), max(1, len(self.model.units) // 8)
@@ -299,7 +308,7 @@ class _Search:
         places: tuple[Callable[[int], int], ...] = (place_states, place_activations)
         for place in reversed(places) if candidate.activations_first else places:
             host = place(host)
-        return assemble_plan(
+        plan = assemble_plan(
             self.model,
             weights=weights,
             states=states,
@@ -307,6 +316,7 @@ class _Search:
             clip=candidate.clip,
             window_bytes=candidate.window_bytes,
         )
+        return plan if self.settled is None else self.settled.apply(plan)
 
     def _with_memory(self, candidate: Candidate, gpu_bytes: int, host_bytes: int) -> Candidate:
         gpu, host = max(0, gpu_bytes), max(0, host_bytes)

@@ -83,15 +83,17 @@ def assemble_plan(
 
 @dataclass(frozen=True)
 class Settled:
-    """Where model states are, if that is not to be planned.
+    """What is not to be planned.
 
     Attributes:
         weights: of each unit, where the compute weights are.
         states: of each unit, where the rest is.
+        staging_bytes: of the plan; None: that is planned.
     """
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
+    staging_bytes: int | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> "Settled":
@@ -100,12 +102,13 @@ class Settled:
         return cls(tuple(unit.weights for unit in units), tuple(unit.states for unit in units))
 
     def apply(self, plan: Plan) -> Plan:
-        """Returns the plan with model states where they are."""
+        """Returns the plan with what is settled."""
         units = {
             name: replace(unit, weights=weights, states=states)
             for (name, unit), weights, states in zip(plan.units.items(), self.weights, self.states, strict=True)
         }
-        return replace(plan, units=units)
+        staging = plan.staging_bytes if self.staging_bytes is None else self.staging_bytes
+        return replace(plan, units=units, staging_bytes=staging)
 
 
 def unplanned(model: ModelProfile, settled: Settled, room: Mapping[Where, int], window_bytes: int) -> Plan:
@@ -132,14 +135,8 @@ def unplanned(model: ModelProfile, settled: Settled, room: Mapping[Where, int], 
                 left[tier] -= tensor.nbytes if saved[tensor.key] == tier else 0
                 break
         saved.setdefault(tensor.key, "keep")
-    plan = assemble_plan(
-        model,
-        weights=list(settled.weights),
-        states=list(settled.states),
-        saved=saved,
-        window_bytes=window_bytes,
-    )
-    return plan
+    weights, states = list(settled.weights), list(settled.states)
+    return settled.apply(assemble_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes))
 
 
 def plan_with_coefficient(model: ModelProfile, hardware: HardwareProfile, coefficient: float, settled: Settled) -> Plan:
@@ -174,7 +171,8 @@ def plan_with_coefficient(model: ModelProfile, hardware: HardwareProfile, coeffi
     for tensor in sorted(swapped, key=lambda tensor: tensor.key):
         saved[tensor.key] = "host" if tensor.nbytes <= host else "ssd"
         host -= tensor.nbytes if saved[tensor.key] == "host" else 0
-    return assemble_plan(model, weights=list(settled.weights), states=list(settled.states), saved=saved)
+    weights, states = list(settled.weights), list(settled.states)
+    return settled.apply(assemble_plan(model, weights=weights, states=states, saved=saved))
 
 
 def default_window(model: ModelProfile) -> int:

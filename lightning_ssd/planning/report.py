@@ -46,7 +46,8 @@ class Report:
     Attributes:
         prediction: of the simulation.
         fits: every tier has the memory.
-        excess_bytes: by which the plan exceeds the memory of the tiers.
+        excess_bytes: by which the plan exceeds the memory of the tiers, or a step what may be written to SSDs.
+        over: of what, for a person.
         placed: where each class of bytes is.
         swap_coefficient: bytes of intra-block activations swapped over all of them (Fuyou 5.6).
         tokens_per_second: of training.
@@ -61,6 +62,7 @@ class Report:
     prediction: Prediction
     fits: bool
     excess_bytes: int
+    over: str
     placed: tuple[Placed, ...]
     swap_coefficient: float
     tokens_per_second: float
@@ -107,6 +109,7 @@ def make_report(
         prediction=prediction,
         fits=excess == 0,
         excess_bytes=excess,
+        over=" is written to SSDs in a step, for what a day may have" if prediction.excess_written(hardware) else "",
         placed=placed,
         swap_coefficient=coefficient,
         tokens_per_second=throughput,
@@ -202,7 +205,7 @@ def render_report(report: Report) -> str:
     prediction = report.prediction
     busy = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in prediction.busy_seconds.items())
     lines = [
-        "It fits." if report.fits else f"It does not fit: {format_bytes(report.excess_bytes)} too much.",
+        "It fits." if report.fits else f"It does not fit: {format_bytes(report.excess_bytes)} too much{report.over}.",
         f"step               {prediction.step_seconds:.3f} s, {report.tokens_per_second:.0f} tokens/s",
         f"peak               GPU {format_bytes(prediction.gpu_peak_bytes)}, host "
         f"{format_bytes(prediction.host_peak_bytes)}, SSD {format_bytes(prediction.ssd_peak_bytes)}",

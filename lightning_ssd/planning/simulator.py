@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
 
+from lightning_ssd.planning.endurance import DAY
 from lightning_ssd.planning.events import (
     COMPUTE,
     COPY_IN,
@@ -63,12 +64,19 @@ class Prediction:
     memory: tuple[tuple[float, int, int, int], ...] = field(repr=False)
 
     def excess_bytes(self, hardware: HardwareProfile) -> int:
-        """Returns the bytes by which the plan exceeds the memory of all tiers; 0: it fits."""
+        """Returns the bytes by which the plan exceeds the memory of all tiers, and what may be written; 0: it fits."""
         return (
             max(0, self.gpu_peak_bytes - hardware.gpu_bytes)
             + max(0, self.host_peak_bytes - hardware.host_bytes)
             + max(0, self.ssd_peak_bytes - hardware.ssd_bytes)
+            + self.excess_written(hardware)
         )
+
+    def excess_written(self, hardware: HardwareProfile) -> int:
+        """Returns the bytes that a step writes to SSDs beyond its share of what may be written in a day."""
+        if hardware.ssd_bytes_per_day is None:
+            return 0
+        return max(0, ceil(self.ssd_written_bytes - hardware.ssd_bytes_per_day * self.step_seconds / DAY))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,12 @@ class Places:
 
 
 def choose_places(
-    layouts: Sequence[Layout], states: Literal["host", "ssd", "auto"], budget: int | None, *, shared: bool
+    layouts: Sequence[Layout],
+    states: Literal["host", "ssd", "auto"],
+    budget: int | None,
+    *,
+    shared: bool,
+    given: Sequence[tuple[Where, Where]] | None = None,
 ) -> Places:
     """Returns where flats go: with "auto", to host memory as far as `budget` reaches, compute weights first.
 
@@ -59,13 +64,16 @@ def choose_places(
         budget: bytes of host memory, for gradients and staging, too; None: as many as needed.
         shared: whether flats may share the memory that gradients land in. They do if any is on SSDs: backward then
             waits for steps, and those for drives, which are what takes longest.
+        given: of each flat, where its weights and all others go, if a plan says so.
 
     Raises:
         ValueError: the budget is too small; it names `host_memory` and what is needed.
     """
     everything: list[Where] = ["host"] * len(layouts)
     all_host = _places(layouts, everything, everything, shared)
-    if states == "host" or (states == "auto" and (budget is None or all_host.host <= budget)):
+    if given is not None:
+        places = _places(layouts, [weights for weights, _ in given], [rest for _, rest in given], shared)
+    elif states == "host" or (states == "auto" and (budget is None or all_host.host <= budget)):
         places = all_host
     else:
         weights: list[Where] = ["ssd"] * len(layouts)

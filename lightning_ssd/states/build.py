@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import OffloadConfig, check_choice
 from lightning_ssd.activations.copies import Copies, make_copies
+from lightning_ssd.planning.plan import Tier
 from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
@@ -151,6 +152,7 @@ def make_model_states(
     clip_norm: bool,
     clip_value: float | None,
     hold: bool,
+    given: Mapping[str, tuple[Tier, Tier]] | None = None,
 ) -> ModelStates:
     """Takes the parameters `leaving` out of the device, with their gradients and optimizer states.
 
@@ -170,6 +172,7 @@ def make_model_states(
         clip_norm: whether gradients are clipped by their norm.
         clip_value: as in `ModelStates`.
         hold: as in `ModelStates`.
+        given: of each unit, by name, where its weights are and where all others, if a plan says so.
 
     Raises:
         ValueError: an optimizer can't step on the host; or `units` is wrong, or a budget too small.
@@ -187,7 +190,13 @@ def make_model_states(
     stream_bytes = config.budget(device)
     resident: set[nn.Parameter] = set()
     recover = config.recover and bool(optimizers)
-    if config.states == "auto" and config.gpu_memory != "auto" and not recover:
+    if given is not None:
+        _check_given(given, units, leaving)
+        chosen = [unit for unit in units if given.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
+        resident = _of_residents(chosen, leaving, hold=hold)
+        stay |= resident
+        leaving -= resident
+    elif config.states == "auto" and config.gpu_memory != "auto" and not recover:
         resident, taken = _residents(units, leaving, groups, stream_bytes, autocast, hold=hold)
         stay |= resident
         leaving -= resident
@@ -210,14 +219,17 @@ def make_model_states(
         budget = _host_budget(config, storage)
         # Where steps wait for all gradients, each needs memory of its own.
         shared = not gated and not hold and config.overlap == "optimized"
+        tiers = None
+        if given is not None:
+            tiers = [_off_device(given[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own]
         try:
-            places = choose_places(layouts, kind, budget, shared=shared)
+            places = choose_places(layouts, kind, budget, shared=shared, given=tiers)
             scratch = _make_scratch(places, storage, default_path, device, taken=killed)
         except (ValueError, StorageFullError):
             if recover or config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
                 raise
             layouts = [replace(layout, slots=1) for layout in layouts]
-            places = choose_places(layouts, kind, budget, shared=shared)
+            places = choose_places(layouts, kind, budget, shared=shared, given=tiers)
             scratch = _make_scratch(places, storage, default_path, device, taken=None)
         recovered = None if killed is None else killed.record
         if scratch is not None:
@@ -321,13 +333,40 @@ def _residents(
     chosen: set[nn.Parameter] = set()
     for unit in units:
         needed = sum(need(parameter) * parameter.numel() for parameter in of(unit))
-        if hold and any(parameter.dtype != torch.float32 for parameter in of(unit)):
-            continue  # hooks see gradients of master weights on the host only
+        if hold and not _of_residents([unit], leaving, hold=True):
+            continue
         if taken + needed > most:
             break
         taken += needed
         chosen.update(of(unit))
     return chosen, taken
+
+
+def _of_residents(units: Sequence[Unit], leaving: set[nn.Parameter], *, hold: bool) -> set[nn.Parameter]:
+    """Returns what of whole units may stay on the device."""
+    chosen: set[nn.Parameter] = set()
+    for unit in units:
+        own = {parameter for _, parameter in unit.parameters if parameter in leaving}
+        if not hold or all(parameter.dtype == torch.float32 for parameter in own):
+            chosen |= own  # else hooks would look for gradients of master weights, which are on the host only
+    return chosen
+
+
+def _check_given(given: Mapping[str, tuple[Tier, Tier]], units: Sequence[Unit], leaving: set[nn.Parameter]) -> None:
+    """Raises ValueError unless a plan is one for these units."""
+    names = [unit.name for unit in units if unit.parameters]
+    for name in given:
+        if name not in names:
+            raise ValueError(f"the plan places the unit `{name}`, which the model does not have. Plan again for it.")
+    for unit in units:
+        if unit.name not in given and any(parameter in leaving for _, parameter in unit.parameters):
+            raise ValueError(f"the plan does not place the unit `{unit.name}`. Plan again for this model.")
+
+
+def _off_device(tiers: tuple[Tier, Tier]) -> tuple[Literal["host", "ssd"], Literal["host", "ssd"]]:
+    """Returns where flats are whose unit is in `tiers`: what could not stay on the device is in host memory."""
+    weights, rest = tiers
+    return ("host" if weights == "gpu" else weights), ("host" if rest == "gpu" else rest)
 
 
 def _make_flats(

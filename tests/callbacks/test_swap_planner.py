@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,32 @@ def test_nothing_is_left_on_the_model() -> None:
     for part in module.modules():
         assert not part._forward_pre_hooks and not part._forward_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_model_states_are_where_the_plan_has_them(tmp_path: Path) -> None:
+    """A plan that is given from the start places weights and states of each unit, on all three tiers."""
+    how: Any = {"limit_val_batches": 0}
+    plain = train_states(tmp_path, "auto", Model(), **how)
+    first = planner()
+    auto: Any = {"min_bytes": 1, "host_memory": "128MiB"}
+    train_states(tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[first], **how)
+    assert first.plan is not None and first.profile is not None
+    tiers: list[Any] = [("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"), ("ssd", "host")]
+    drawn = draw(first.plan, first.profile, 0)
+    units = {
+        name: replace(unit, weights=weights, states=states)
+        for (name, unit), (weights, states) in zip(drawn.units.items(), tiers, strict=True)
+    }
+    second = pinned(replace(drawn, units=units))
+    model = train_states(tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[second], **how)
+    assert second.plan is not None
+    found = [(unit.weights, unit.states) for unit in second.plan.units.values()]
+    assert found == tiers
+    assert model.losses == plain.losses
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+    del units["blocks.1"]
+    with pytest.raises(ValueError, match=r"does not place the unit `blocks\.1`"):
+        train_states(
+            tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[pinned(replace(drawn, units=units))], **how
+        )

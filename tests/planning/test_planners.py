@@ -6,7 +6,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from lightning_ssd.planning import PLANNERS, HardwareProfile, ModelProfile, Plan, UnitPlan, make_plan, simulate
+from lightning_ssd.planning import (
+    PLANNERS,
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    Settled,
+    UnitPlan,
+    make_plan,
+    plan_for_least_memory,
+    plan_with_coefficient,
+    simulate,
+)
 from lightning_ssd.planning.plan import Choice
 from lightning_ssd.planning.transformer import transformer_profile
 from tests.planning.profiles import GB, GIB, H100, machines, make_model, models
@@ -111,3 +122,63 @@ def test_holistic_against_a_sweep(gpu_bytes: int, host_bytes: int, hidden: int, 
     chosen = simulate(model, machine, make_plan(model, machine))
     assert chosen.excess_bytes(machine) == 0
     assert chosen.step_seconds <= 1.02 * min(fitting, default=float("inf"))
+
+
+def test_what_may_be_written_in_a_day() -> None:
+    """What would wear the SSDs is computed again instead; where even that is too much, the plan does not fit."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
+    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, gpu_bytes=20 * GB, host_bytes=20 * GB, ssd_write=30e9, ssd_read=30e9, ssd_mixed=30e9)
+    free = simulate(model, machine, make_plan(model, machine, settled=settled))
+    assert free.ssd_written_bytes > 0 and free.excess_bytes(machine) == 0
+    per_day = free.ssd_written_bytes * 86400 / free.step_seconds
+    careful = replace(machine, ssd_bytes_per_day=per_day / 4)
+    plan = make_plan(model, careful, settled=settled)
+    prediction = simulate(model, careful, plan)
+    assert prediction.excess_bytes(careful) == 0
+    assert prediction.ssd_written_bytes * 86400 / prediction.step_seconds <= per_day / 4
+    assert "recompute" in choices(plan)
+
+
+def test_memory_that_holds_little_is_used() -> None:
+    """Host memory too small to pass data through: what has room on the GPU is kept, the rest computed again."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
+    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, gpu_bytes=26 * GB, host_bytes=2 * GB)
+    prediction = simulate(model, machine, make_plan(model, machine, settled=settled))
+    assert prediction.excess_bytes(machine) == 0
+    assert prediction.step_seconds < 24 + 5.1  # at least three of eight need not be computed again
+
+
+def test_least_memory() -> None:
+    """It takes less, and next to no more time."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
+    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    fastest = simulate(model, H100, make_plan(model, H100, settled=settled))
+    least = simulate(model, H100, plan_for_least_memory(model, H100, settled=settled))
+    assert fastest.gpu_peak_bytes == 40 * GB
+    assert least.gpu_peak_bytes < 20 * GB
+    assert least.step_seconds <= 1.02 * fastest.step_seconds
+
+
+def test_settled_states_stay() -> None:
+    model = make_model(4)
+    settled = Settled(("host", "ssd", "gpu", "host"), ("ssd", "ssd", "gpu", "host"))
+    for planner in PLANNERS:
+        plan = make_plan(model, H100, planner, settled)
+        plan.check(model)
+        assert Settled.of(plan) == settled
+
+
+def test_coefficients_are_kept_to() -> None:
+    """What is swapped is at least the share that was asked for, and no more than an operator beyond it."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
+    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, host_bytes=10 * GB)
+    for count in range(9):
+        plan = plan_with_coefficient(model, machine, count / 8, settled)
+        plan.check(model)
+        swapped = [unit for unit in plan.units.values() if unit.operators["work"] != "recompute"]
+        assert len(swapped) == count
+        prediction = simulate(model, machine, plan)
+        assert prediction.ssd_written_bytes == max(0, 8 + 4 * count - 10) * GB or count in (0, 1)
