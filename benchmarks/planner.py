@@ -33,11 +33,10 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
-    Plan,
     Settled,
-    make_report,
     plan_with_coefficient,
     simulate,
+    swap_coefficient,
 )
 
 SETTINGS = [
@@ -68,35 +67,34 @@ class Sweep(SwapPlanner):
         self.results: list[dict[str, Any]] = []
 
     def _compare(self, trainer: pl.Trainer) -> None:
+        before, plan = self.comparison, self.plan
         super()._compare(trainer)
-        if self.comparison is None:
+        if self.comparison is before:
             return
-        assert self.prediction is not None and self.plan is not None
+        assert self.comparison is not None and self.profile is not None and plan is not None
+        predicted = self.comparison.predicted
+        again = plan is not self.plan
         self.results.append(
             {
-                "plan": self._name,
-                "predicted_step": self.prediction.step_seconds,
+                "plan": "first plan" if again else self._name,
+                "predicted_step": predicted.step_seconds,
                 "step": self.comparison.step_seconds,
-                "predicted_peak": self.prediction.gpu_peak_bytes,
+                "predicted_peak": predicted.gpu_peak_bytes,
                 "peak": self.comparison.gpu_peak_bytes,
-                "bound": self.prediction.bound,
-                "coefficient": self._coefficient(self.plan),
+                "bound": predicted.bound,
+                "coefficient": swap_coefficient(self.profile, plan),
             }
         )
         print("   ", json.dumps(self.results[-1]), flush=True)
+        if again:
+            return
         if not self._left:
             trainer.should_stop = True
             return
         coefficient = self._left.pop(0)
         self._name = f"{coefficient:g}"
-        assert self.profile is not None and self.hardware is not None and self._profiler is not None
-        plan = plan_with_coefficient(self.profile, self.hardware, coefficient, self._profiler.settled())
-        self.prediction = simulate(self.profile, self.hardware, plan)
-        self._put_in_force(trainer, plan, self._profiler)
-
-    def _coefficient(self, plan: Plan) -> float:
-        assert self.profile is not None and self.hardware is not None
-        return make_report(self.profile, self.hardware, plan, settled=Settled.of(plan)).swap_coefficient
+        assert self.hardware is not None
+        self._put_in_force(trainer, plan_with_coefficient(self.profile, self.hardware, coefficient, self._settled))
 
 
 class AdamGPT(BenchmarkGPT):
@@ -185,7 +183,7 @@ def report(results: dict[str, Any]) -> str:
             )
     lines += ["", "| setting | planned, s | best of the sweep | planned / best |", "|---|---|---|---|"]
     for name, result in results.items():
-        planned, *swept = result["plans"]
+        planned, swept = _split(result)
         if swept:
             best = min(swept, key=lambda row: row["step"])
             lines.append(
@@ -196,6 +194,13 @@ def report(results: dict[str, Any]) -> str:
     errors = [abs(row["predicted_step"] / row["step"] - 1) for row in rows]
     lines += ["", f"error of the step: median {100 * statistics.median(errors):.1f} %, most {100 * max(errors):.1f} %"]
     return "\n".join(lines)
+
+
+def _split(result: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the planner's last plan, and the plans of the coefficients."""
+    names = [row["plan"] for row in result["plans"]]
+    last = names.index("planned")
+    return result["plans"][last], result["plans"][last + 1 :]
 
 
 def plot(results: dict[str, Any], picture: Path) -> None:
@@ -211,7 +216,7 @@ def plot(results: dict[str, Any], picture: Path) -> None:
     for axes in grid.flat[len(results) :]:
         axes.axis("off")
     for axes, (name, result) in zip(grid.flat, results.items(), strict=False):
-        planned, *swept = result["plans"]
+        planned, swept = _split(result)
         swept.sort(key=lambda row: row["coefficient"])
         model, machine = _profiles(result)
         fine = [step / 20 for step in range(21)]

@@ -16,6 +16,8 @@ from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks
 from lightning_ssd.callbacks.averaging import averages_weights, lend_weights
 from lightning_ssd.callbacks.tensor_cache import trainer_callbacks
 from lightning_ssd.planning import Plan
+from lightning_ssd.planning.model import is_later_visit
+from lightning_ssd.planning.plan import Tier
 from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.recovery import Recovery
 from lightning_ssd.sizes import parse_bytes
@@ -252,9 +254,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
                 clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
                 hold=hold,
-                given=None
-                if pinned is None
-                else {name: (unit.weights, unit.states) for name, unit in pinned.units.items()},
+                given=None if pinned is None else _placed_states(pinned),
             )
         finally:
             self._leaving = set()
@@ -455,6 +455,11 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
+
+
+def _placed_states(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
+    """Returns where a plan has the weights of each unit, and the rest of its states."""
+    return {name: (unit.weights, unit.states) for name, unit in plan.units.items() if not is_later_visit(name)}
 
 
 def _user_sees_gradients(trainer: pl.Trainer) -> bool:

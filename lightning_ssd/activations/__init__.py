@@ -3,7 +3,7 @@
 from lightning_ssd.activations.cache import BudgetError, CacheStats, TensorCache
 from lightning_ssd.activations.config import OffloadConfig, make_tensor_cache
 from lightning_ssd.activations.director import Director, make_program
-from lightning_ssd.activations.forward import in_backward
+from lightning_ssd.activations.forward import Visit
 from lightning_ssd.activations.graph import ForwardGraph, Recorder, Saved
 from lightning_ssd.activations.placement import Placement, SendAll
 from lightning_ssd.activations.weights import mark_weights
@@ -19,7 +19,7 @@ __all__ = [
     "Saved",
     "SendAll",
     "TensorCache",
-    "in_backward",
+    "Visit",
     "make_program",
     "make_tensor_cache",
     "mark_weights",

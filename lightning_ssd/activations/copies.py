@@ -46,8 +46,6 @@ class Copies(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.on_wait: Callable[[bool], None] | None = None
-        """Told that the compute stream is about to wait for a copy (True), and that it goes on (False)."""
 
     def empty(self, nbytes: int) -> Tensor:
         """Allocates `nbytes` bytes on the device, on the compute stream."""
@@ -71,18 +69,9 @@ class Copies(ABC):
         The caller keeps both buffers until the returned mark, the copy's, is reached.
         """
 
+    @abstractmethod
     def wait(self, mark: Mark) -> None:
         """Makes the compute stream wait for `mark`; the host goes on."""
-        if self.on_wait is None:
-            self._wait(mark)
-            return
-        self.on_wait(True)
-        self._wait(mark)
-        self.on_wait(False)
-
-    @abstractmethod
-    def _wait(self, mark: Mark) -> None:
-        """Does so."""
 
     @abstractmethod
     def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
@@ -135,7 +124,7 @@ class CPUCopies(Copies):
             self._in_busy = self._in_busy.plus(dst.numel(), time.perf_counter() - start)
         return None
 
-    def _wait(self, mark: Mark) -> None:
+    def wait(self, mark: Mark) -> None:
         return None
 
     def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
@@ -172,7 +161,7 @@ class CUDACopies(Copies):
     def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
         return self._in.copy(src, dst, dst.numel(), after)
 
-    def _wait(self, mark: Mark) -> None:
+    def wait(self, mark: Mark) -> None:
         if mark is not None:
             self._events.wait(self._events.compute_stream(), mark)
 

@@ -30,6 +30,18 @@ class Part(NamedTuple):
     time: int
 
 
+class Visit(NamedTuple):
+    """A run of a unit's forward, with what follows it until the next unit begins.
+
+    Attributes:
+        unit: index of the unit.
+        time: how often it had run before in this forward: more than once where weights are tied.
+    """
+
+    unit: int
+    time: int
+
+
 class ForwardMode(TorchDispatchMode):
     """Is told of every operation of the forwards that run inside it; those of backwards are let through.
 
@@ -43,10 +55,10 @@ class ForwardMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = []
         self._entered = 0
-        self._open: list[int] = []
+        self._open: list[Visit] = []
         self._times: Counter[tuple[str, int]] = Counter()
-        self.unit = 0
-        """The innermost unit that runs, or the one that ran last."""
+        self.visit = Visit(0, 0)
+        """The innermost one that is under way, or the last one."""
         for index, modules in enumerate(units):
             for module in modules:
                 self._hook(index, module)
@@ -60,7 +72,7 @@ class ForwardMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._open.clear()
         self._times.clear()
-        self.unit = 0
+        self.visit = Visit(0, 0)
         self.begin_part(Part("start", 0, 0))
         self._entered += 1
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -82,23 +94,27 @@ class ForwardMode(TorchDispatchMode):
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation and returns what it returns."""
 
+    def left(self, visit: Visit, output: object) -> None:  # noqa: B027  # most modes have nothing to do here
+        """A visit is over, and has returned `output`."""
+
     def _hook(self, index: int, module: nn.Module) -> None:
         def before(module: nn.Module, args: object) -> None:
             if self._entered and not in_backward():
-                self._open.append(index)
+                self._open.append(Visit(index, self._times["enter", index]))
                 self._turn("enter", index)
 
         def after(module: nn.Module, args: object, output: object) -> None:
             if self._entered and not in_backward():
                 if self._open:
-                    self._open.pop()
+                    self.left(self._open.pop(), output)
                 self._turn("exit", index)
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _turn(self, event: Literal["enter", "exit"], index: int) -> None:
-        self.unit = self._open[-1] if self._open else index
+        if self._open:
+            self.visit = self._open[-1]
         self.begin_part(Part(event, index, self._times[event, index]))
         self._times[event, index] += 1
 

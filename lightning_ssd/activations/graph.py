@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.clock import make_clock
-from lightning_ssd.activations.forward import ForwardMode, Part, in_backward
+from lightning_ssd.activations.forward import ForwardMode, Part, Visit, in_backward
 from lightning_ssd.activations.weights import fetch_of, is_weight
 
 
@@ -23,14 +24,14 @@ class Buffer:
         nbytes: its bytes.
         maker: index of the operation that made it; None: it was there before.
         position: of the tensor that shows it among what its maker returned.
-        unit: that was running when autograd saved it; None: it did not.
+        visit: that was under way when autograd saved it; None: it did not.
         changed: written to after it was made.
     """
 
     nbytes: int
     maker: int | None = None
     position: int = 0
-    unit: int | None = None
+    visit: Visit | None = None
     changed: bool = False
 
 
@@ -41,7 +42,7 @@ class Operation:
     Attributes:
         func: as dispatched.
         part: that it belongs to.
-        unit: that was running.
+        visit: that was under way.
         where: name of the module that was running, relative to its unit.
         inputs: numbers of the buffers that it reads.
         flops: of it.
@@ -51,7 +52,7 @@ class Operation:
 
     func: Any
     part: Part
-    unit: int
+    visit: Visit
     where: str
     inputs: tuple[int, ...]
     flops: float
@@ -64,20 +65,22 @@ class Saved:
     """A buffer that autograd saves.
 
     Attributes:
-        unit: that was running when it was saved first.
-        name: unique in the unit.
+        visit: that was under way when it was saved first.
+        name: unique in the visit.
         buffer: its number.
         nbytes: its bytes.
         chain: indices of the operations that make it from weights and from other buffers that are saved, in order.
-        again: whether they can be run again, in the backward of this unit.
-        inbound: it was there before the unit began.
+        scratch: most bytes that are needed on the way, beside the buffer.
+        again: whether they can be run again, in the backward of this visit.
+        inbound: it was there before the visit began.
     """
 
-    unit: int
+    visit: Visit
     name: str
     buffer: int
     nbytes: int
     chain: tuple[int, ...]
+    scratch: int
     again: bool
     inbound: bool
 
@@ -88,6 +91,12 @@ class ForwardGraph:
 
     operations: list[Operation] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
+    backward_seconds: dict[Visit, float] = field(default_factory=dict)
+    """Of each visit, on the device."""
+
+    def visits(self) -> list[Visit]:
+        """Returns all visits, in the order in which they began."""
+        return list(dict.fromkeys(operation.visit for operation in self.operations))
 
     def saved(self, min_bytes: int) -> list[Saved]:
         """Returns the buffers that autograd saves.
@@ -95,31 +104,45 @@ class ForwardGraph:
         Args:
             min_bytes: smaller buffers stay on the device, whatever becomes of the others.
         """
-        taken: dict[tuple[int, str], int] = {}
+        taken: dict[tuple[Visit, str], int] = {}
         found = []
         for number, buffer in enumerate(self.buffers):
-            if buffer.unit is None:
+            if buffer.visit is None:
                 continue
             maker = None if buffer.maker is None else self.operations[buffer.maker]
-            inbound = maker is None or maker.unit != buffer.unit
-            chain = None if inbound else self._chain(number, buffer.unit, min_bytes)
+            inbound = maker is None or maker.visit != buffer.visit
+            chain = None if inbound else self._chain(number, buffer.visit, min_bytes)
             name = "input" if maker is None else _name(maker, buffer)
-            count = taken[buffer.unit, name] = taken.get((buffer.unit, name), 0) + 1
+            count = taken[buffer.visit, name] = taken.get((buffer.visit, name), 0) + 1
             found.append(
                 Saved(
-                    buffer.unit,
+                    buffer.visit,
                     name if count == 1 else f"{name}#{count}",
                     number,
                     buffer.nbytes,
                     tuple(sorted(chain)) if chain is not None else (),
+                    self._scratch(number, chain) if chain is not None else 0,
                     chain is not None,
                     inbound,
                 )
             )
         return found
 
-    def _chain(self, number: int, unit: int, min_bytes: int) -> set[int] | None:
-        """Returns what has to be run to make a buffer again in the backward of `unit`; None: it can't be."""
+    def _scratch(self, number: int, chain: set[int]) -> int:
+        """Returns the most bytes on the device while a buffer is made by `chain`, beside itself."""
+        made = {other for other, buffer in enumerate(self.buffers) if buffer.maker in chain and buffer.visit is None}
+        most = 0
+        for index in chain:
+            operation = self.operations[index]
+            live = sum(self.buffers[read].nbytes for read in operation.inputs if read in made)
+            if index != self.buffers[number].maker:  # the buffer itself is not there yet
+                live += sum(self.buffers[other].nbytes for other in made if self.buffers[other].maker == index)
+                live -= self.buffers[number].nbytes
+            most = max(most, live)
+        return most
+
+    def _chain(self, number: int, visit: Visit, min_bytes: int) -> set[int] | None:
+        """Returns what has to be run to make a buffer again in the backward of `visit`; None: it can't be."""
         chain: set[int] = set()
         wanted = [number]
         while wanted:
@@ -127,7 +150,7 @@ class ForwardGraph:
             if buffer.maker is None or buffer.maker in chain:
                 continue
             maker = self.operations[buffer.maker]
-            if buffer.changed or not maker.repeatable or maker.unit != unit:
+            if buffer.changed or not maker.repeatable or maker.visit != visit:
                 return None
             if any(self.buffers[read].changed for read in maker.inputs):
                 return None
@@ -136,13 +159,15 @@ class ForwardGraph:
             wanted += [
                 read
                 for read in maker.inputs
-                if self.buffers[read].unit is None and self.buffers[read].nbytes >= min_bytes
+                if self.buffers[read].visit is None and self.buffers[read].nbytes >= min_bytes
             ]
         return chain
 
 
 class Recorder(ForwardMode):
-    """Records a forward, and how long its operations take.
+    """Records a forward, and how long its operations take, and those of the backward that follows.
+
+    Operations are timed one by one: what the device waits for between them does not count.
 
     Args:
         units: as in `ForwardMode`.
@@ -157,6 +182,9 @@ class Recorder(ForwardMode):
         self.graph = ForwardGraph()
         self._clock = make_clock(device)
         self._spans: list[tuple[Any, Any]] = []
+        self._backward = _BackwardMode(self)
+        self._backward_spans: list[tuple[Visit, Any, Any]] = []
+        self._backward_of = Visit(0, 0)
         self._part = Part("start", 0, 0)
         self._where: list[str] = []
         for modules in units:
@@ -168,20 +196,49 @@ class Recorder(ForwardMode):
     def __enter__(self) -> Any:
         self.graph = ForwardGraph()
         self._spans.clear()
+        self._backward_spans.clear()
         self._where.clear()
         return super().__enter__()
 
     def saved(self, storage: torch.UntypedStorage) -> None:
         """Autograd has saved `storage`, for the first time in this forward."""
         buffer = self.graph.buffers[self._number(storage)]
-        if buffer.unit is None:
-            buffer.unit = self.unit
+        if buffer.visit is None:
+            buffer.visit = self.visit
 
     def finish(self) -> None:
         """Takes down how long the operations took; the device has passed them."""
         for operation, (start, end) in zip(self.graph.operations, self._spans, strict=True):
             operation.seconds = self._clock.elapsed(start, end) or 0.0
+        for visit, start, end in self._backward_spans:
+            seconds = self._clock.elapsed(start, end) or 0.0
+            self.graph.backward_seconds[visit] = self.graph.backward_seconds.get(visit, 0.0) + seconds
         self._spans.clear()
+        self._backward_spans.clear()
+
+    def begin_backward(self) -> None:
+        """The forward is over; from here on operations belong to its backward."""
+        self._backward_of = self.visit
+        self._backward.__enter__()  # type: ignore[no-untyped-call]
+
+    def end_backward(self) -> None:
+        """The backward is over."""
+        self._backward.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def left(self, visit: Visit, output: object) -> None:
+        def begins(_: object) -> None:
+            self._backward_of = visit
+
+        for value in tensors_of(output):
+            if value.grad_fn is not None:
+                value.grad_fn.register_prehook(begins)
+
+    def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation of the backward."""
+        start = self._clock.now()
+        result = func(*args, **kwargs)
+        self._backward_spans.append((self._backward_of, start, self._clock.now()))
+        return result
 
     def begin_part(self, part: Part) -> None:
         self._part = part
@@ -208,7 +265,7 @@ class Recorder(ForwardMode):
         flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
         where = self._where[-1] if self._where else ""
         self.graph.operations.append(
-            Operation(func, self._part, self.unit, where, inputs, flops, _repeatable(func, kwargs))
+            Operation(func, self._part, self.visit, where, inputs, flops, _repeatable(func, kwargs))
         )
         return result
 
@@ -235,6 +292,17 @@ class Recorder(ForwardMode):
 
         yield module.register_forward_pre_hook(before)
         yield module.register_forward_hook(after, always_call=True)
+
+
+class _BackwardMode(TorchDispatchMode):
+    """Is told of every operation of a backward. Autograd's threads take it over from the one that calls it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorder.time_backward(func, args, kwargs or {})
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -76,13 +76,12 @@ class StepProfiling(pl.Callback):
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         assert self._profiler is not None
-        self._profiler.end_recording()
-        if self._timing:
-            self._profiler.begin_backward()
+        self._profiler.begin_backward()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._profiler is not None
+        self._profiler.end_recording()
         if self._timing and pl_module.automatic_optimization:  # else more of the forward may follow
-            assert self._profiler is not None
             self._profiler.end_backward()
 
     def on_train_batch_end(
@@ -90,7 +89,7 @@ class StepProfiling(pl.Callback):
     ) -> None:
         assert self._profiler is not None
         self._profiler.end_recording()  # of a batch without backward
-        if self._timing:
+        if self._timing and not pl_module.automatic_optimization:
             self._profiler.end_backward()
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return

@@ -25,16 +25,17 @@ from lightning_ssd.planning import (
     Plan,
     Prediction,
     Settled,
+    correct,
     make_plan,
     make_report,
     plan_for_least_memory,
     render_report,
     render_summary,
     simulate,
+    swap_coefficient,
     unplanned,
 )
 from lightning_ssd.planning.plan import Where
-from lightning_ssd.profiler import Profiler
 from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states import ModelStates
 
@@ -150,7 +151,6 @@ class SwapPlanner(StepProfiling):
         self._to_settle = 0
         self._usual: float | None = None
         self._drifting = 0
-        self._retried = False
         self._step_begins = True
         cache.placement = SendAll(tuple(cache.tiers))
 
@@ -198,35 +198,43 @@ class SwapPlanner(StepProfiling):
         profiler = self._profiler
         assert profiler is not None
         staging = self._staging_bytes()
-        settled = replace(profiler.settled(), staging_bytes=staging // 2)  # one half is read ahead, one written behind
+        # One half is read ahead, one written behind.
+        settled = self._settled = replace(profiler.settled(), staging_bytes=staging // 2)
         hardware = self._budget(profile, settled)
         if self._cache.device.type == "cuda":
             room: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
             before = unplanned(profile, settled, room, self._cache.window_bytes)
             simulated = simulate(profile, hardware, before).gpu_peak_bytes
             profile = replace(profile, other_gpu_bytes=profiler.peak_bytes - simulated)
-        plan = self.pinned
-        if plan is None and self._gpu_memory == "least":
-            plan = plan_for_least_memory(profile, hardware, self._planner, settled)
-        elif plan is None:
-            plan = make_plan(profile, hardware, self._planner, settled)
-        else:
-            plan.check(profile)
-            plan = settled.apply(plan)
         self.profile, self.hardware = profile, hardware
-        self.prediction = simulate(profile, hardware, plan)
-        self._put_in_force(trainer, plan, profiler)
+        self._learned = False
+        plan = self._make_plan()
+        self._put_in_force(trainer, plan)
+        self._report(plan)
+
+    def _make_plan(self) -> Plan:
+        assert self.profile is not None and self.hardware is not None
+        if self.pinned is not None:
+            self.pinned.check(self.profile)
+            return self._settled.apply(self.pinned)
+        if self._gpu_memory == "least":
+            return plan_for_least_memory(self.profile, self.hardware, self._planner, self._settled)
+        return make_plan(self.profile, self.hardware, self._planner, self._settled)
+
+    def _report(self, plan: Plan) -> None:
+        assert self.profile is not None and self.hardware is not None
         if self._save is not None:
             plan.save(self._save)
-        report = make_report(profile, hardware, plan, settled=settled)
-        self._swap_coefficient = report.swap_coefficient
+        report = make_report(self.profile, self.hardware, plan, settled=self._settled)
         log.info("plan from step %d on:\n%s\n%s", self._step, plan.describe(), render_report(report))
         pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
 
-    def _put_in_force(self, trainer: pl.Trainer, plan: Plan, profiler: Profiler) -> None:
+    def _put_in_force(self, trainer: pl.Trainer, plan: Plan) -> None:
+        profiler = self._profiler
+        assert profiler is not None and self.profile is not None and self.hardware is not None
         choices, chains = {}, {}
         for item in profiler.saved():
-            unit = plan.units[profiler.units[item.unit].name]
+            unit = plan.units[profiler.name_of(item.visit)]
             choices[item.buffer] = unit.input if item.inbound else unit.operators[item.name]
             if choices[item.buffer] == "recompute":
                 chains[item.buffer] = item.chain
@@ -237,7 +245,7 @@ class SwapPlanner(StepProfiling):
         self._cache.forward_mode = self._director
         self._hold_window(trainer, plan.window_bytes)
         self.plan = plan
-        self.comparison = None
+        self.prediction = simulate(self.profile, self.hardware, plan)
         self._usual = None
         self._drifting = 0
         self._to_settle = self.SETTLING
@@ -320,22 +328,41 @@ class SwapPlanner(StepProfiling):
         measured, usual = comparison.step_seconds, self._usual
         if usual is None:
             self._usual = measured
-            wrong = abs(measured / self.prediction.step_seconds - 1) > self._tolerance
-            if wrong and not self._retried and self.pinned is None:
-                self._retried = True
-                predicted = self.prediction.step_seconds
-                pl.utilities.rank_zero_info(
-                    f"SwapPlanner: a step takes {measured:.3f} s instead of {predicted:.3f}: measuring again."
-                )
-                self._plan_again(trainer)
+            if not self._learned:
+                self._learned = True
+                self._learn(trainer, measured)
             return
         self._drifting = self._drifting + 1 if abs(measured / usual - 1) > self._tolerance else 0
         if self._drifting == self.PATIENCE and self.pinned is None:
-            self._retried = False
             pl.utilities.rank_zero_info(
                 f"SwapPlanner: a step takes {measured:.3f} s, and took {usual:.3f}: planning again."
             )
             self._plan_again(trainer)
+
+    def _learn(self, trainer: pl.Trainer, measured: float) -> None:
+        """Corrects what was measured by what the first steps under the plan took, and plans again if that helps.
+
+        A device that waits now and then, as it does while steps are measured, is cooler, and faster, than one that
+        never does; and drives are slower when all of it reads and writes.
+        """
+        assert self.profile is not None and self.hardware is not None and self.plan is not None
+        corrected = correct(self.profile, self.hardware, self.plan, measured)
+        if corrected is None:
+            return
+        self.profile, self.hardware = corrected
+        before = self.prediction = simulate(self.profile, self.hardware, self.plan)
+        plan = self._make_plan()
+        after = simulate(self.profile, self.hardware, plan)
+        fitted = before.excess_bytes(self.hardware) == 0
+        faster = after.step_seconds < (1 - _WORTH) * before.step_seconds
+        smaller = self._gpu_memory == "least" and after.gpu_peak_bytes < (1 - _WORTH) * before.gpu_peak_bytes
+        if faster or smaller or not fitted:
+            self._put_in_force(trainer, plan)
+            self._report(plan)
+
+    def _swap_coefficient(self) -> float:
+        assert self.profile is not None and self.plan is not None
+        return swap_coefficient(self.profile, self.plan)
 
     def _tell(self, trainer: pl.Trainer, comparison: Comparison) -> None:
         predicted = comparison.predicted
@@ -344,7 +371,7 @@ class SwapPlanner(StepProfiling):
             "measured_step_s": comparison.step_seconds,
             "predicted_host_bytes": predicted.host_peak_bytes,
             "measured_host_bytes": comparison.host_peak_bytes,
-            "swap_coefficient": self._swap_coefficient,
+            "swap_coefficient": self._swap_coefficient(),
         }
         if comparison.gpu_peak_bytes:
             metrics |= {
@@ -363,6 +390,9 @@ class SwapPlanner(StepProfiling):
             seconds = f"predicted {predicted.step_seconds:.3f} s a step, measured {comparison.step_seconds:.3f}"
             pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}. Peak of the device: {peak}.")
 
+
+_WORTH = 0.01
+"""Share of a step, or of memory, for which another plan is worth the change."""
 
 _USABLE = 0.9
 """Of the device's memory: the rest is lost between blocks of different sizes."""

@@ -5,8 +5,8 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.placement import Settled, plan_with_coefficient, unplanned
 from lightning_ssd.planning.plan import Choice, Plan, UnitPlan
-from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
-from lightning_ssd.planning.report import Report, make_report, render_report, render_summary
+from lightning_ssd.planning.planners import PLANNERS, correct, make_plan, plan_for_least_memory
+from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
 from lightning_ssd.planning.simulator import Prediction, replay, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.transformer import transformer_profile
@@ -26,6 +26,7 @@ __all__ = [
     "TierSpeed",
     "UnitPlan",
     "UnitProfile",
+    "correct",
     "endurance_bytes",
     "large_write_endurance",
     "make_plan",
@@ -37,6 +38,7 @@ __all__ = [
     "render_summary",
     "replay",
     "simulate",
+    "swap_coefficient",
     "transformer_profile",
     "unplanned",
 ]

@@ -257,6 +257,8 @@ class _Search:
         for saved, resident in ((0, 1), (0, -1), (-1, 0), (1, 0), (-1, 1), (1, -1)):
             moved = replace(
                 candidate,
+                gpu_bytes=gpu_bytes,
+                host_bytes=host_bytes,
                 saved=min(max(candidate.saved + saved * amount, self._certain), len(self.tensors)),
                 resident=min(max(candidate.resident + resident * units, 0), self._count_resident(candidate.gpu_bytes)),
             )

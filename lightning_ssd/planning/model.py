@@ -1,5 +1,6 @@
 """What a training step of a model does: times, FLOPs and bytes of its units and their operators."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -90,6 +91,22 @@ class UnitProfile:
         return sum(operator.backward_seconds for operator in self.operators)
 
 
+def visit_name(unit: str, time: int) -> str:
+    """Returns the name of a unit for the `time`-th time, from 0, that a forward runs it: weights may be tied.
+
+    Its parameters and states belong to the first time.
+    """
+    return unit if time == 0 else f"{unit} ({time + 1})"
+
+
+def is_later_visit(name: str) -> bool:
+    """Whether `visit_name` returned `name` for another time than the first."""
+    return _LATER.search(name) is not None
+
+
+_LATER = re.compile(r" \(\d+\)$")
+
+
 @dataclass(frozen=True)
 class ModelProfile:
     """A model's training step.
@@ -176,6 +193,25 @@ class ModelProfile:
             for unit in self.units
         )
         return replace(self, units=units, samples=samples, tokens=round(factor * self.tokens))
+
+    def with_time(self, factor: float) -> "ModelProfile":
+        """Returns the profile with everything on the GPU taking `factor` times as long."""
+
+        def scale_operator(operator: OperatorProfile) -> OperatorProfile:
+            again = operator.recompute_seconds
+            return replace(
+                operator,
+                forward_seconds=factor * operator.forward_seconds,
+                backward_seconds=factor * operator.backward_seconds,
+                recompute_seconds=None if again is None else factor * again,
+            )
+
+        units = tuple(
+            replace(unit, operators=tuple(scale_operator(operator) for operator in unit.operators))
+            for unit in self.units
+        )
+        between = None if self.between_seconds is None else factor * self.between_seconds
+        return replace(self, units=units, between_seconds=between)
 
     def to_json(self, path: str | Path) -> None:
         """Saves the profile in the file `path`."""

@@ -1,7 +1,8 @@
 """What planners share: which tensors there are to place, and the plan that a placement makes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
@@ -77,7 +78,7 @@ def assemble_plan(
             operators[operator.name] = choice if operator.saved_bytes else "keep"
         where = saved.get((index, INPUT), "keep")
         units[unit.name] = UnitPlan(weights[index], states[index], where, operators)
-    window = default_window(model) if window_bytes is None else window_bytes
+    window = default_window(model, weights) if window_bytes is None else window_bytes
     return Plan(units, window, 2 * window, clip or ("deferred" if model.clip_norm else "off"))
 
 
@@ -175,8 +176,20 @@ def plan_with_coefficient(model: ModelProfile, hardware: HardwareProfile, coeffi
     return settled.apply(assemble_plan(model, weights=weights, states=states, saved=saved))
 
 
-def default_window(model: ModelProfile) -> int:
-    """Returns bytes that hold the weights of the largest unit, and what the next two stages of backward want."""
-    weights = max(unit.weight_bytes for unit in model.units)
-    saved = max(max([unit.input_bytes, *(operator.saved_bytes for operator in unit.operators)]) for unit in model.units)
-    return 2 * weights + 2 * saved
+def default_window(model: ModelProfile, weights: Sequence[Tier] | None = None) -> int:
+    """Returns bytes that hold the next two of what comes in: weights of units, and saved tensors.
+
+    Tensors that are larger than most (a byte in two is in a smaller one) come alone.
+
+    Args:
+        model: as profiled.
+        weights: of each unit, where they are; None: not on the GPU.
+    """
+    tiers = weights or ["host"] * len(model.units)
+    largest = max(
+        (unit.weight_bytes for unit, tier in zip(model.units, tiers, strict=True) if tier != "gpu"), default=0
+    )
+    sizes = sorted(tensor.nbytes for tensor in tensors_of(model))
+    half = sum(sizes) / 2
+    middle = next((size for size, below in zip(sizes, accumulate(sizes), strict=True) if below >= half), 0)
+    return 2 * largest + 2 * middle

@@ -30,6 +30,12 @@ SLACK = 0.02
 CLOSE_BYTES = 0.01
 """Share of the memory that is not looked for any more."""
 
+CORRECTIONS = 8
+"""Attempts to explain a step's time."""
+
+CLOSE_SECONDS = 0.005
+"""Share of a step's time that needs no explanation."""
+
 PLANNERS: Mapping[str, Planner] = {
     "holistic": plan_holistic,
     "lohan": _with_states(plan_lohan),
@@ -82,3 +88,50 @@ def plan_for_least_memory(
         else:
             low = budget
     return best
+
+
+def correct(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float
+) -> tuple[ModelProfile, HardwareProfile] | None:
+    """Returns the profiles under which `plan` takes as long as it was measured to take.
+
+    What bounds the step is faster or slower than it was measured to be alone: the GPU, the link, the SSDs or the CPU.
+
+    Args:
+        model: as profiled.
+        hardware: as measured.
+        plan: that was in force.
+        step_seconds: of its steps.
+
+    Returns:
+        None: that explains nothing, or there is nothing to explain.
+    """
+    corrected = model, hardware
+    for _ in range(CORRECTIONS):
+        prediction = simulate(*corrected, plan)
+        ratio = step_seconds / prediction.step_seconds
+        if abs(ratio - 1) < CLOSE_SECONDS:
+            return None if corrected == (model, hardware) else corrected
+        corrected = _slow_down(*corrected, prediction.bound, ratio)
+    return None
+
+
+def _slow_down(
+    model: ModelProfile, hardware: HardwareProfile, resource: str, factor: float
+) -> tuple[ModelProfile, HardwareProfile]:
+    match resource:
+        case "compute":
+            return model.with_time(factor), hardware
+        case "cpu":
+            return model, replace(hardware, cpu_step_rate=hardware.cpu_step_rate / factor)
+        case "ssd":
+            rates = hardware.ssd_read / factor, hardware.ssd_write / factor, hardware.ssd_mixed / factor
+            return model, replace(hardware, ssd_read=rates[0], ssd_write=rates[1], ssd_mixed=rates[2])
+        case _:
+            return model, replace(
+                hardware,
+                copy_in=hardware.copy_in / factor,
+                copy_out=hardware.copy_out / factor,
+                copy_in_both=hardware.copy_in_both / factor,
+                copy_out_both=hardware.copy_out_both / factor,
+            )

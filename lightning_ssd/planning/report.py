@@ -261,6 +261,11 @@ def _throughput(model: ModelProfile, prediction: Prediction) -> float:
     return model.micro_batches * model.tokens / prediction.step_seconds
 
 
+def swap_coefficient(model: ModelProfile, plan: Plan) -> float:
+    """Returns the bytes of intra-block activations that a plan swaps over all of them (Fuyou 5.6)."""
+    return _place(model, plan)[1]
+
+
 def _place(model: ModelProfile, plan: Plan) -> tuple[tuple[Placed, ...], float]:
     """Returns where each class of bytes is, and the swap coefficient."""
     inputs, inner = ({"gpu": 0, "host": 0, "ssd": 0, "recomputed": 0} for _ in range(2))

@@ -107,7 +107,7 @@ class ModelStates:
         self._rules = rules
         self._masters = masters
         self._groups = groups
-        self.copies = copies
+        self._copies = copies
         self._scratch = scratch
         self._overlap = overlap
         self._hold = hold
@@ -355,7 +355,7 @@ class ModelStates:
             if self._scratch is not None:
                 stack.callback(self._let_go_of_scratch, keep=keep)
             stack.callback(self._gate.close)
-            stack.callback(self.copies.close)
+            stack.callback(self._copies.close)
             stack.callback(self._give_back)
             stack.callback(self._masters.close)
             if self._landing is not None:
@@ -372,7 +372,7 @@ class ModelStates:
                 if not keep:  # before the bytes that it names go
                     stack.callback(self._journal.forget)
                 stack.callback(wait, [self._recorded])
-            stack.callback(self.copies.drain)
+            stack.callback(self._copies.drain)
             stack.callback(self._gate.shut)
 
     def _let_go_of_scratch(self, *, keep: bool) -> None:
@@ -465,7 +465,7 @@ class ModelStates:
         if complete:
             self._stream.retire(flat)
         data = grad.detach().contiguous().view(-1).view(torch.uint8)
-        mark = self.copies.out(data, gradient.target(index), self.copies.mark())
+        mark = self._copies.out(data, gradient.target(index), self._copies.mark())
         gradient.mark = mark
         self._leave(data, mark)
         while self._leaving_bytes > self.WINDOW and len(self._leaving) > 1:
@@ -488,12 +488,12 @@ class ModelStates:
     def _let_go(self) -> None:
         data, mark = self._leaving.popleft()
         self._leaving_bytes -= data.numel()
-        self.copies.wait(mark)
+        self._copies.wait(mark)
 
     def _arrival(self, gradient: Gradient) -> "Future[None]":
         """Returns a future that is done when all that has left so far is on the host."""
         arrived: Future[None] = Future()
-        self.copies.when_out(gradient.mark, partial(arrived.set_result, None))
+        self._copies.when_out(gradient.mark, partial(arrived.set_result, None))
         return arrived
 
     def _submit_sum(self, flat: Flat) -> "Future[None]":

@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, profiler
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
+from lightning_ssd.activations import clock as device_clock
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
 from lightning_ssd.planning import ModelProfile
 from tests.states.test_training import Model, assert_same, train
@@ -41,9 +42,9 @@ def test_a_profile_is_what_the_model_does(tmp_path: Path, states: Any, accumulat
     assert (profile.micro_batches, profile.samples, profile.tokens) == (accumulate, 4, 4 * 9)
     assert profile.clip_norm
     names = [unit.name for unit in profile.units]
-    assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+    assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed (2)"]  # the head's weight is tied
     assert profile.saved_bytes == pytest.approx(saved.nbytes)
-    for unit in profile.units[1:]:
+    for unit in profile.units[1:5]:
         operators = {operator.name: operator for operator in unit.operators}
         assert {"norm:native_layer_norm", "up:addmm", "rest"} < operators.keys()
         assert unit.input_bytes == 4 * 8 * 16 * 4  # rows, tokens, width, fp32
@@ -119,9 +120,10 @@ def test_validation_and_steps_are_not_measured(tmp_path: Path, monkeypatch: pyte
             nonlocal now
             now += 1e6
 
-    monkeypatch.setattr(profiler.time, "perf_counter", clock)
+    monkeypatch.setattr(device_clock.time, "perf_counter", clock)
     strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
     callbacks = [ModelProfiler(tmp_path / "profile.json", 1, 4)]
     train(tmp_path, strategy, Waiting(), callbacks=callbacks, val_check_interval=2)
     profile = ModelProfile.from_json(tmp_path / "profile.json")
     assert 0 < profile.forward_seconds < 1e4 and 0 < profile.backward_seconds < 1e4
+    assert profile.between_seconds is not None and 1e6 <= profile.between_seconds < 1.01e6
