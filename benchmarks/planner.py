@@ -21,6 +21,7 @@ import gc
 import json
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader
 from benchmarks.activation_offload import BenchmarkGPT, RandomTokens
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
+from lightning_ssd.measure import measure_machine
 from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
@@ -40,13 +42,13 @@ from lightning_ssd.planning import (
 )
 
 SETTINGS = [
-    "host:4096x16,gpu=36",
-    "host:8192x4,gpu=40",
-    "host:2048x24,batch=32,gpu=28",
-    "ssd:4096x8,gpu=24",
-    "ssd:4096x8,gpu=24,slow=0.1",
-    "both:4096x16,gpu=32,host=8",
-    "host:2048x24,states=host,gpu=20",
+    "host:8192x2,batch=8,gpu=13",
+    "host:4096x8,batch=8,gpu=13",
+    "host:2048x16,batch=8,gpu=9",
+    "ssd:8192x2,batch=2,gpu=11",
+    "ssd:8192x2,batch=2,gpu=11,slow=0.5",
+    "both:4096x8,batch=8,gpu=12,host=2",
+    "host:2048x12,batch=8,states=host,gpu=9",
 ]
 COEFFICIENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -57,10 +59,12 @@ class Sweep(SwapPlanner):
     Args:
         coefficients: to try.
         budget: bytes of the device.
+        machine: file of what the machine does.
+        steps: whose median counts.
     """
 
-    def __init__(self, coefficients: tuple[float, ...], budget: str, steps: int) -> None:
-        super().__init__(gpu_memory=budget, tolerance=1e9)
+    def __init__(self, coefficients: tuple[float, ...], budget: str, machine: Path, steps: int) -> None:
+        super().__init__(gpu_memory=budget, machine=machine, tolerance=1e9)
         self.WINDOW = steps  # type: ignore[misc]  # of this object alone
         self._left = list(coefficients)
         self._name = "planned"
@@ -134,19 +138,26 @@ def strategy_for(setting: dict[str, Any], path: Path, ssd_speed: float) -> SSDOf
     return SSDOffloadStrategy(path, host_memory=0 if tiers == "ssd" else host, **how)
 
 
-def measure(text: str, path: Path, ssd_speed: float, steps: int) -> dict[str, Any]:
+def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict[str, Any]:
     """Runs one setting."""
     setting = parse(text)
+    slow = setting["slow"] or 1.0
+    replace(
+        machine,
+        ssd_read=slow * machine.ssd_read,
+        ssd_write=slow * machine.ssd_write,
+        ssd_mixed=slow * machine.ssd_mixed,
+    ).to_json(path / "machine.json")
     kind = BenchmarkGPT if setting["states"] == "gpu" else AdamGPT
     model = kind(50304, 1024, setting["hidden"], setting["layers"], max(1, setting["hidden"] // 128))
     budget = setting["gpu"] if setting["gpu"] == "auto" else f"{setting['gpu']}GiB"
-    sweep = Sweep(COEFFICIENTS, budget, steps)
+    sweep = Sweep(COEFFICIENTS, budget, path / "machine.json", steps)
     count = 8 + (len(COEFFICIENTS) + 1) * (steps + 4)
     trainer = pl.Trainer(
         accelerator="auto",
         devices=1,
         precision="bf16-true",
-        strategy=strategy_for(setting, path, ssd_speed),
+        strategy=strategy_for(setting, path, machine.ssd_write),
         max_epochs=1,
         callbacks=[sweep],
         logger=False,
@@ -264,17 +275,14 @@ def main() -> None:
     out = Path(arguments.out)
     results: dict[str, Any] = json.loads(out.read_text()) if arguments.report else {}
     if not arguments.report:
-        from lightning_ssd.storage import BlobStore
-
         path = Path(tempfile.mkdtemp(dir=arguments.path))
-        store = BlobStore([path], device=torch.device("cpu"))
-        ssd_speed = store.write_bandwidth
-        store.close()
+        machine = measure_machine(path)
+        print(machine.describe(), flush=True)
         for text in arguments.settings:
             print(text, flush=True)
             try:
-                results[text] = measure(text, path, ssd_speed, arguments.steps) | {"states": parse(text)["states"]}
-            except torch.cuda.OutOfMemoryError as error:
+                results[text] = measure(text, path, machine, arguments.steps) | {"states": parse(text)["states"]}
+            except (torch.cuda.OutOfMemoryError, ValueError) as error:
                 print(f"    {error}".splitlines()[0], flush=True)
             gc.collect()
             torch.cuda.empty_cache()

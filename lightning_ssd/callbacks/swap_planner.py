@@ -151,6 +151,7 @@ class SwapPlanner(StepProfiling):
         self._to_settle = 0
         self._usual: float | None = None
         self._drifting = 0
+        self._retried = False
         self._step_begins = True
         cache.placement = SendAll(tuple(cache.tiers))
 
@@ -348,6 +349,13 @@ class SwapPlanner(StepProfiling):
         assert self.profile is not None and self.hardware is not None and self.plan is not None
         corrected = correct(self.profile, self.hardware, self.plan, measured)
         if corrected is None:
+            predicted = simulate(self.profile, self.hardware, self.plan).step_seconds
+            if abs(measured / predicted - 1) > self._tolerance and self.pinned is None and not self._retried:
+                self._retried = True
+                pl.utilities.rank_zero_info(
+                    f"SwapPlanner: a step takes {measured:.3f} s instead of {predicted:.3f}: measuring again."
+                )
+                self._plan_again(trainer)
             return
         self.profile, self.hardware = corrected
         before = self.prediction = simulate(self.profile, self.hardware, self.plan)

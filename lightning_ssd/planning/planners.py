@@ -33,6 +33,9 @@ CLOSE_BYTES = 0.01
 CORRECTIONS = 8
 """Attempts to explain a step's time."""
 
+MOST = 1.5
+"""Factor by which a step may be off for its time to be explained so."""
+
 CLOSE_SECONDS = 0.005
 """Share of a step's time that needs no explanation."""
 
@@ -104,9 +107,11 @@ def correct(
         step_seconds: of its steps.
 
     Returns:
-        None: that explains nothing, or there is nothing to explain.
+        None: that explains nothing, or there is nothing to explain, or too much.
     """
     corrected = model, hardware
+    if not 1 / MOST < step_seconds / simulate(model, hardware, plan).step_seconds < MOST:
+        return None
     for _ in range(CORRECTIONS):
         prediction = simulate(*corrected, plan)
         ratio = step_seconds / prediction.step_seconds

@@ -1,5 +1,6 @@
 """The simulation of a training step: what a plan would take, in seconds and in bytes of each tier."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -180,6 +181,29 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     return _prediction(builder, memory, ends[-2].end, ends[-1].end)
 
 
+def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> set[int]:
+    """Returns the stages whose swapped bytes are still on their way out when backward begins: they never leave.
+
+    As the tensor cache does, by the bytes that are saved since: it lets go of a copy once it should be done, and of the
+    oldest where the window is full.
+    """
+    forward = sum(stage.forward for stage in stages)
+    lag = sum(stage.saved for stage in stages) / forward / copy_out if forward else 0.0
+    saved = 0
+    copied_at = 0.0
+    window: deque[tuple[int, int, float]] = deque()
+    used = 0
+    for index, stage in enumerate(stages):
+        saved += stage.saved
+        if stage.swapped:
+            copied_at = max(copied_at, saved) + lag * stage.swapped
+            window.append((index, stage.swapped, copied_at + stage.swapped))
+            used += stage.swapped
+        while window and (window[0][2] <= saved or (len(window) > 1 and used > window_bytes)):
+            used -= window.popleft()[1]
+    return {index for index, _, _ in window}
+
+
 class _Window:
     """Memory of a fixed size that items pass through in order: what has to have left before the next may enter."""
 
@@ -223,6 +247,7 @@ class _Builder:
         self._outgoing = _Window(plan.window_bytes)
         self._read_ahead = _Window(plan.staging_bytes)
         self._written_behind = _Window(plan.staging_bytes)
+        self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._updated: list[Task | None] = [None] * len(self.units)  # by unit, the end of its last optimizer job
         self._jobs: list[Task] = []  # the last task of each job that passes through staging memory
 
@@ -287,6 +312,10 @@ class _Builder:
             self._incoming.leave_with(weights, before or compute)
         released = self._weights(stage.unit)[0] if stage.last else 0
         compute.gpu = (stage.saved + stage.passing, stage.passing + released)
+        if index in self._forwarded:  # copied for nothing; what would go on to SSDs is cancelled
+            copy = self._task(COPY_OUT, stage.swapped, step, compute)
+            self._outgoing.leave_with(stage.swapped, copy)
+            return None
         return self._add_swap_out(step, stage, compute) if stage.swapped else None
 
     def _add_swap_out(self, step: int, stage: Stage, compute: Task) -> Task:
@@ -309,12 +338,13 @@ class _Builder:
         profile, unit = self.model.units[stage.unit], stage.unit
         weights, from_ssd = self._weights(unit) if stage.last else (0, 0)
         before = self._compute
-        nbytes = weights + stage.swapped
+        swapped, to_ssd = (0, 0) if index in self._forwarded else (stage.swapped, stage.to_ssd)
+        nbytes = weights + swapped
         fetched = None
         if nbytes:
-            fetched = self._add_fetch(step, nbytes, from_ssd + stage.to_ssd, stored)
-            fetched.host = (0, from_ssd + stage.swapped)
-            fetched.ssd = -stage.to_ssd
+            fetched = self._add_fetch(step, nbytes, from_ssd + to_ssd, stored)
+            fetched.host = (0, from_ssd + swapped)
+            fetched.ssd = -to_ssd
         offloaded = self.units[unit].states != "gpu"
         gradient = profile.gradient_bytes if offloaded else 0
         room = self._outgoing.enter(gradient) if gradient and stage.first else []

@@ -67,7 +67,7 @@ def test_numbers_stay_under_any_plan_and_timing(
 @pytest.mark.parametrize("states", ["gpu", "host"])
 def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
     class Tokens(torch.utils.data.Dataset[Tensor]):
-        ids = torch.randint(0, 512, (8 * 30, 512), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(0, 512, (8 * 60, 512), generator=torch.Generator().manual_seed(0))
 
         def __len__(self) -> int:
             return len(self.ids)

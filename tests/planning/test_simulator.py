@@ -154,8 +154,9 @@ def test_what_always_holds(data: st.DataObject, machine: HardwareProfile) -> Non
     swapped = sum(unit.input_bytes for unit, where in units if where.input == "ssd") + sum(
         item.saved_bytes for unit, where in units for item in unit.operators if where.operators[item.name] == "ssd"
     )
-    assert prediction.ssd_read_bytes == model.micro_batches * (2 * weights + swapped) + states
-    assert prediction.ssd_written_bytes == model.micro_batches * swapped + states + weights
+    read = prediction.ssd_read_bytes - model.micro_batches * 2 * weights - states
+    assert read == prediction.ssd_written_bytes - states - weights
+    assert 0 <= read <= model.micro_batches * swapped  # what backward wants before it has left is not written
     assert prediction.memory[-1][1] == resident_gpu_bytes(model, plan)
     assert all(min(sample[1:]) >= 0 for sample in prediction.memory)
     assert prediction.gpu_peak_bytes >= max(sample[1] for sample in prediction.memory)
