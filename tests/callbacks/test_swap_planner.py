@@ -169,7 +169,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 
 class Taking(TinyGPT):
-    """Takes a second a step, and from a step on three."""
+    """Takes a second a step, outside of all operations, and from a step on three."""
 
     time: Clock
     slow_from = 10**9
@@ -189,13 +189,14 @@ class Plans(SwapPlanner):
         self.count += 1
 
 
-@pytest.mark.parametrize(("slow_from", "count"), [(10**9, 1), (30, 2)])
+@pytest.mark.parametrize(("slow_from", "count"), [(10**9, 2), (50, 3)])
 def test_it_plans_again_when_steps_take_longer(time: Clock, monkeypatch: pytest.MonkeyPatch, slow_from: int,
                                                count: int) -> None:  # fmt: skip
     monkeypatch.setattr(Taking, "time", time, raising=False)
     monkeypatch.setattr(Taking, "slow_from", slow_from)
     plans = Plans(machine=MACHINE, warm_up=2, steps=1)
-    train(SSDOffloadStrategy(**BOTH), callbacks=[plans], model=Taking, steps=70, recorded=False)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[plans], model=Taking, steps=90, recorded=False)
+    # No operation takes that second: what is measured is measured once more, and then it stays.
     assert plans.count == count
     assert plans.comparison is not None
     assert plans.comparison.step_seconds == pytest.approx(1.0 if slow_from > 100 else 3.0, rel=0.05)
