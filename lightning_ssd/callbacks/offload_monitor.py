@@ -7,10 +7,14 @@ import torch
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import TensorCache
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import ModelStates
+from lightning_ssd.storage.smart import read_wear
+
+ASK_SECONDS = 600.0
+"""Between two questions to the drives."""
 
 
 class OffloadMonitor(pl.Callback):
@@ -24,7 +28,10 @@ class OffloadMonitor(pl.Callback):
     - `store_stall_s`, `load_stall_s`: how long the compute stream waited;
     - `states_ssd_bytes_written`, `states_ssd_bytes_read`: the same of weights and optimizer states on SSDs;
     - `peak_device_bytes` (CUDA), `peak_pinned_bytes`, `ssd_bytes_written` (of both, since the start);
-    - `ssd_bytes_written_per_day`, `ssd_years`: how much a day of this training writes, and how long the drives last.
+    - `ssd_bytes_written_per_day`, `ssd_years`: how much a day of this training writes, and how long the drives last;
+    - `drive_bytes_written`, `drive_endurance_used`: what the drives of `path` say themselves (SMART), of all that was
+      ever written to them, and of the share of their endurance that the most worn one has used up. Where `smartctl` is
+      installed and may ask; at most every ten minutes.
 
     Args:
         progress_bar: show bytes out (`out_gb`) and stalls (`stall_s`) of the last interval in the progress bar, and
@@ -44,10 +51,12 @@ class OffloadMonitor(pl.Callback):
         self._endurance = None if endurance is None else parse_bytes(endurance, "endurance")
         self._last: dict[str, float] = {}
         self._begun = 0.0
+        self._asked = float("-inf")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = {}
         self._begun = time.perf_counter()
+        self._asked = float("-inf")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -58,6 +67,7 @@ class OffloadMonitor(pl.Callback):
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return  # as Lightning's own metrics: once a step, at its end
         metrics = self._metrics(cache, getattr(trainer.strategy, "model_states", None))
+        metrics |= self._drives(trainer, cache)
         for logger in trainer.loggers:
             logger.log_metrics(
                 {f"OffloadMonitor/{name}": value for name, value in metrics.items()},
@@ -70,6 +80,25 @@ class OffloadMonitor(pl.Callback):
             pl_module.log("stall_s", stall, prog_bar=True, logger=False)
             if "ssd_years" in metrics:
                 pl_module.log("ssd_years", metrics["ssd_years"], prog_bar=True, logger=False)
+
+    def _drives(self, trainer: pl.Trainer, cache: TensorCache) -> dict[str, float]:
+        states = getattr(trainer.strategy, "model_states", None)
+        on_ssds = "ssd" in cache.tiers or (states is not None and states.ssd_bytes)
+        if not on_ssds or time.perf_counter() - self._asked < ASK_SECONDS:
+            return {}
+        self._asked = time.perf_counter()
+        owners = (trainer.strategy, *trainer_callbacks(trainer))
+        config = next(owner.config for owner in owners if hasattr(owner, "tensor_cache"))  # type: ignore[attr-defined]
+        found = (read_wear(path) for path in config.paths(trainer.default_root_dir))
+        wear = list({drive.device: drive for drive in found if drive is not None}.values())
+        written = [drive.bytes_written for drive in wear if drive.bytes_written is not None]
+        used = [drive.endurance_used for drive in wear if drive.endurance_used is not None]
+        metrics: dict[str, float] = {}
+        if written:
+            metrics["drive_bytes_written"] = sum(written)
+        if used:
+            metrics["drive_endurance_used"] = max(used)
+        return metrics
 
     def _metrics(self, cache: TensorCache, states: ModelStates | None) -> dict[str, float]:
         totals = _totals(cache)

@@ -75,12 +75,14 @@ class SwapPlanner(StepProfiling):
     Args:
         planner: `"holistic"` (the simulation decides, under the budgets), or, to compare, those of papers: `"lohan"`,
             `"fuyou"`, `"ssdtrain"`.
-        plan: YAML file of a plan to put in force, such as one that was saved and edited, instead of making one.
+        plan: YAML file of a plan to put in force, such as one that was saved and edited, instead of making one. With
+            `states="auto"` it says from the start where the weights and the optimizer states of each unit are, too.
         gpu_memory: bytes of the device that the training may take in all (or `"40GiB"`). `"auto"`: 90 % of what is
             there. `"least"`: as few as take no more than 2 % longer than with all of it.
         machine: JSON file of what the machine does (`lightning-ssd plan --save-machine`), instead of measuring it when
             training starts.
-        save: YAML file to write plans to.
+        save: YAML file to write plans to. Where weights and optimizer states leave the device and would be better off
+            in other places, a plan with them there is written beside it, as `NAME.states.yaml`.
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: as many as
             it takes.
         warm_up: steps before some are measured.
@@ -229,6 +231,24 @@ class SwapPlanner(StepProfiling):
         report = make_report(self.profile, self.hardware, plan, settled=self._settled)
         log.info("plan from step %d on:\n%s\n%s", self._step, plan.describe(), render_report(report))
         pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
+        if self._states is not None and self.pinned is None:
+            self._look_elsewhere(report.prediction)
+
+    def _look_elsewhere(self, prediction: Prediction) -> None:
+        """Says so where model states would be better off elsewhere: they are placed when training starts."""
+        assert self.profile is not None and self.hardware is not None
+        plan = make_plan(self.profile, self.hardware, self._planner)
+        better = simulate(self.profile, self.hardware, plan)
+        if better.excess_bytes(self.hardware) or better.step_seconds > _MUCH * prediction.step_seconds:
+            return
+        how = "Set `save` to have that plan in a file, and start with it as `plan`."
+        if self._save is not None:
+            path = Path(self._save).with_suffix(".states.yaml")
+            plan.save(path)
+            how = f"To have them there, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
+        pl.utilities.rank_zero_info(
+            f"SwapPlanner: with model states placed otherwise a step should take {better.step_seconds:.3f} s. {how}"
+        )
 
     def _put_in_force(self, trainer: pl.Trainer, plan: Plan) -> None:
         profiler = self._profiler
@@ -401,6 +421,9 @@ class SwapPlanner(StepProfiling):
 
 _WORTH = 0.01
 """Share of a step, or of memory, for which another plan is worth the change."""
+
+_MUCH = 0.95
+"""Share of a step's time from which on another placement of model states is worth a new start."""
 
 _USABLE = 0.9
 """Of the device's memory: the rest is lost between blocks of different sizes."""

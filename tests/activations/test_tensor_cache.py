@@ -152,26 +152,26 @@ class _SavesAll(torch.autograd.Function):
         return grad * out * y * x.cos(), grad * out * middle
 
 
-@pytest.mark.parametrize(
-    "forward",
-    [
-        pytest.param(_broadcast, id="broadcast and non-contiguous"),
-        pytest.param(_zero_size, id="zero size"),
-        pytest.param(_zero_stride_storage, id="zero stride"),
-        pytest.param(_overlapping, id="overlapping views"),
-        pytest.param(_indices_and_masks, id="integers and masks"),
-        pytest.param(_autocast, id="autocast"),
-        pytest.param(_no_grad_inside, id="no_grad"),
-        pytest.param(_complex, id="conjugated and negated"),
-        pytest.param(_sparse, id="sparse"),
-        pytest.param(_custom, id="custom function"),
-        pytest.param(_in_place, id="in place"),
-        pytest.param(_checkpointed(False), id="checkpoint"),
-        pytest.param(_checkpointed(True), id="reentrant checkpoint"),
-        pytest.param(lambda x, y: torch.func.vmap(lambda a, b: (a * b).exp().sum())(x, y).sin().sum(), id="vmap"),
-        pytest.param(lambda x, y: torch.func.jvp(lambda a: (a * y).sin().sum(), (x,), (x,))[1], id="jvp"),
-    ],
-)
+FORWARDS = [
+    pytest.param(_broadcast, id="broadcast and non-contiguous"),
+    pytest.param(_zero_size, id="zero size"),
+    pytest.param(_zero_stride_storage, id="zero stride"),
+    pytest.param(_overlapping, id="overlapping views"),
+    pytest.param(_indices_and_masks, id="integers and masks"),
+    pytest.param(_autocast, id="autocast"),
+    pytest.param(_no_grad_inside, id="no_grad"),
+    pytest.param(_complex, id="conjugated and negated"),
+    pytest.param(_sparse, id="sparse"),
+    pytest.param(_custom, id="custom function"),
+    pytest.param(_in_place, id="in place"),
+    pytest.param(_checkpointed(False), id="checkpoint"),
+    pytest.param(_checkpointed(True), id="reentrant checkpoint"),
+    pytest.param(lambda x, y: torch.func.vmap(lambda a, b: (a * b).exp().sum())(x, y).sin().sum(), id="vmap"),
+    pytest.param(lambda x, y: torch.func.jvp(lambda a: (a * y).sin().sum(), (x,), (x,))[1], id="jvp"),
+]
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
 def test_gradients_are_plain_autograds(cache: TensorCache, forward: Forward) -> None:
     """Every kind of saved tensor comes back as it was, in a first micro-batch and in one that knows the order."""
     for _ in range(3):

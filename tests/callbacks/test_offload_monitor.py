@@ -1,6 +1,7 @@
 """`OffloadMonitor`: what it logs, when, and that it agrees with what was moved."""
 
 import csv
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from lightning_ssd import OffloadMonitor, PrefetchScheduler, SSDOffloadStrategy
+from lightning_ssd.storage import smart
+from tests.storage.test_smart import answer
 from tests.trainings import (
     MIN_BYTES,
     SmallModel,
@@ -26,6 +29,11 @@ COUNTS = {"saved_bytes", "kept_bytes", "forwarded_bytes", "store_stall_s", "load
 MOVED = {"host_bytes_out", "host_bytes_in", "ssd_bytes_out", "ssd_bytes_in"}
 SPEEDS = {"copy_out_bytes_per_s", "copy_in_bytes_per_s", "ssd_write_bytes_per_s", "ssd_read_bytes_per_s"}
 LEVELS = {"peak_pinned_bytes", "ssd_bytes_written", "ssd_bytes_written_per_day"}
+
+
+@pytest.fixture(autouse=True)
+def nobody_asks_real_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smart, "device_of", lambda path: None)
 
 
 class MemoryLogger(Logger):
@@ -177,3 +185,15 @@ def test_wear_of_the_drives_by_states_and_activations(tmp_path: Path) -> None:
 def test_endurance_is_a_number_of_bytes() -> None:
     with pytest.raises(ValueError, match="`endurance='long'` is not a number of bytes"):
         OffloadMonitor(endurance="long")
+
+
+def test_what_drives_say_is_logged_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smart, "device_of", lambda path: "/dev/nvme7n1")
+    said = {"nvme_smart_health_information_log": {"data_units_written": 3, "percentage_used": 12}}
+    answer(tmp_path, monkeypatch, json.dumps(said))
+    logger = MemoryLogger()
+    _train(tmp_path, logger, log_every_n_steps=2)
+    assert len(logger.rows) > 1
+    assert logger.rows[0][1]["drive_bytes_written"] == 3 * 512_000
+    assert logger.rows[0][1]["drive_endurance_used"] == 0.12
+    assert not any("drive_endurance_used" in row for _, row in logger.rows[1:])

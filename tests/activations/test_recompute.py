@@ -1,0 +1,234 @@
+"""What is computed again, operation by operation, is what it was: gradients, errors, random numbers, memory."""
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_ssd.activations import Director, ForwardGraph, Recorder, Saved, TensorCache, make_program
+from lightning_ssd.planning import Choice
+from tests.activations.support import CPU, Forward, gradients, open_cache
+from tests.activations.test_record import STEPS, run
+from tests.activations.test_tensor_cache import FORWARDS
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorCache]:
+    path: Path = tmp_path_factory.mktemp("scratch")
+    with open_cache(path, host_memory="64MiB") as cache:
+        yield cache
+
+
+class Directed:
+    """Forwards of a cache, one recorded and the others under directions.
+
+    Args:
+        cache: for all of them.
+        modules: the units.
+    """
+
+    def __init__(self, cache: TensorCache, modules: Sequence[nn.Module] = ()) -> None:
+        self.cache = cache
+        self.units = [[module] for module in modules]
+        self.graph = ForwardGraph()
+
+    def record(self) -> AbstractContextManager[None]:
+        self.recorder = Recorder(self.units, CPU)
+        self.cache.begin_micro_batch()
+        self.cache.forward_mode, self.cache.observer = self.recorder, self.recorder.saved
+        return self.cache.hooks()
+
+    def end_record(self) -> list[Saved]:
+        self.cache.end_backward()
+        self.cache.forward_mode = self.cache.observer = None
+        self.recorder.finish()
+        self.recorder.close()
+        self.graph = self.recorder.graph
+        return self.graph.saved(self.cache.min_bytes)
+
+    def direct(self, choices: dict[int, Choice]) -> AbstractContextManager[None]:
+        chains = {item.buffer: item.chain for item in self.graph.saved(self.cache.min_bytes)
+                  if choices.get(item.buffer) == "recompute"}  # fmt: skip
+        self.director = Director(self.units, CPU, self.cache.pack, self.cache.unpack)
+        self.director.program = make_program(self.graph, choices, chains)
+        self.cache.begin_micro_batch()
+        self.cache.forward_mode = self.director
+        return self.cache.hooks()
+
+    def end_direct(self) -> None:
+        self.cache.end_backward()
+        self.cache.forward_mode = None
+        self.director.close()
+
+
+def draw(saved: Sequence[Saved], seed: int, recompute: float) -> dict[int, Choice]:
+    """Returns choices; `recompute`: of so large a share as can be made again."""
+    generator = random.Random(seed)
+    others: list[Choice] = ["keep", "host", "ssd"]
+    return {
+        item.buffer: "recompute" if item.again and generator.random() < recompute else generator.choice(others)
+        for item in saved
+    }
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS, losses=st.integers(1, 3), seed=st.integers(0, 9), recompute=st.sampled_from([0.4, 1.0]))
+def test_random_programs(
+    cache: TensorCache, steps: list[tuple[str, int, int]], losses: int, seed: int, recompute: float
+) -> None:
+    expected, error, _ = run(steps, losses, nullcontext)
+    directed = Directed(cache)
+    run(steps, losses, directed.record)
+    choices = draw(directed.end_record(), seed, recompute)
+    for _ in range(2):
+        actual, actual_error, _ = run(steps, losses, lambda: directed.direct(choices))
+        directed.end_direct()
+        assert actual_error == error
+        for one, other in zip(actual, expected, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("recompute", [0.5, 1.0])
+def test_hard_forwards(cache: TensorCache, forward: Forward, recompute: float) -> None:
+    leaves = [torch.randn(32, 32), torch.randn(32, 32)]
+    directed = Directed(cache)
+    torch.manual_seed(0)
+    expected = gradients(forward, leaves)
+    torch.manual_seed(0)
+    gradients(forward, leaves, directed.record)
+    choices = draw(directed.end_record(), 0, recompute)
+    for _ in range(2):
+        torch.manual_seed(0)
+        actual = gradients(forward, leaves, lambda: directed.direct(choices))
+        directed.end_direct()
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def everything(saved: Sequence[Saved]) -> dict[int, Choice]:
+    return draw(saved, 0, 1.0)
+
+
+def test_random_numbers_are_drawn_once(cache: TensorCache) -> None:
+    """What is computed again draws what it drew, and the next one draws what it would have drawn."""
+    x = torch.randn(64, requires_grad=True)
+
+    def forward() -> Tensor:
+        return (x * torch.rand_like(x)).sin().sum()
+
+    def backward(loss: Tensor) -> tuple[Tensor, Tensor]:
+        loss.backward()
+        grad, x.grad = x.grad, None
+        assert grad is not None
+        return grad, torch.rand(3)
+
+    torch.manual_seed(0)
+    expected = backward(forward())
+    directed = Directed(cache)
+    torch.manual_seed(0)
+    with directed.record():
+        loss = forward()
+    backward(loss)
+    saved = directed.end_record()
+    assert [item.name for item in saved if item.again] == ["rand_like", "mul"]
+    torch.manual_seed(0)
+    with directed.direct(everything(saved)):
+        loss = forward()
+    actual = backward(loss)
+    directed.end_direct()
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_each_is_made_once_and_let_go(cache: TensorCache) -> None:
+    """A chain of which every member is saved runs again once, and leaves no memory behind."""
+    x = torch.randn(1000, requires_grad=True)
+    ran: list[str] = []
+
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    def forward() -> Tensor:
+        return (x * 2).sin().exp().tanh().sum()
+
+    directed = Directed(cache)
+    with directed.record():
+        loss = forward()
+    loss.backward()
+    saved = directed.end_record()
+    assert [(item.name, len(item.chain)) for item in saved] == [("mul", 1), ("exp", 2), ("tanh", 1)]
+    before = cache.stats()
+    with directed.direct(everything(saved)):
+        loss = forward()
+    assert cache.stats().recomputed - before.recomputed == 4 * 4000  # with what is on the way to `exp`
+    with Watching():
+        loss.backward()
+    directed.end_direct()
+    assert [name for name in ran if name in ("aten::mul", "aten::sin", "aten::exp", "aten::tanh")].count(
+        "aten::exp"
+    ) == 1
+    assert ran.count("aten::sin") == 1 and ran.count("aten::tanh") == 1
+    del loss
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one).__name__ in ("Recipe", "Recomputed")]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.blocks[0](x)  # once more, as where weights are tied
+
+
+def test_a_graph_tells_what_belongs_to_what(cache: TensorCache) -> None:
+    module = Blocks()
+    x = torch.randn(8, 16)
+    directed = Directed(cache, list(module.blocks))
+    with directed.record():
+        loss = module(x).sum()
+    directed.recorder.begin_backward()
+    loss.backward()
+    directed.recorder.end_backward()
+    saved = directed.end_record()
+    visits = directed.graph.visits()
+    assert [(visit.unit, visit.time) for visit in visits] == [(0, 0), (1, 0), (2, 0), (0, 1)]
+    assert all(directed.graph.backward_seconds[visit] > 0 for visit in visits)
+    of_first = [(item.name, item.inbound, item.again) for item in saved if item.visit == visits[0]]
+    assert of_first == [("input", True, False), ("0:addmm", False, True)]
+    of_second = [(item.name, item.inbound, item.again) for item in saved if item.visit == visits[1]]
+    assert of_second == [("1:gelu", True, False), ("0:addmm", False, True)]
+    assert all(operation.seconds > 0 for operation in directed.graph.operations)
+
+
+def test_retained_graphs(cache: TensorCache) -> None:
+    """A second backward computes again what the first one had computed again."""
+    x = torch.randn(100, requires_grad=True)
+    directed = Directed(cache)
+    with directed.record():
+        loss = (x * 2).sin().exp().sum()
+    (expected,) = torch.autograd.grad(loss, x)
+    saved = directed.end_record()
+    with directed.direct(everything(saved)):
+        loss = (x * 2).sin().exp().sum()
+    for _ in range(3):
+        (actual,) = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(actual, expected)
+    directed.end_direct()
