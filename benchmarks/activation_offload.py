@@ -128,7 +128,7 @@ class Probe(pl.Callback):
 def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
     """Returns the strategy of a mode; `ssd_speed` in bytes/s is what the drive was measured to write."""
     mode, _, share = mode.partition("=")
-    offload: Any = float(share) if share else "auto"
+    offload: Any = float(share) if share and mode != "planned" else "auto"
     match mode:
         case "keep" | "recompute":
             return "auto"

@@ -21,7 +21,7 @@ import gc
 import json
 import statistics
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Sweep(SwapPlanner):
 
     def __init__(self, coefficients: tuple[float, ...], budget: str, machine: Path, steps: int) -> None:
         super().__init__(gpu_memory=budget, machine=machine, tolerance=1e9)
-        self.WINDOW = steps  # type: ignore[misc]  # of this object alone
+        self.WINDOW = steps  # of this object alone
         self._left = list(coefficients)
         self._name = "planned"
         self.results: list[dict[str, Any]] = []
@@ -172,6 +172,7 @@ def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict
     sweep.hardware.to_json(path / "machine.json")
     return {
         "plans": sweep.results,
+        "settled": asdict(sweep._settled),
         "profile": json.loads((path / "profile.json").read_text()),
         "machine": json.loads((path / "machine.json").read_text()),
     }
@@ -230,9 +231,11 @@ def plot(results: dict[str, Any], picture: Path) -> None:
         planned, swept = _split(result)
         swept.sort(key=lambda row: row["coefficient"])
         model, machine = _profiles(result)
+        given = result["settled"]
+        settled = Settled(tuple(given["weights"]), tuple(given["states"]), given["staging_bytes"], given["host_room"])
         fine = [step / 20 for step in range(21)]
         curve = [
-            simulate(model, machine, plan_with_coefficient(model, machine, share, result_settled(result))).step_seconds
+            simulate(model, machine, plan_with_coefficient(model, machine, share, settled)).step_seconds
             for share in fine
         ]
         axes.plot(fine, curve, color="tab:gray", label="simulated")
@@ -245,13 +248,6 @@ def plot(results: dict[str, Any], picture: Path) -> None:
     figure.supylabel("step, s", fontsize=9)
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
-
-
-def result_settled(result: dict[str, Any]) -> Settled:
-    """Returns where the model states of a setting were."""
-    units = len(result["profile"]["units"])
-    tier: Any = result["states"]
-    return Settled((tier,) * units, (tier,) * units)
 
 
 def _profiles(result: dict[str, Any]) -> tuple[ModelProfile, HardwareProfile]:
@@ -281,7 +277,7 @@ def main() -> None:
         for text in arguments.settings:
             print(text, flush=True)
             try:
-                results[text] = measure(text, path, machine, arguments.steps) | {"states": parse(text)["states"]}
+                results[text] = measure(text, path, machine, arguments.steps)
             except (torch.cuda.OutOfMemoryError, ValueError) as error:
                 print(f"    {error}".splitlines()[0], flush=True)
             gc.collect()

@@ -197,7 +197,14 @@ class Profiler:
         add(REST, set(left), None)
         inputs = sum(item.nbytes for item in saved if item.inbound)
         states = self._state_bytes(self.units[visit.unit]) if visit.time == 0 else (0,) * 5
-        return UnitProfile(self.name_of(visit), tuple(operators), inputs, *states)
+        return UnitProfile(
+            self.name_of(visit),
+            tuple(operators),
+            inputs,
+            *states,
+            forward_bytes=self.graph.forward_bytes.get(visit, 0),
+            backward_bytes=self.graph.backward_bytes.get(visit, 0),
+        )
 
     def _state_bytes(self, unit: Unit) -> tuple[int, int, int, int, int]:
         """Returns the count of parameters, and the bytes of weights, gradients and states (read, written)."""

@@ -320,6 +320,12 @@ class TensorCache:
 
     def unpack(self, saved: "Kept | SavedView") -> Tensor:
         """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
+        if self.observer is None:
+            return self._unpack(saved)
+        with torch._C._DisableTorchDispatch():  # what is done in here is no part of the backward
+            return self._unpack(saved)
+
+    def _unpack(self, saved: "Kept | SavedView") -> Tensor:
         if isinstance(saved, tuple):
             tensor, version, fetch = saved
             if fetch is not None:

@@ -1,5 +1,6 @@
 """What the operations of one forward make of what, and which of it autograd saves."""
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,10 @@ class ForwardGraph:
     buffers: list[Buffer] = field(default_factory=list)
     backward_seconds: dict[Visit, float] = field(default_factory=dict)
     """Of each visit, on the device."""
+    forward_bytes: dict[Visit, int] = field(default_factory=dict)
+    """Of each visit, the most that was there at one time, beside weights and what autograd saves."""
+    backward_bytes: dict[Visit, int] = field(default_factory=dict)
+    """The same of its backward, beside what is there after it: gradients of weights."""
 
     def visits(self) -> list[Visit]:
         """Returns all visits, in the order in which they began."""
@@ -184,7 +189,9 @@ class Recorder(ForwardMode):
         self._spans: list[tuple[Any, Any]] = []
         self._backward = _BackwardMode(self)
         self._backward_spans: list[tuple[Visit, Any, Any]] = []
-        self._backward_of = Visit(0, 0)
+        self._backward_of: Visit | None = None
+        """The visit whose backward runs; None: forward runs."""
+        self._memory = _Memory()
         self._part = Part("start", 0, 0)
         self._where: list[str] = []
         for modules in units:
@@ -197,6 +204,8 @@ class Recorder(ForwardMode):
         self.graph = ForwardGraph()
         self._spans.clear()
         self._backward_spans.clear()
+        self._memory = _Memory()
+        self._backward_of = None
         self._where.clear()
         return super().__enter__()
 
@@ -205,6 +214,7 @@ class Recorder(ForwardMode):
         buffer = self.graph.buffers[self._number(storage)]
         if buffer.visit is None:
             buffer.visit = self.visit
+            self._memory.leave_out(storage)
 
     def finish(self) -> None:
         """Takes down how long the operations took; the device has passed them."""
@@ -215,6 +225,7 @@ class Recorder(ForwardMode):
             self.graph.backward_seconds[visit] = self.graph.backward_seconds.get(visit, 0.0) + seconds
         self._spans.clear()
         self._backward_spans.clear()
+        self.graph.forward_bytes, self.graph.backward_bytes = self._memory.peaks()
 
     def begin_backward(self) -> None:
         """The forward is over; from here on operations belong to its backward."""
@@ -224,6 +235,7 @@ class Recorder(ForwardMode):
     def end_backward(self) -> None:
         """The backward is over."""
         self._backward.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._memory.close()
 
     def left(self, visit: Visit, output: object) -> None:
         def begins(_: object) -> None:
@@ -237,7 +249,14 @@ class Recorder(ForwardMode):
         """Runs an operation of the backward."""
         start = self._clock.now()
         result = func(*args, **kwargs)
-        self._backward_spans.append((self._backward_of, start, self._clock.now()))
+        visit = self._backward_of
+        assert visit is not None
+        self._backward_spans.append((visit, start, self._clock.now()))
+        self._memory.at(visit, backward=True)
+        read = {storage._cdata for storage in _read((args, kwargs))}
+        for storage in _read(result):
+            if storage._cdata not in read:
+                self._memory.take(storage)
         return result
 
     def begin_part(self, part: Part) -> None:
@@ -247,6 +266,7 @@ class Recorder(ForwardMode):
         read = _read((args, kwargs))
         inputs = tuple(dict.fromkeys(self._number(storage) for storage, weight in read.items() if not weight))
         seen = {storage._cdata for storage in read}
+        self._memory.at(self.visit, backward=False)
         index = len(self.graph.operations)
         for storage in _written(func, args, kwargs):
             if (number := self._known(storage)) is not None:
@@ -261,6 +281,7 @@ class Recorder(ForwardMode):
             if storage._cdata not in seen and self._known(storage) is None:
                 self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
                 setattr(storage, _NUMBER, (self.graph, len(self.graph.buffers) - 1))
+                self._memory.take(storage)
         count = flop_registry.get(func._overloadpacket)
         flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
         where = self._where[-1] if self._where else ""
@@ -292,6 +313,60 @@ class Recorder(ForwardMode):
 
         yield module.register_forward_pre_hook(before)
         yield module.register_forward_hook(after, always_call=True)
+
+
+class _Memory:
+    """What storages take while they live, which their Python objects do as long as they.
+
+    Storages may die on any thread; each event is one `append`.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[tuple[Visit, bool], int, int]] = []
+        self._now = (Visit(0, 0), False)
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._left_out: set[int] = set()
+        self._count = 0
+
+    def at(self, visit: Visit, *, backward: bool) -> None:
+        """What happens from here on belongs to this visit."""
+        self._now = (visit, backward)
+
+    def take(self, storage: torch.UntypedStorage) -> None:
+        """A storage was made, unless it is known."""
+        if (known := getattr(storage, _TAKEN, None)) is not None and known[0] is self:
+            return
+        self._count += 1
+        number, nbytes = self._count, storage.nbytes()
+        setattr(storage, _TAKEN, (self, number))
+        self._events.append((self._now, number, nbytes))
+        self._alive[number] = weakref.ref(storage, lambda _: self._gone(number, nbytes))
+
+    def leave_out(self, storage: torch.UntypedStorage) -> None:
+        """A storage does not count: it is saved."""
+        known = getattr(storage, _TAKEN, None)
+        if known is not None and known[0] is self:
+            self._left_out.add(known[1])
+
+    def close(self) -> None:
+        """Nothing counts any more; what is alive now was there to stay, and did not count."""
+        self._left_out |= set(self._alive)
+        self._alive.clear()
+
+    def peaks(self) -> tuple[dict[Visit, int], dict[Visit, int]]:
+        """Returns, of each visit, the most bytes in its forward and in its backward."""
+        most: dict[tuple[Visit, bool], int] = {}
+        now = 0
+        for at, number, nbytes in self._events:
+            if number not in self._left_out:
+                now += nbytes
+                most[at] = max(most.get(at, 0), now)
+        forward = {visit: nbytes for (visit, backward), nbytes in most.items() if not backward}
+        return forward, {visit: nbytes for (visit, backward), nbytes in most.items() if backward}
+
+    def _gone(self, number: int, nbytes: int) -> None:
+        if self._alive.pop(number, None) is not None:
+            self._events.append((self._now, number, -nbytes))
 
 
 class _BackwardMode(TorchDispatchMode):
@@ -356,3 +431,4 @@ def _name(maker: Operation, buffer: Buffer) -> str:
 
 
 _NUMBER = "_lightning_ssd_buffer"
+_TAKEN = "_lightning_ssd_taken"

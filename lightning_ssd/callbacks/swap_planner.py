@@ -202,7 +202,8 @@ class SwapPlanner(StepProfiling):
         assert profiler is not None
         staging = self._staging_bytes()
         # One half is read ahead, one written behind.
-        settled = self._settled = replace(profiler.settled(), staging_bytes=staging // 2)
+        host_room = self._cache.tiers["host"].capacity if "host" in self._cache.tiers else 0
+        settled = self._settled = replace(profiler.settled(), staging_bytes=staging // 2, host_room=host_room)
         hardware = self._budget(profile, settled)
         if self._cache.device.type == "cuda":
             room: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}

@@ -271,7 +271,7 @@ class _Search:
     def plan(self, candidate: Candidate) -> Plan:
         """Returns the plan that a candidate stands for."""
         units = self.model.units
-        gpu, host = candidate.gpu_bytes, candidate.host_bytes
+        gpu, host = candidate.gpu_bytes, self._host_room(candidate)
         weights: list[Tier] = ["ssd"] * len(units)
         states: list[Tier] = ["ssd"] * len(units)
         if self.settled is not None:
@@ -320,6 +320,12 @@ class _Search:
         )
         return plan if self.settled is None else self.settled.apply(plan)
 
+    def _host_room(self, candidate: Candidate) -> int:
+        """Returns the bytes of host memory that are to be shared out."""
+        if self.settled is None or self.settled.host_room is None:
+            return candidate.host_bytes
+        return min(candidate.host_bytes, self.settled.host_room)
+
     def _with_memory(self, candidate: Candidate, gpu_bytes: int, host_bytes: int) -> Candidate:
         gpu, host = max(0, gpu_bytes), max(0, host_bytes)
         resident = min(candidate.resident, self._count_resident(gpu))
@@ -354,7 +360,7 @@ class _Search:
         used = sum(_resident_bytes(model, index) for index in range(candidate.resident))
         saved = self._bytes[candidate.saved]
         swapped = max(0, saved - max(0, candidate.gpu_bytes - used))
-        host = candidate.host_bytes
+        host = self._host_room(candidate)
         in_host = {}
         wanted = [("weights", weights), ("states", states)]
         if settled is not None:

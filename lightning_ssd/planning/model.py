@@ -61,6 +61,8 @@ class UnitProfile:
         gradient_bytes: bytes of its gradient that leave the GPU in each micro-batch.
         state_bytes_read: bytes of master weights and optimizer states; a step reads all of them.
         state_bytes_written: bytes of them that a step writes.
+        forward_bytes: most bytes on the GPU at one time of its forward, beside weights and what is saved.
+        backward_bytes: the same of its backward, beside gradients of weights, too.
     """
 
     name: str
@@ -71,10 +73,12 @@ class UnitProfile:
     gradient_bytes: int
     state_bytes_read: int
     state_bytes_written: int
+    forward_bytes: int = 0
+    backward_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("input_bytes", "parameters", "weight_bytes", "gradient_bytes", "state_bytes_read",
-                      "state_bytes_written"):  # fmt: skip
+                      "state_bytes_written", "forward_bytes", "backward_bytes"):  # fmt: skip
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
         if not self.operators:
             raise ValueError(f"The unit `{self.name}` has no operators. Give it at least one, with its times.")
@@ -188,6 +192,8 @@ class ModelProfile:
             replace(
                 unit,
                 input_bytes=round(factor * unit.input_bytes),
+                forward_bytes=round(factor * unit.forward_bytes),
+                backward_bytes=round(factor * unit.backward_bytes),
                 operators=tuple(scale_operator(operator) for operator in unit.operators),
             )
             for unit in self.units

@@ -90,11 +90,13 @@ class Settled:
         weights: of each unit, where the compute weights are.
         states: of each unit, where the rest is.
         staging_bytes: of the plan; None: that is planned.
+        host_room: bytes of host memory for activations; None: what nothing else takes.
     """
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
     staging_bytes: int | None = None
+    host_room: int | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> "Settled":
@@ -168,6 +170,8 @@ def plan_with_coefficient(model: ModelProfile, hardware: HardwareProfile, coeffi
         for unit, weights, states in places
         if states != "gpu"
     )
+    if settled.host_room is not None:
+        host = min(host, settled.host_room)
     saved: dict[tuple[int, int], Where] = {}
     for tensor in sorted(swapped, key=lambda tensor: tensor.key):
         saved[tensor.key] = "host" if tensor.nbytes <= host else "ssd"

@@ -204,6 +204,23 @@ def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> s
     return {index for index, _, _ in window}
 
 
+def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> set[int]:
+    """Returns the stages whose bytes for SSDs are still in staging memory when backward begins: they stay there.
+
+    What is not written by then need not be.
+    """
+    left = sum(stage.to_ssd for stage in stages) - ssd_write * sum(stage.forward for stage in stages)
+    left = min(left, staging_bytes)
+    staged = set()
+    for index in reversed(range(len(stages))):
+        if stages[index].to_ssd:
+            left -= stages[index].to_ssd
+            if left < 0:
+                break
+            staged.add(index)
+    return staged
+
+
 class _Window:
     """Memory of a fixed size that items pass through in order: what has to have left before the next may enter."""
 
@@ -247,7 +264,12 @@ class _Builder:
         self._outgoing = _Window(plan.window_bytes)
         self._read_ahead = _Window(plan.staging_bytes)
         self._written_behind = _Window(plan.staging_bytes)
+        self._kept_gradients = [
+            profile.gradient_bytes if unit.states == "gpu" else 0
+            for profile, unit in zip(model.units, self.units, strict=True)
+        ]
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
+        self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
         self._updated: list[Task | None] = [None] * len(self.units)  # by unit, the end of its last optimizer job
         self._jobs: list[Task] = []  # the last task of each job that passes through staging memory
 
@@ -258,7 +280,7 @@ class _Builder:
             turn = self._compute
             landed: list[Task | None] = [None] * len(self.units)
             for index in reversed(range(len(self.stages))):
-                gradient = self._add_backward(step, index, stored[index])
+                gradient = self._add_backward(step, index, stored[index], first=micro_batch == 0)
                 if gradient is not None:
                     landed[self.stages[index].unit] = gradient
             if micro_batch == self.model.micro_batches - 1:
@@ -305,40 +327,51 @@ class _Builder:
         if weights:
             fetched = self._add_fetch(step, weights, from_ssd, updated)
             updated = None
-        room = self._outgoing.enter(stage.swapped) if stage.swapped else []
+        room = self._outgoing.enter(0) if stage.swapped else []
         compute = self._add_compute(step, stage.forward, fetched, updated, *room)
         if weights:
             # Its room is free for others once the unit is in use: when the one before has ended.
             self._incoming.leave_with(weights, before or compute)
         released = self._weights(stage.unit)[0] if stage.last else 0
-        compute.gpu = (stage.saved + stage.passing, stage.passing + released)
+        passing = stage.passing + self.model.units[stage.unit].forward_bytes
+        compute.gpu = (stage.saved + passing, passing + released)
         if index in self._forwarded:  # copied for nothing; what would go on to SSDs is cancelled
             copy = self._task(COPY_OUT, stage.swapped, step, compute)
             self._outgoing.leave_with(stage.swapped, copy)
             return None
-        return self._add_swap_out(step, stage, compute) if stage.swapped else None
+        return self._add_swap_out(step, index, compute) if stage.swapped else None
 
-    def _add_swap_out(self, step: int, stage: Stage, compute: Task) -> Task:
-        room = self._written_behind.enter(stage.to_ssd) if stage.to_ssd else []
+    def _add_swap_out(self, step: int, index: int, compute: Task) -> Task:
+        stage = self.stages[index]
+        to_ssd = 0 if index in self._staged else stage.to_ssd
+        room = self._written_behind.enter(to_ssd) if to_ssd else []
         copy = self._task(COPY_OUT, stage.swapped, step, compute, *room)
         copy.gpu = (0, stage.swapped)
         copy.host = (stage.swapped, 0)
         self._outgoing.leave_with(stage.swapped, copy)
-        if not stage.to_ssd:
+        if not to_ssd:
             return copy
-        write = self._task(SSD, stage.to_ssd, step, copy, write=True)
-        write.host = (0, stage.to_ssd)
-        write.ssd = stage.to_ssd
-        self._written_behind.leave_with(stage.to_ssd, write)
+        write = self._task(SSD, to_ssd, step, copy, write=True)
+        write.host = (0, to_ssd)
+        write.ssd = to_ssd
+        self._written_behind.leave_with(to_ssd, write)
         return write
 
-    def _add_backward(self, step: int, index: int, stored: Task | None) -> Task | None:
-        """Adds a stage's backward; returns the task that ends when the unit's gradient has landed, if it then has."""
+    def _add_backward(self, step: int, index: int, stored: Task | None, *, first: bool) -> Task | None:
+        """Adds a stage's backward; returns the task that ends when the unit's gradient has landed, if it then has.
+
+        Args:
+            step: index of the step.
+            index: of the stage.
+            stored: when that has ended, what the stage swaps is where it goes.
+            first: it is the first backward of the step: gradients of the last one are dropped as it begins.
+        """
         stage = self.stages[index]
         profile, unit = self.model.units[stage.unit], stage.unit
         weights, from_ssd = self._weights(unit) if stage.last else (0, 0)
         before = self._compute
-        swapped, to_ssd = (0, 0) if index in self._forwarded else (stage.swapped, stage.to_ssd)
+        swapped = 0 if index in self._forwarded else stage.swapped
+        to_ssd = 0 if index in self._forwarded or index in self._staged else stage.to_ssd
         nbytes = weights + swapped
         fetched = None
         if nbytes:
@@ -351,9 +384,14 @@ class _Builder:
         compute = self._add_compute(step, stage.backward + stage.again, fetched, *room)
         if nbytes:
             self._incoming.leave_with(nbytes, before or compute)
-        recomputed = stage.recomputed + stage.scratch
+        recomputed = stage.recomputed + stage.scratch + profile.backward_bytes
         released = self._weights(unit)[0] if stage.first else 0
-        compute.gpu = (recomputed + (gradient if stage.first else 0), stage.saved + recomputed + released)
+        taken = recomputed + (gradient if stage.first else 0)
+        if first and index == len(self.stages) - 1:
+            taken -= sum(self._kept_gradients)
+        if first and stage.first:
+            taken += self._kept_gradients[unit]
+        compute.gpu = (taken, stage.saved + recomputed + released)
         if not (stage.first and gradient):
             return compute if stage.first else None
         copy = self._task(COPY_OUT, gradient, step, compute)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import ActivationOffload, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import clock
-from lightning_ssd.planning import Plan
+from lightning_ssd.planning import HardwareProfile, Plan
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
 from tests.plans import MACHINE, Watch, draw, pinned, planner
 from tests.states.test_training import Model
@@ -310,3 +310,22 @@ def test_model_states_are_where_the_plan_has_them(tmp_path: Path) -> None:
         train_states(
             tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[pinned(replace(drawn, units=units))], **how
         )
+
+
+def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All states on a drive that is said to be slow, and room in host memory."""
+    machine = tmp_path / "machine.json"
+    slow = {name: 1e5 for name in ("ssd_read", "ssd_write", "ssd_mixed")}
+    replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
+    swaps = SwapPlanner(machine=machine, save=tmp_path / "plan.yaml", warm_up=2, steps=1)
+    strategy = SSDOffloadStrategy(states="ssd", min_bytes=1, host_memory="256MiB", gpu_memory=1)
+    with caplog.at_level(logging.INFO):
+        train_states(tmp_path, strategy, Model(), callbacks=[swaps], limit_val_batches=0)
+    assert "with model states placed otherwise" in caplog.text
+    elsewhere = Plan.load(tmp_path / "plan.states.yaml")
+    assert {unit.states for unit in elsewhere.units.values()} < {"host", "gpu"}
+    second = SwapPlanner(plan=tmp_path / "plan.states.yaml", machine=MACHINE, warm_up=2, steps=1)
+    strategy = SSDOffloadStrategy(min_bytes=1, host_memory="256MiB")
+    train_states(tmp_path, strategy, Model(), callbacks=[second], limit_val_batches=0)
+    assert second.plan is not None
+    assert [unit.states for unit in second.plan.units.values()] == [unit.states for unit in elsewhere.units.values()]
