@@ -25,7 +25,11 @@ from lightning_ssd.planning.model import ModelProfile, UnitProfile
 from lightning_ssd.planning.plan import TIERS, Plan, Tier, UnitPlan
 
 STEPS = 3
-"""Steps simulated: the first begins cold, and a step's optimizer jobs run on under the next forward."""
+"""Steps simulated: the first begins cold, and a step's optimizer jobs run on under the next forward. One less where
+micro-batches follow each other: the last of the first step is warm."""
+
+MICRO_BATCHES = 3
+"""Of a step, that are simulated where there are many: the first, one like all others, and the last."""
 
 STAGES = 48
 """Stages that a forward has at least: where there are fewer units, each is cut into several."""
@@ -175,8 +179,34 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
         ValueError: the plan is not one for the model.
     """
     plan.check(model)
+    if model.micro_batches <= MICRO_BATCHES + 2:
+        return _simulate(model, hardware, plan)
+    # Micro-batches between the first and the last are alike: one more takes what one more took.
+    fewer = _simulate(replace(model, micro_batches=MICRO_BATCHES - 1), hardware, plan)
+    few = _simulate(replace(model, micro_batches=MICRO_BATCHES), hardware, plan)
+    more = model.micro_batches - MICRO_BATCHES
+
+    def extend(one: float, other: float) -> float:
+        return other + more * max(0.0, other - one)
+
+    busy = {name: extend(fewer.busy_seconds[name], few.busy_seconds[name]) for name in few.busy_seconds}
+    seconds = max(extend(fewer.step_seconds, few.step_seconds), *busy.values())
+    return replace(
+        few,
+        step_seconds=seconds,
+        busy_seconds=busy,
+        stall_seconds=max(0.0, seconds - busy["compute"]),
+        ssd_read_bytes=round(extend(fewer.ssd_read_bytes, few.ssd_read_bytes)),
+        ssd_written_bytes=round(extend(fewer.ssd_written_bytes, few.ssd_written_bytes)),
+        bound=max(busy, key=lambda resource: busy[resource]),
+    )
+
+
+def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
+    """Simulates every micro-batch."""
     builder = _Builder(model, hardware, plan)
-    ends = [builder.add_step(step) for step in range(STEPS)]
+    steps = STEPS if model.micro_batches == 1 else STEPS - 1
+    ends = [builder.add_step(step) for step in range(steps)]
     memory = run(builder.tasks, hardware)
     return _prediction(builder, memory, ends[-2].end, ends[-1].end)
 
@@ -229,18 +259,20 @@ class _Window:
         self._items: list[tuple[int, Task]] = []
         self._used = 0
         self._oldest = 0
+        self._freed: list[Task] = []
 
     def enter(self, nbytes: int) -> list[Task]:
         """Makes room for `nbytes` more; returns the tasks that have to end before there is.
 
         An item that is larger than the whole window enters an empty one.
         """
-        freed = []
+        freed = self._freed[-1:]  # what enters now is behind all that had to wait before
         while self._oldest < len(self._items) and self._used + nbytes > self._limit:
             size, task = self._items[self._oldest]
             self._used -= size
             self._oldest += 1
             freed.append(task)
+        self._freed = freed
         return freed
 
     def leave_with(self, nbytes: int, task: Task) -> None:
@@ -451,8 +483,9 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
     model, plan = builder.model, builder.plan
     busy = dict.fromkeys(RESOURCES, 0.0)
     read = written = 0.0
+    last = builder.tasks[-1].step
     for task in builder.tasks:
-        if task.step == STEPS - 1:
+        if task.step == last:
             busy[RESOURCES[task.resource]] += task.end - task.begin
             if task.resource == SSD:
                 if task.write:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, UnitPlan, replay, simulate
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
+from lightning_ssd.planning.simulator import _simulate
 from tests.planning.profiles import GB, H100, machines, make_model, models
 from tests.planning.test_plan import plans
 
@@ -202,3 +203,17 @@ def test_replay_over_bandwidth() -> None:
     assert throughputs == sorted(throughputs)
     assert throughputs[0] < 0.2
     assert throughputs[-1] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("weights", ["gpu", "host", "ssd"])
+@pytest.mark.parametrize("activation", ["keep", "host", "ssd"])
+def test_many_micro_batches_are_like_few(weights: Any, activation: Any) -> None:
+    """What is foretold from a few is what the simulation of all of them says."""
+    model = make_model(12, saved=GB, inputs=GB // 8, parameters=10**8, micro_batches=9)
+    model = model.with_time(0.05)
+    plan = plan_of(model, weights, weights, activation, activation)
+    foretold, simulated = simulate(model, H100, plan), _simulate(model, H100, plan)
+    assert foretold.step_seconds == pytest.approx(simulated.step_seconds, rel=0.02)
+    assert foretold.gpu_peak_bytes == pytest.approx(simulated.gpu_peak_bytes, rel=0.02)
+    assert foretold.ssd_written_bytes == simulated.ssd_written_bytes
+    assert foretold.ssd_read_bytes == simulated.ssd_read_bytes
