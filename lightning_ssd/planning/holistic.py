@@ -23,13 +23,13 @@ AMOUNTS = 32
 PUBLISHED = (plan_ssdtrain, plan_fuyou, plan_lohan)
 """Planners whose plans are candidates."""
 
-RANKED = 4
+RANKED = 3
 """Candidates of the bound that are simulated."""
 
-SPREAD = 4
+SPREAD = 3
 """Steps from the least that can be saved to all of it, which are simulated, too."""
 
-SIMULATED_STAGES = 4000
+SIMULATED_STAGES = 3200
 """Stages that are simulated in all, over candidates and micro-batches: it bounds the time that planning takes."""
 
 MARGIN = 0.005

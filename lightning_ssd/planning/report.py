@@ -125,9 +125,12 @@ def make_report(
 def largest_samples(model: ModelProfile, hardware: HardwareProfile) -> int:
     """Returns the samples of the largest micro-batch that fits, with everything that can leave the GPU out of it."""
 
+    memory_alone = replace(hardware, ssd_bytes_per_day=None)
+
     def fits(samples: int) -> bool:
         scaled = model.with_samples(samples)
-        return simulate(scaled, hardware, safest_plan(scaled, ssd_bytes=hardware.ssd_bytes)).excess_bytes(hardware) == 0
+        plan = safest_plan(scaled, ssd_bytes=hardware.ssd_bytes)
+        return simulate(scaled, hardware, plan).excess_bytes(memory_alone) == 0
 
     if not fits(1):
         return 0
