@@ -286,6 +286,31 @@ def plot(results: dict[str, Any], figure: str) -> None:
     plt.savefig(figure, dpi=120)
 
 
+def plot_curve(results: dict[str, Any], figure: str) -> None:
+    """Draws throughput over activation peak, a line for each mode over its batch sizes, as SSDTrain's figure 7."""
+    import matplotlib.pyplot as plt
+
+    points: dict[str, list[tuple[float, float, int]]] = {}
+    for shape, runs in results["shapes"].items():
+        batch = parse_shape(shape)[2]
+        for mode, rounds in runs.items():
+            peak = statistics.median(run["peak"] for run in rounds) / 2**30
+            step = statistics.median(run["step"] for run in rounds)
+            points.setdefault(mode, []).append((peak, batch / step, batch))
+    _, axes = plt.subplots(figsize=(7, 4.5))
+    for mode, line in points.items():
+        line.sort(key=lambda point: point[2])
+        axes.plot([peak for peak, _, _ in line], [speed for _, speed, _ in line], "o-", label=mode)
+        for peak, speed, batch in line:
+            axes.annotate(f"b{batch}", (peak, speed), textcoords="offset points", xytext=(4, 4), fontsize=7)
+    axes.set_xlabel("activation peak, GiB")
+    axes.set_ylabel("samples a second")
+    axes.legend()
+    axes.set_title(f"GPT, {TOKENS} tokens a sample, {results['machine']}", fontsize=9)
+    plt.tight_layout()
+    plt.savefig(figure, dpi=120)
+
+
 def main() -> None:
     """Measures, or reports what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -298,11 +323,14 @@ def main() -> None:
     parser.add_argument("--out", default="activation_offload.json")
     parser.add_argument("--report", help="print the table of earlier results instead of measuring")
     parser.add_argument("--plot", help="with --report: draw the figure")
+    parser.add_argument("--curve", help="with --report: draw throughput over memory, of shapes that differ in batch")
     arguments = parser.parse_args()
     results = json.loads(Path(arguments.report).read_text()) if arguments.report else measure(arguments)
     print(report(results))
     if arguments.plot:
         plot(results, arguments.plot)
+    if arguments.curve:
+        plot_curve(results, arguments.curve)
 
 
 if __name__ == "__main__":

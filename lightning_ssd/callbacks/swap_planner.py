@@ -352,7 +352,7 @@ class SwapPlanner(StepProfiling):
             self._usual = measured
             if not self._learned:
                 self._learned = True
-                self._learn(trainer, measured)
+                self._learn(trainer, comparison)
             return
         self._drifting = self._drifting + 1 if abs(measured / usual - 1) > self._tolerance else 0
         if self._drifting == self.PATIENCE and self.pinned is None:
@@ -361,31 +361,36 @@ class SwapPlanner(StepProfiling):
             )
             self._plan_again(trainer)
 
-    def _learn(self, trainer: pl.Trainer, measured: float) -> None:
+    def _learn(self, trainer: pl.Trainer, comparison: Comparison) -> None:
         """Corrects what was measured by what the first steps under the plan took, and plans again if that helps.
 
         A device that waits now and then, as it does while steps are measured, is cooler, and faster, than one that
-        never does; and drives are slower when all of it reads and writes.
+        never does; drives are slower when all of it reads and writes; and memory is taken that nobody had seen.
         """
         assert self.profile is not None and self.hardware is not None and self.plan is not None
+        predicted, measured = comparison.predicted, comparison.step_seconds
+        if comparison.gpu_peak_bytes:
+            unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
+            self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
         corrected = correct(self.profile, self.hardware, self.plan, measured)
-        if corrected is None:
-            predicted = simulate(self.profile, self.hardware, self.plan).step_seconds
-            if abs(measured / predicted - 1) > self._tolerance and self.pinned is None and not self._retried:
+        if corrected is not None:
+            self.profile, self.hardware = corrected
+        elif abs(measured / predicted.step_seconds - 1) > self._tolerance:
+            if self.pinned is None and not self._retried:
                 self._retried = True
                 pl.utilities.rank_zero_info(
-                    f"SwapPlanner: a step takes {measured:.3f} s instead of {predicted:.3f}: measuring again."
+                    f"SwapPlanner: a step takes {measured:.3f} s instead of {predicted.step_seconds:.3f}: "
+                    "measuring again."
                 )
                 self._plan_again(trainer)
             return
-        self.profile, self.hardware = corrected
         before = self.prediction = simulate(self.profile, self.hardware, self.plan)
         plan = self._make_plan()
         after = simulate(self.profile, self.hardware, plan)
-        fitted = before.excess_bytes(self.hardware) == 0
+        excess = before.excess_bytes(self.hardware), after.excess_bytes(self.hardware)
         faster = after.step_seconds < (1 - _WORTH) * before.step_seconds
         smaller = self._gpu_memory == "least" and after.gpu_peak_bytes < (1 - _WORTH) * before.gpu_peak_bytes
-        if faster or smaller or not fitted:
+        if excess[1] < excess[0] or (excess[1] == excess[0] and (faster or smaller)):
             self._put_in_force(trainer, plan)
             self._report(plan)
 
