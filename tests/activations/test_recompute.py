@@ -126,7 +126,7 @@ def test_random_numbers_are_drawn_once(cache: TensorCache) -> None:
     x = torch.randn(64, requires_grad=True)
 
     def forward() -> Tensor:
-        return (x * torch.rand_like(x)).sin().sum()
+        return (x * torch.rand_like(x)).sin().sum() + torch.rand(5).sum()
 
     def backward(loss: Tensor) -> tuple[Tensor, Tensor]:
         loss.backward()
@@ -150,6 +150,21 @@ def test_random_numbers_are_drawn_once(cache: TensorCache) -> None:
     directed.end_direct()
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_what_is_changed_in_place_is_not_made_again(cache: TensorCache) -> None:
+    """Neither itself, nor what is read from it."""
+    x = torch.randn(100, requires_grad=True)
+    directed = Directed(cache)
+    with directed.record():
+        changed = x * 2
+        read = changed + 1
+        changed.add_(3)
+        loss = (changed.sin() * read.cos()).sum()
+    loss.backward()
+    saved = directed.end_record()
+    found = {item.name: item.again for item in saved}
+    assert found == {"mul": False, "add": False, "sin": False, "cos": True}
 
 
 def test_each_is_made_once_and_let_go(cache: TensorCache) -> None:
