@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_ssd.activations import ForwardGraph, Recorder, Saved, TensorCache, Visit
+from lightning_ssd.activations import Director, ForwardGraph, Recorder, Saved, TensorCache, Visit, make_program
 from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.planning import ModelProfile, OperatorProfile, Settled, UnitProfile
 from lightning_ssd.planning.model import visit_name
@@ -29,6 +30,7 @@ class Profiler:
         cache: of the training.
         states: of the training, if they leave the device.
         optimizers: of the model.
+        again: whether anything may be computed again: weights don't change between a forward and its backward.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class Profiler:
         cache: TensorCache,
         states: ModelStates | None,
         optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        again: bool = True,
     ) -> None:
         self.units = [unit for unit in units if unit.parameters]
         self.graph = ForwardGraph()
@@ -46,7 +50,10 @@ class Profiler:
         self._cache = cache
         self._states = states
         self._optimizers = optimizers
+        self._again = again
+        self._saved: list[Saved] = []
         self._recorder: Recorder | None = None
+        self._director: Director | None = None
         self._recorded_backward = False
         self._mode_before = cache.forward_mode
         self._clock = make_clock(cache.device)
@@ -77,6 +84,32 @@ class Profiler:
                 torch.cuda.synchronize(self._cache.device)
             recorder.finish()
             self.graph = recorder.graph
+            saved = self.graph.saved(self._cache.min_bytes)
+            self._saved = saved if self._again else [replace(item, again=False) for item in saved]
+
+    # ---- one more, in which all that might be computed again is ----
+
+    def begin_checking(self) -> None:
+        """The next micro-batch is the one."""
+        director = self._director = Director(
+            [unit.modules for unit in self.units], self._cache.device, self._cache.pack, self._cache.unpack
+        )
+        chains = {item.buffer: item.chain for item in self._saved if item.again}
+        director.program = make_program(self.graph, dict.fromkeys(chains, "recompute"), chains)
+        director.checking = True
+        self._mode_before = self._cache.forward_mode
+        self._cache.forward_mode, self._cache.observer = director, director.saved
+        self._cache.checker = director.check
+
+    def end_checking(self) -> None:
+        """It is over."""
+        director, self._director = self._director, None
+        if director is None:
+            return
+        director.close()
+        self._cache.forward_mode = self._mode_before
+        self._cache.observer = self._cache.checker = None
+        self._saved = [replace(item, again=item.again and item.buffer in director.proved) for item in self._saved]
 
     def _stop_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -123,6 +156,7 @@ class Profiler:
     def close(self) -> None:
         """Takes everything back that it has put anywhere."""
         self._stop_recording()
+        self.end_checking()
 
     # ---- what was found ----
 
@@ -138,7 +172,7 @@ class Profiler:
 
     def saved(self) -> list[Saved]:
         """Returns what autograd saved in the micro-batch that was recorded, and may leave."""
-        return self.graph.saved(self._cache.min_bytes)
+        return self._saved
 
     def settled(self) -> Settled:
         """Returns where model states are."""

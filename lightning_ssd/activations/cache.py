@@ -99,8 +99,10 @@ class TensorCache:
         self.window_depth: int | None = None
         """Storages that may be on their way back ahead of their use; `None`: the bytes alone decide."""
         self.copies = copies
-        self.observer: Callable[[torch.UntypedStorage], None] | None = None
+        self.observer: Callable[[torch.UntypedStorage, Record], None] | None = None
         """Told of every storage that is saved and may leave, once a micro-batch."""
+        self.checker: Callable[[Record], None] | None = None
+        """Told of every record whose bytes backward is about to be given."""
         self.forward_mode: ForwardMode | None = None
         """Follows the forwards that begin from now on."""
         self._copy_lag: float | None = None
@@ -238,7 +240,7 @@ class TensorCache:
         self._batch.add(record)
         self._stats.saved += record.nbytes
         if self.observer is not None:
-            self.observer(storage)
+            self.observer(storage, record)
         choice = choice_of(storage)
         # What nobody has planned stays if backward begins with it.
         keep = choice == "keep" if choice is not None else self._batch.keeps(record, self.window_bytes)
@@ -345,6 +347,8 @@ class TensorCache:
             else:
                 assert isinstance(saved.record, Record)
                 self._bring_back(saved.record)
+                if self.checker is not None:
+                    self.checker(saved.record)
             return saved.show()
 
     def _bring_back(self, record: Record) -> None:

@@ -1,5 +1,7 @@
 """A forward under a plan: what autograd saves of each operation is kept, sent out, or dropped and computed again."""
 
+import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +10,15 @@ from torch import Tensor, nn
 
 from lightning_ssd.activations.forward import ForwardMode, Part
 from lightning_ssd.activations.graph import ForwardGraph, tensors_of, written
-from lightning_ssd.activations.recompute import Pack, Recipe, before_change, mark_recomputed, random_state
+from lightning_ssd.activations.recompute import (
+    Pack,
+    Recipe,
+    Recomputed,
+    before_change,
+    mark_recomputed,
+    random_state,
+)
+from lightning_ssd.activations.record import Record
 from lightning_ssd.planning import Choice
 
 
@@ -18,10 +28,12 @@ class Step(NamedTuple):
     Attributes:
         func: as dispatched.
         choices: by position among the tensors that it returns.
+        saved: numbers of the buffers that autograd saves of those that are computed again, by position.
     """
 
     func: Any
     choices: Mapping[int, Choice]
+    saved: Mapping[int, int]
 
 
 Program = Mapping[Part, Sequence[Step]]
@@ -37,6 +49,7 @@ def make_program(graph: ForwardGraph, choices: Mapping[int, Choice], chains: Map
         chains: of those that are computed again, the operations that it takes.
     """
     of_operation: dict[int, dict[int, Choice]] = {}
+    saved: dict[int, dict[int, int]] = {}
     for number, choice in choices.items():
         buffer = graph.buffers[number]
         if buffer.maker is not None and choice != "recompute":
@@ -46,9 +59,13 @@ def make_program(graph: ForwardGraph, choices: Mapping[int, Choice], chains: Map
         if buffer.maker in again and choices.get(buffer_number, "recompute") == "recompute":
             assert buffer.maker is not None
             of_operation.setdefault(buffer.maker, {})[buffer.position] = "recompute"
+            if buffer.visit is not None:
+                saved.setdefault(buffer.maker, {})[buffer.position] = buffer_number
     program: dict[Part, list[Step]] = {}
     for index, operation in enumerate(graph.operations):
-        program.setdefault(operation.part, []).append(Step(operation.func, of_operation.get(index, {})))
+        program.setdefault(operation.part, []).append(
+            Step(operation.func, of_operation.get(index, {}), saved.get(index, {}))
+        )
     return program
 
 
@@ -56,6 +73,10 @@ class Director(ForwardMode):
     """Applies a program to the forwards that run inside it.
 
     A part that does something else than the program says has no directions from there on: what it saves goes out.
+
+    With `checking`, nothing is dropped: what would be computed again is saved, and computed again when backward wants
+    it, and the two are compared, byte by byte. No schema of an operation tells what kernels of other people's have
+    written to its result, or what it depends on beside its arguments; this does.
 
     Args:
         units: as in `ForwardMode`.
@@ -77,8 +98,34 @@ class Director(ForwardMode):
         self._device = device
         self._pack = pack
         self._unpack = unpack
+        self.checking = False
+        self.proved: set[int] = set()
+        """Buffers that were what they had been when they were computed again."""
+        self._expected: weakref.WeakKeyDictionary[Record, tuple[Recomputed, int]] = weakref.WeakKeyDictionary()
+        self._held: list[Recomputed] = []
+        """Of the present forward: after it, they live as long as what autograd keeps."""
         self._steps: Sequence[Step] = ()
         self._next = 0
+
+    def __exit__(self, *error: Any) -> None:
+        self._held.clear()
+        super().__exit__(*error)
+
+    def saved(self, storage: torch.UntypedStorage, record: Record) -> None:
+        """While checking: autograd has saved `storage`."""
+        tried: tuple[weakref.ref[Recomputed], int] | None = getattr(storage, _TRIED, None)
+        if tried is not None and (recomputed := tried[0]()) is not None and recomputed.version == record.version:
+            self._expected[record] = recomputed, tried[1]
+
+    def check(self, record: Record) -> None:
+        """While checking: backward is about to be given what `record` has."""
+        recomputed, number = self._expected.pop(record, (None, 0))
+        if recomputed is None:
+            return
+        assert record.data is not None
+        with contextlib.suppress(RuntimeError):  # what it reads has changed since
+            if torch.equal(record.data, recomputed.remake()):
+                self.proved.add(number)
 
     def begin_part(self, part: Part) -> None:
         self._steps = self.program.get(part, ())
@@ -96,10 +143,16 @@ class Director(ForwardMode):
         tensors = tensors_of(result)
         recipe = Recipe(func, args, kwargs, random, self._pack, self._unpack) if again else None
         for position, choice in step.choices.items():
+            tensor = tensors[position]
             if choice != "recompute":
-                setattr(tensors[position].untyped_storage(), _CHOICE, choice)
+                setattr(tensor.untyped_storage(), _CHOICE, choice)
             elif recipe is not None:
-                mark_recomputed(tensors[position], recipe.result(tensors[position], position))
+                recomputed = recipe.result(tensor, position)
+                self._held.append(recomputed)
+                if self.checking and position in step.saved:
+                    setattr(tensor.untyped_storage(), _TRIED, (weakref.ref(recomputed), step.saved[position]))
+                else:
+                    mark_recomputed(tensor, recomputed)
         return result
 
     def _follow(self, func: Any) -> Step | None:
@@ -121,3 +174,4 @@ def choice_of(storage: torch.UntypedStorage) -> Choice | None:
 
 
 _CHOICE = "_lightning_ssd_choice"
+_TRIED = "_lightning_ssd_tried"

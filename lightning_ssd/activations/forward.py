@@ -51,6 +51,8 @@ class ForwardMode(TorchDispatchMode):
         units: of each unit, the modules whose forwards are its.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = []
@@ -82,7 +84,7 @@ class ForwardMode(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if in_backward():
+        if in_backward() or not isinstance(func, torch._ops.OpOverload):  # what takes functions is not one operation
             return func(*args, **(kwargs or {}))
         return self.operation(func, args, kwargs or {})
 

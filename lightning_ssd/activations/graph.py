@@ -1,5 +1,6 @@
 """What the operations of one forward make of what, and which of it autograd saves."""
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,6 +111,10 @@ class ForwardGraph:
             min_bytes: smaller buffers stay on the device, whatever becomes of the others.
         """
         taken: dict[tuple[Visit, str], int] = {}
+        made_by: dict[int, list[int]] = {}
+        for number, buffer in enumerate(self.buffers):
+            if buffer.maker is not None and buffer.visit is None:
+                made_by.setdefault(buffer.maker, []).append(number)
         found = []
         for number, buffer in enumerate(self.buffers):
             if buffer.visit is None:
@@ -126,22 +131,28 @@ class ForwardGraph:
                     number,
                     buffer.nbytes,
                     tuple(sorted(chain)) if chain is not None else (),
-                    self._scratch(number, chain) if chain is not None else 0,
+                    self._scratch(number, chain, made_by) if chain is not None else 0,
                     chain is not None,
                     inbound,
                 )
             )
         return found
 
-    def _scratch(self, number: int, chain: set[int]) -> int:
-        """Returns the most bytes on the device while a buffer is made by `chain`, beside itself."""
-        made = {other for other, buffer in enumerate(self.buffers) if buffer.maker in chain and buffer.visit is None}
+    def _scratch(self, number: int, chain: set[int], made_by: Mapping[int, Sequence[int]]) -> int:
+        """Returns the most bytes on the device while a buffer is made by `chain`, beside itself.
+
+        Args:
+            number: of the buffer.
+            chain: operations.
+            made_by: of each operation, what it makes that is not saved.
+        """
+        made = {other for index in chain for other in made_by.get(index, ())}
         most = 0
         for index in chain:
             operation = self.operations[index]
             live = sum(self.buffers[read].nbytes for read in operation.inputs if read in made)
             if index != self.buffers[number].maker:  # the buffer itself is not there yet
-                live += sum(self.buffers[other].nbytes for other in made if self.buffers[other].maker == index)
+                live += sum(self.buffers[other].nbytes for other in made_by.get(index, ()))
                 live -= self.buffers[number].nbytes
             most = max(most, live)
         return most
@@ -209,7 +220,7 @@ class Recorder(ForwardMode):
         self._where.clear()
         return super().__enter__()
 
-    def saved(self, storage: torch.UntypedStorage) -> None:
+    def saved(self, storage: torch.UntypedStorage, record: object) -> None:
         """Autograd has saved `storage`, for the first time in this forward."""
         buffer = self.graph.buffers[self._number(storage)]
         if buffer.visit is None:
@@ -282,11 +293,10 @@ class Recorder(ForwardMode):
                 self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
                 setattr(storage, _NUMBER, (self.graph, len(self.graph.buffers) - 1))
                 self._memory.take(storage)
-        count = flop_registry.get(func._overloadpacket)
-        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        flops = _flops(func, args, kwargs, result)
         where = self._where[-1] if self._where else ""
         self.graph.operations.append(
-            Operation(func, self._part, self.visit, where, inputs, flops, _repeatable(func, kwargs))
+            Operation(func, self._part, self.visit, where, inputs, flops, _repeatable(func, args, kwargs, result))
         )
         return result
 
@@ -372,11 +382,15 @@ class _Memory:
 class _BackwardMode(TorchDispatchMode):
     """Is told of every operation of a backward. Autograd's threads take it over from the one that calls it."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **(kwargs or {}))
         return self._recorder.time_backward(func, args, kwargs or {})
 
 
@@ -398,6 +412,15 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
     return tensors_of(changed)
 
 
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return 0.0
+    with contextlib.suppress(Exception):  # shapes that torch's formula does not know
+        return float(count(*args, **kwargs, out_val=result))
+    return 0.0
+
+
 def is_random(func: Any) -> bool:
     """Whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
@@ -417,8 +440,17 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
     return found
 
 
-def _repeatable(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def _repeatable(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether an operation may be run again. Whether it then returns the same is tried out (`director`)."""
+    name = func._schema.name
     if func._schema.is_mutable or func.namespace not in ("aten", "prims"):
+        return False
+    # Statistics that it updates, which no schema tells; memory that nobody has written yet.
+    if "batch_norm" in name or "moving_avg" in name or "empty" in name:
+        return False
+    given = tensors_of((args, kwargs))
+    # Without a tensor to go by, a result has the default dtype, which is another one in backward.
+    if not given or any(value.is_inference() for value in (*given, *tensors_of(result))):
         return False
     # A generator of the user's own would have to be set back.
     return not (is_random(func) and kwargs.get("generator") is not None)

@@ -17,7 +17,7 @@ from torch._C import DispatchKey
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_ssd.activations.graph import is_random, tensors_of
-from lightning_ssd.activations.record import Viewed
+from lightning_ssd.activations.record import SavedView, Viewed
 
 Pack = Callable[[Tensor], Any]
 
@@ -47,14 +47,19 @@ class Recipe:
         self._random = random
         self._unpack = unpack
         self._results: list[weakref.ref[Recomputed]] = []
+        self._reads: list[Recomputed] = []
         self._packed: list[tuple[bool, Any]] = []
         leaves, spec = tree_flatten((args, kwargs))
         self._spec: TreeSpec = spec
         with _version_counters_shared():
             for leaf in leaves:
                 if isinstance(leaf, Tensor):
-                    self._packed.append((True, pack(leaf)))
-                    _recipes_of(leaf).append(weakref.ref(self))
+                    packed = pack(leaf)
+                    self._packed.append((True, packed))
+                    if isinstance(packed, SavedView) and isinstance(packed.record, Recomputed):
+                        self._reads.append(packed.record)
+                    if (recipes := _recipes_of(leaf)) is not None:
+                        recipes.add(self)
                 else:
                     self._packed.append((False, leaf))
 
@@ -64,21 +69,42 @@ class Recipe:
         self._results.append(weakref.ref(recomputed))
         return recomputed
 
-    def run(self) -> None:
-        """Runs the operation again, and gives its results to those who show them."""
-        leaves = [self._unpack(packed) if is_tensor else packed for is_tensor, packed in self._packed]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), _as_it_was(self._random):
-            tensors = tensors_of(self._func(*args, **kwargs))
+    def make(self) -> None:
+        """Makes the results again for those who show them, and before that what of the arguments is not there."""
+        stack = [self]  # and no recursion: chains may be long
+        while stack:
+            missing = [read._recipe for read in stack[-1]._reads if read.data is None]
+            if missing:
+                stack += missing
+                continue
+            recipe = stack.pop()
+            waiting = (recomputed for reference in recipe._results if (recomputed := reference()) is not None)
+            if recipe is self or any(recomputed.views and recomputed.data is None for recomputed in waiting):
+                recipe._run()
+
+    def remake(self, position: int) -> Tensor:
+        """Returns the result at `position`, made again, for the moment."""
+        for read in self._reads:
+            read.bring_back()
+        return self._compute()[position]
+
+    def _run(self) -> None:
+        tensors = self._compute()
         for reference in self._results:
             if (recomputed := reference()) is not None:
                 recomputed.take(tensors[recomputed.position])
+
+    def _compute(self) -> list[Tensor]:
+        leaves = [self._unpack(packed) if is_tensor else packed for is_tensor, packed in self._packed]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), _as_it_was(self._random):
+            return tensors_of(self._func(*args, **kwargs))
 
     def expire(self) -> None:
         """What it reads is about to change: runs it, if somebody has saved what it makes; nobody does after this."""
         results = [recomputed for reference in self._results if (recomputed := reference()) is not None]
         if any(recomputed.views and recomputed.data is None for recomputed in results):
-            self.run()
+            self.make()
         for recomputed in results:
             recomputed.expired = True
 
@@ -106,7 +132,12 @@ class Recomputed(Viewed):
     def bring_back(self) -> None:
         """Has the bytes made again, if they are not there."""
         if self.data is None:
-            self._recipe.run()
+            self._recipe.make()
+
+    def remake(self) -> Tensor:
+        """Returns the bytes, made again, whatever is there."""
+        tensor = self._recipe.remake(self.position)
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
     def take(self, tensor: Tensor) -> None:
         """Shows the storage of `tensor`, if anybody has saved it."""
@@ -133,13 +164,14 @@ def random_state(func: Any, device: torch.device) -> RandomState | None:
 
 
 def mark_recomputed(tensor: Tensor, recomputed: Recomputed) -> None:
-    """Makes `recomputed` what `recomputed_of` returns for the storage of `tensor`."""
-    setattr(tensor.untyped_storage(), _RECOMPUTED, recomputed)
+    """Makes `recomputed` what `recomputed_of` returns for the storage of `tensor`, as long as somebody holds it."""
+    setattr(tensor.untyped_storage(), _RECOMPUTED, weakref.ref(recomputed))
 
 
 def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed | None:
     """Returns what `tensor` can be made again by, as it is now."""
-    recomputed: Recomputed | None = getattr(storage, _RECOMPUTED, None)
+    reference: weakref.ref[Recomputed] | None = getattr(storage, _RECOMPUTED, None)
+    recomputed = None if reference is None else reference()
     if recomputed is None or recomputed.expired or recomputed.version != tensor._version:
         return None
     return recomputed
@@ -149,20 +181,18 @@ def before_change(tensors: Sequence[Tensor]) -> None:
     """Has everything made that is to be computed from what `tensors` hold now."""
     for tensor in tensors:
         recipes = _recipes_of(tensor)
-        for reference in recipes:
-            if (recipe := reference()) is not None:
-                recipe.expire()
-        recipes.clear()
+        for recipe in list(recipes or ()):
+            recipe.expire()
 
 
-def _recipes_of(tensor: Tensor) -> "list[weakref.ref[Recipe]]":
-    """Returns the recipes that read the storage of `tensor`."""
+def _recipes_of(tensor: Tensor) -> "weakref.WeakSet[Recipe] | None":
+    """Returns the recipes that read the storage of `tensor`, if it has one."""
     if tensor.layout is not torch.strided:
-        return []
+        return None
     storage = tensor.untyped_storage()
-    recipes: list[weakref.ref[Recipe]] | None = getattr(storage, _RECIPES, None)
+    recipes: weakref.WeakSet[Recipe] | None = getattr(storage, _RECIPES, None)
     if recipes is None:
-        recipes = []
+        recipes = weakref.WeakSet()
         setattr(storage, _RECIPES, recipes)
     return recipes
 

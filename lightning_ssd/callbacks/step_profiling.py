@@ -1,18 +1,22 @@
 """`StepProfiling`: a callback that has a few training steps measured, when they are due."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiler import Profiler, count_samples
 from lightning_ssd.states import find_units
 
+Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
+
 
 class StepProfiling(pl.Callback):
     """Lets some steps go by, records a micro-batch of the last of them, measures some more, and makes a profile.
+
+    The micro-batch after the one that is recorded shows what can be computed again.
 
     Args:
         warm_up: steps that go by.
@@ -29,10 +33,14 @@ class StepProfiling(pl.Callback):
         self._steps = steps
         self._profiler: Profiler | None = None
         self._step = 0
-        self._due: int | None = None
-        """The step that is recorded, while that lies ahead or is under way; those that are measured follow."""
-        self._recorded = False
-        self._timing = False
+        """Steps that are over."""
+        self._phase: Phase = "idle"
+        """What the present micro-batch is for, or the last one was."""
+        self._due = 0
+        """The step whose first micro-batch is recorded."""
+        self._timed_from = 0
+        self._at_boundary = True
+        """Whether the next micro-batch is the first of a step."""
         self._samples = self._tokens = 1
 
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
@@ -44,35 +52,50 @@ class StepProfiling(pl.Callback):
             raise ValueError(
                 f"{type(self).__name__} needs `strategy='ssd_offload'`, or an `ActivationOffload` callback."
             )
+        others = [
+            other for other in trainer_callbacks(trainer) if isinstance(other, StepProfiling) and other is not self
+        ]
+        if others:
+            raise ValueError(
+                f"{type(self).__name__} and {type(others[0]).__name__} both measure the first steps. Remove one."
+            )
         config = getattr(trainer.strategy, "states_config", None)
         units = find_units(pl_module, None if config is None else config.units)
         states = getattr(trainer.strategy, "model_states", None)
-        self._profiler = Profiler(units, cache, states, trainer.optimizers)
+        # Who steps by hand may step between a forward and its backward.
+        self._profiler = Profiler(units, cache, states, trainer.optimizers, again=pl_module.automatic_optimization)
         self._step = 0
-        self._timing = False
+        self._at_boundary = True
         self.schedule(self._warm_up)
 
     def schedule(self, warm_up: int) -> None:
         """Begins anew: after `warm_up` steps from now on, at least one, others are measured."""
         self._due = self._step + warm_up - 1
-        self._recorded = False
+        self._phase = "waiting"
+
+    @property
+    def measuring(self) -> bool:
+        """Whether steps are measured, or will be."""
+        return self._phase != "idle"
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._due is None or self._step < self._due:
-            return
+        at_boundary, self._at_boundary = self._at_boundary, False
         assert self._profiler is not None
-        if self._step == self._due:
-            if not self._recorded:
-                self._recorded = True
-                self._profiler.begin_recording()
-            return
-        if not self._timing:
-            self._timing = True
+        if self._phase == "waiting" and self._step >= self._due:
+            self._phase = "recording"
+            self._profiler.begin_recording()
+        elif self._phase == "recording":
+            self._phase = "checking"
+            self._profiler.begin_checking()
+        elif self._phase == "checking" and at_boundary:
+            self._phase = "timing"
+            self._timed_from = self._step
             self._profiler.begin_timing()
-        self._samples, self._tokens = count_samples(batch)
-        self._profiler.begin_forward()
+        if self._phase == "timing":
+            self._samples, self._tokens = count_samples(batch)
+            self._profiler.begin_forward()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         assert self._profiler is not None
@@ -81,22 +104,23 @@ class StepProfiling(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._profiler is not None
         self._profiler.end_recording()
-        if self._timing and pl_module.automatic_optimization:  # else more of the forward may follow
-            self._profiler.end_backward()
+        if pl_module.automatic_optimization:  # else more of the forward may follow
+            self._end_backward()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._profiler is not None
         self._profiler.end_recording()  # of a batch without backward
-        if self._timing and not pl_module.automatic_optimization:
-            self._profiler.end_backward()
+        if not pl_module.automatic_optimization:
+            self._end_backward()
+        self._profiler.end_checking()
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return
         self._step += 1
-        if self._due is not None and self._step > self._due + self._steps:
-            self._due = None
-            self._timing = False
+        self._at_boundary = True
+        if self._phase == "timing" and self._step == self._timed_from + self._steps:
+            self._phase = "idle"
             self._profiler.end_timing()
             clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
             clips |= trainer.precision == "16-mixed"  # a step is skipped where gradients are not finite
@@ -111,7 +135,7 @@ class StepProfiling(pl.Callback):
             self.profiled(trainer, pl_module, profile)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._timing:
+        if self._phase == "timing":
             assert self._profiler is not None
             self._profiler.pause()
 
@@ -121,8 +145,13 @@ class StepProfiling(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._end()
 
+    def _end_backward(self) -> None:
+        if self._phase == "timing":
+            assert self._profiler is not None
+            self._profiler.end_backward()
+
     def _end(self) -> None:
         profiler, self._profiler = self._profiler, None
-        self._timing = False
+        self._phase = "idle"
         if profiler is not None:
             profiler.close()

@@ -2,6 +2,7 @@
 
 import logging
 import statistics
+import sys
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,9 @@ class SwapPlanner(StepProfiling):
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
     `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. What the plan is, what bounds the step, and
     what would lift that is in the log.
+
+    What is computed again was, in one micro-batch, computed again and compared with what autograd had saved, byte by
+    byte. With manual optimization nothing is computed again.
 
     Args:
         planner: `"holistic"` (the simulation decides, under the budgets), or, to compare, those of papers: `"lohan"`,
@@ -149,41 +153,42 @@ class SwapPlanner(StepProfiling):
         self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
         self._measured_machine = self._measure(cache)
         self._clock = make_clock(cache.device)
-        self._begun: deque[Any] = deque()
+        self._begun: Any = None
+        self._taken: deque[tuple[Any, Any]] = deque()
         self._to_settle = 0
         self._usual: float | None = None
         self._drifting = 0
         self._retried = False
-        self._step_begins = True
+        self._compiled = _compiled_frames()
         cache.placement = SendAll(tuple(cache.tiers))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        begins = self._at_boundary
+        if self._phase == "waiting" and _compiled_frames() != self._compiled:
+            raise ValueError(
+                "something in `training_step` is compiled by `torch.compile`, and SwapPlanner plans single operations, "
+                "which it can't see there. Leave `torch.compile` away, or remove the callback."
+            )
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        begins, self._step_begins = self._step_begins, False
-        if self.plan is None or self._due is not None or not begins:
+        if self.plan is None or self.measuring or not begins:
             return
         if self._to_settle:
             self._to_settle -= 1
             if not self._to_settle and self._cache.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._cache.device)
             return
-        self._begun.append(self._clock.now())
-        if len(self._begun) > self.WINDOW:
+        now = self._clock.now()
+        if self._begun is not None:
+            self._taken.append((self._begun, now))
+        self._begun = now
+        if len(self._taken) >= self.WINDOW:
             self._compare(trainer)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = self._step
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._step_begins = self._step != step
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
-        if self.plan is not None:
-            self._begun.clear()
+        self._begun = None  # this one takes longer
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.plan is None:
@@ -271,13 +276,15 @@ class SwapPlanner(StepProfiling):
         self._usual = None
         self._drifting = 0
         self._to_settle = self.SETTLING
-        self._begun.clear()
+        self._begun = None
+        self._taken.clear()
 
     def _plan_again(self, trainer: pl.Trainer) -> None:
         """Goes back to the placement of the beginning, and measures."""
         self._cache.forward_mode = None
         self._hold_window(trainer, None)
-        self._begun.clear()
+        self._begun = None
+        self._taken.clear()
         self.schedule(1)
 
     def _hold_window(self, trainer: pl.Trainer, window_bytes: int | None) -> None:
@@ -330,15 +337,11 @@ class SwapPlanner(StepProfiling):
 
     def _compare(self, trainer: pl.Trainer) -> None:
         """Compares the last steps with the prediction, once the device has passed them."""
-        seconds = [
-            self._clock.elapsed(start, end) for start, end in zip(self._begun, list(self._begun)[1:], strict=False)
-        ]
-        window = seconds[: self.WINDOW]
-        if len(window) < self.WINDOW or None in window:
+        window = [self._clock.elapsed(start, end) for start, end in self._taken]
+        if None in window:
             return  # the device is not there yet
         assert self.prediction is not None
-        for _ in range(self.WINDOW):
-            self._begun.popleft()
+        self._taken.clear()
         cuda = self._cache.device.type == "cuda"
         comparison = self.comparison = Comparison(
             self.prediction,
@@ -433,6 +436,12 @@ _MUCH = 0.95
 
 _USABLE = 0.9
 """Of the device's memory: the rest is lost between blocks of different sizes."""
+
+
+def _compiled_frames() -> int:
+    """Returns how much `torch.compile` has looked at in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
 def _cache_of(trainer: pl.Trainer) -> TensorCache:

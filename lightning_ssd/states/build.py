@@ -191,7 +191,7 @@ def make_model_states(
     resident: set[nn.Parameter] = set()
     recover = config.recover and bool(optimizers)
     if given is not None:
-        _check_given(given, units, leaving)
+        _check_given(given, units, leaving, host_alone=storage.tier == "host")
         chosen = [unit for unit in units if given.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
         resident = _of_residents(chosen, leaving, hold=hold)
         stay |= resident
@@ -352,10 +352,19 @@ def _of_residents(units: Sequence[Unit], leaving: set[nn.Parameter], *, hold: bo
     return chosen
 
 
-def _check_given(given: Mapping[str, tuple[Tier, Tier]], units: Sequence[Unit], leaving: set[nn.Parameter]) -> None:
-    """Raises ValueError unless a plan is one for these units."""
+def _check_given(
+    given: Mapping[str, tuple[Tier, Tier]], units: Sequence[Unit], leaving: set[nn.Parameter], *, host_alone: bool
+) -> None:
+    """Raises ValueError unless a plan is one for these units; `host_alone`: nothing may be on SSDs."""
     names = [unit.name for unit in units if unit.parameters]
-    for name in given:
+    for name, tiers in given.items():
+        if tiers.count("gpu") == 1:
+            raise ValueError(
+                f"the plan has weights of the unit `{name}` on `{tiers[0]}` and its states on `{tiers[1]}`. A unit is "
+                "on the GPU with both of them, or with neither: change one of the two."
+            )
+        if host_alone and "ssd" in tiers:
+            raise ValueError(f"the plan has the unit `{name}` on SSDs, and `tier='host'` rules that out. Change one.")
         if name not in names:
             raise ValueError(f"the plan places the unit `{name}`, which the model does not have. Plan again for it.")
     for unit in units:

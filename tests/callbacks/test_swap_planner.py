@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_ssd import ActivationOffload, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
+from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import clock
 from lightning_ssd.planning import HardwareProfile, Plan
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
@@ -39,18 +40,17 @@ BOTH: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB", "states": "gpu"}
 )
 def test_numbers_stay_under_any_plan(model: Any, precision: str, accumulate: int, checkpointing: Any) -> None:
     how: Any = {
-        "model": model, "precision": precision, "accumulate": accumulate, "checkpointing": checkpointing, "steps": 12
+        "model": model, "precision": precision, "accumulate": accumulate, "checkpointing": checkpointing, "steps": 8
     }  # fmt: skip
     plain = train("auto", **how)
     first = planner()
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], **how))
     assert first.plan is not None and first.profile is not None
-    for seed, recompute in ((0, 1.0), (1, 0.5), (2, 0.0)):
+    for seed, recompute in ((0, 1.0), (1, 0.5)):
         watch = Watch()
         callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
         assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
-        can = any(operator.recompute_seconds is not None for unit in first.profile.units for operator in unit.operators)
-        assert bool(watch.stats.recomputed) == (can and recompute > 0)
+        assert watch.stats.recomputed
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
@@ -65,7 +65,7 @@ def test_numbers_stay_when_weights_leave_too(states: Any, tmp_path: Path) -> Non
     train_states(tmp_path, strategy(), Model(), callbacks=[first], **how)
     assert first.plan is not None and first.profile is not None
     assert {unit.states for unit in first.plan.units.values()} == {states}
-    for seed in range(3):
+    for seed in range(2):
         callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=0.7))]
         model = train_states(tmp_path, strategy(), Model(), callbacks=callbacks, **how)
         assert model.losses == plain.losses
@@ -128,6 +128,132 @@ def test_a_forward_that_departs_from_what_was_recorded(model: Any) -> None:
         callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
         assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, model=model))
         assert watch.stats.recomputed
+
+
+class _Foreign(torch.autograd.Function):
+    """A kernel that torch does not know writes its result to memory that torch has made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        np.tanh(x.detach().numpy(), out=out.numpy())
+        copied = x.contiguous() * 1.0
+        np.negative(copied.numpy(), out=copied.numpy())
+        ctx.save_for_backward(out, copied)
+        return out + copied
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        out, copied = ctx.saved_tensors
+        return grad * (1 - out * out) * copied.cos()
+
+
+class Hazards(pl.LightningModule):
+    """What no schema of an operation tells: foreign kernels, statistics, inference tensors; and a long chain."""
+
+    def __init__(self, checkpointing: Any) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(24)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.teacher = nn.Linear(32, 32).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.norm(batch[..., None].expand(-1, -1, 32).to(self.blocks[0].weight.dtype))
+        with torch.inference_mode():
+            taught = self.teacher(hidden.detach())
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden = hidden * torch.rand(hidden.shape)  # of the default dtype
+            for _ in range(150):
+                hidden = (hidden * 1.01).tanh()
+        if hidden.dtype == torch.float32:
+            hidden = _Foreign.apply(hidden)  # type: ignore[no-untyped-call]
+        return (hidden * taught.clone()).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_what_no_schema_tells(precision: str) -> None:
+    how: Any = {"model": Hazards, "precision": precision, "steps": 8}
+    plain = train("auto", **how)
+    first = planner()
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], **how))
+    assert first.plan is not None and first.profile is not None
+    watch = Watch()
+    callbacks = [pinned(draw(first.plan, first.profile, 0, recompute=1.0)), watch]
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
+    assert watch.stats.recomputed
+
+
+class StepsBetween(pl.LightningModule):
+    """Steps by hand between a forward and its backward, which needs no weight that was stepped."""
+
+    def __init__(self, checkpointing: Any) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        optimizer: Any = self.optimizers()
+        first = self.blocks[0](batch[..., None].expand(-1, -1, 32))
+        second = self.blocks[1](batch[..., None].expand(-1, -1, 32)) * first.detach().tanh()
+        optimizer.zero_grad()
+        self.manual_backward(first.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = second.square().mean()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+def test_steps_between_forward_and_backward(states: Any) -> None:
+    how: Any = {"model": StepsBetween, "steps": 16, "recorded": False}
+    plain = train("auto", **how)
+    first, watch = planner(), Watch()
+    strategy = SSDOffloadStrategy(**BOTH | {"states": states, "gpu_memory": 1})
+    run = train(strategy, callbacks=[first, watch], **how)
+    assert first.plan is not None and not watch.stats.recomputed
+    for one, other in zip(run.losses, plain.losses, strict=True):
+        assert torch.equal(one, other)
+
+
+class Keeps(TinyGPT):
+    """Keeps a hidden state of every step."""
+
+    def __init__(self, checkpointing: Any) -> None:
+        super().__init__(checkpointing)
+        self.kept: list[Tensor] = []
+        self.model.transformer.h[1].mlp.act.register_forward_hook(lambda *args: self.kept.append(args[2].detach()))
+
+
+def test_what_the_user_keeps_holds_nothing_else() -> None:
+    first = planner()
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first], model=Keeps)
+    assert first.plan is not None and first.profile is not None
+    used = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            cache = trainer.strategy.tensor_cache
+            cache._collect()
+            used.append(cache.tiers["host"].pool.used_bytes)
+
+    callbacks = [pinned(draw(first.plan, first.profile, 0, recompute=1.0)), Look()]
+    train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, model=Keeps)
+    assert used[-1] == used[8]
+
+
+class CompiledFunction(TinyGPT):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        compiled = torch.compile(lambda x: x * 2, backend="eager")
+        return super().training_step(batch, batch_idx) + 0 * compiled(batch).sum()
 
 
 def test_it_works_with_activation_offload_alone() -> None:
@@ -257,6 +383,10 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         train("auto", callbacks=[planner()])
     with pytest.raises(ValueError, match="`offload=0.5` says it, too"):
         train(SSDOffloadStrategy(offload=0.5), callbacks=[planner()])
+    with pytest.raises(ValueError, match="both measure the first steps"):
+        train(SSDOffloadStrategy(**BOTH), callbacks=[planner(), ModelProfiler(tmp_path / "profile.json")])
+    with pytest.raises(ValueError, match="something in `training_step` is compiled"):
+        train(SSDOffloadStrategy(**BOTH), callbacks=[planner()], model=CompiledFunction)
     with pytest.raises(ValueError, match=r"model.transformer.h.1 is compiled"):
         train(SSDOffloadStrategy(**BOTH), callbacks=[planner()], model=Compiled)
 
@@ -305,6 +435,13 @@ def test_model_states_are_where_the_plan_has_them(tmp_path: Path) -> None:
     assert model.losses == plain.losses
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="on SSDs, and `tier='host'` rules that out"):
+        train_states(tmp_path, SSDOffloadStrategy(tier="host", **auto), Model(), callbacks=[second], **how)
+    half = {**units, "blocks.1": replace(units["blocks.1"], weights="gpu")}
+    with pytest.raises(ValueError, match="on the GPU with both of them"):
+        train_states(
+            tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[pinned(replace(drawn, units=half))], **how
+        )
     del units["blocks.1"]
     with pytest.raises(ValueError, match=r"does not place the unit `blocks\.1`"):
         train_states(

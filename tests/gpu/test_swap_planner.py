@@ -61,7 +61,7 @@ def test_numbers_stay_under_any_plan_and_timing(
         watch = Watch()
         callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
         assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
-        assert bool(watch.stats.recomputed) == (recompute > 0)
+        assert watch.stats.recomputed
 
 
 @pytest.mark.parametrize("states", ["gpu", "host"])
