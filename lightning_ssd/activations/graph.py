@@ -18,6 +18,10 @@ from lightning_ssd.activations.forward import ForwardMode, Part, Visit, in_backw
 from lightning_ssd.activations.weights import fetch_of, is_weight
 
 
+HEAD_START = 10**8
+"""Cycles of a GPU, some 50 ms."""
+
+
 @dataclass
 class Buffer:
     """A storage that came up in a forward and is no weight.
@@ -196,6 +200,7 @@ class Recorder(ForwardMode):
     def __init__(self, units: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
         super().__init__(units)
         self.graph = ForwardGraph()
+        self._device = device
         self._clock = make_clock(device)
         self._spans: list[tuple[Any, Any]] = []
         self._backward = _BackwardMode(self)
@@ -218,6 +223,7 @@ class Recorder(ForwardMode):
         self._memory = _Memory()
         self._backward_of = None
         self._where.clear()
+        self._get_ahead()
         return super().__enter__()
 
     def saved(self, storage: torch.UntypedStorage, record: object) -> None:
@@ -241,12 +247,18 @@ class Recorder(ForwardMode):
     def begin_backward(self) -> None:
         """The forward is over; from here on operations belong to its backward."""
         self._backward_of = self.visit
+        self._get_ahead()
         self._backward.__enter__()  # type: ignore[no-untyped-call]
 
     def end_backward(self) -> None:
         """The backward is over."""
         self._backward.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._memory.close()
+
+    def _get_ahead(self) -> None:
+        """Has a GPU wait, so that the host is ahead of it: else short operations are timed with their launches."""
+        if self._device.type == "cuda":
+            torch.cuda._sleep(HEAD_START)
 
     def left(self, visit: Visit, output: object) -> None:
         def begins(_: object) -> None:

@@ -166,7 +166,7 @@ class SwapPlanner(StepProfiling):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         begins = self._at_boundary
-        if self._phase == "waiting" and _compiled_frames() != self._compiled:
+        if self.plan is None and self._phase == "waiting" and _compiled_frames() != self._compiled:
             raise ValueError(
                 "something in `training_step` is compiled by `torch.compile`, and SwapPlanner plans single operations, "
                 "which it can't see there. Leave `torch.compile` away, or remove the callback."
