@@ -17,7 +17,6 @@ from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.forward import ForwardMode, Part, Visit, in_backward
 from lightning_ssd.activations.weights import fetch_of, is_weight
 
-
 HEAD_START = 10**8
 """Cycles of a GPU, some 50 ms."""
 
