@@ -151,9 +151,9 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
 def quiet_trainer(
     precision: Any, strategy: Any, max_steps: int, callbacks: Sequence[pl.Callback], path: str | Path
 ) -> pl.Trainer:
-    """Returns a Trainer on one GPU that does nothing beside training and `callbacks`."""
+    """Returns a Trainer on one GPU, if there is one, that does nothing beside training and `callbacks`."""
     return pl.Trainer(
-        accelerator="gpu",
+        accelerator="auto",
         devices=1,
         precision=precision,
         strategy=strategy,

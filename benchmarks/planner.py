@@ -21,14 +21,14 @@ import gc
 import json
 import statistics
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.activation_offload import BenchmarkGPT, RandomTokens
+from benchmarks.activation_offload import BenchmarkGPT, RandomTokens, quiet_trainer
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.measure import measure_machine
@@ -141,31 +141,13 @@ def strategy_for(setting: dict[str, Any], path: Path, ssd_speed: float) -> SSDOf
 def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict[str, Any]:
     """Runs one setting."""
     setting = parse(text)
-    slow = setting["slow"] or 1.0
-    replace(
-        machine,
-        ssd_read=slow * machine.ssd_read,
-        ssd_write=slow * machine.ssd_write,
-        ssd_mixed=slow * machine.ssd_mixed,
-    ).to_json(path / "machine.json")
+    machine.with_ssds(setting["slow"] or 1.0).to_json(path / "machine.json")
     kind = BenchmarkGPT if setting["states"] == "gpu" else AdamGPT
     model = kind(50304, 1024, setting["hidden"], setting["layers"], max(1, setting["hidden"] // 128))
     budget = setting["gpu"] if setting["gpu"] == "auto" else f"{setting['gpu']}GiB"
     sweep = Sweep(COEFFICIENTS, budget, path / "machine.json", steps)
-    count = 8 + (len(COEFFICIENTS) + 1) * (steps + 4)
-    trainer = pl.Trainer(
-        accelerator="auto",
-        devices=1,
-        precision="bf16-true",
-        strategy=strategy_for(setting, path, machine.ssd_write),
-        max_epochs=1,
-        callbacks=[sweep],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=path,
-    )
+    count = 20 + (len(COEFFICIENTS) + 3) * (steps + 4)  # more than there is to measure, which ends the training
+    trainer = quiet_trainer("bf16-true", strategy_for(setting, path, machine.ssd_write), count, [sweep], path)
     trainer.fit(model, DataLoader(RandomTokens(setting["batch"] * count), batch_size=setting["batch"]))
     assert sweep.profile is not None and sweep.hardware is not None
     sweep.profile.to_json(path / "profile.json")

@@ -49,7 +49,9 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         statistics = os.statvfs(path)
         ssd_bytes = statistics.f_bavail * statistics.f_frsize
     host = usable_memory()
-    with torch.random.fork_rng():  # who measures amid a training draws none of its random numbers
+    with torch.random.fork_rng(
+        [torch.cuda.current_device()] if cuda else []
+    ):  # who measures amid a training draws none of its random numbers
         flops = _products(device)
         step = _seconds(torch.device("cpu"), adam_step(STEPPED))
     return HardwareProfile(

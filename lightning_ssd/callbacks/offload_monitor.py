@@ -7,7 +7,7 @@ import torch
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import TensorCache
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, offload_config
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import ModelStates
@@ -87,9 +87,7 @@ class OffloadMonitor(pl.Callback):
         if not on_ssds or time.perf_counter() - self._asked < ASK_SECONDS:
             return {}
         self._asked = time.perf_counter()
-        owners = (trainer.strategy, *trainer_callbacks(trainer))
-        config = next(owner.config for owner in owners if hasattr(owner, "tensor_cache"))  # type: ignore[attr-defined]
-        found = (read_wear(path) for path in config.paths(trainer.default_root_dir))
+        found = (read_wear(path) for path in offload_config(trainer).paths(trainer.default_root_dir))
         wear = list({drive.device: drive for drive in found if drive is not None}.values())
         written = [drive.bytes_written for drive in wear if drive.bytes_written is not None]
         used = [drive.endurance_used for drive in wear if drive.endurance_used is not None]

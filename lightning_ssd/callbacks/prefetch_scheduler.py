@@ -59,9 +59,10 @@ class PrefetchScheduler(pl.Callback):
         cache = find_tensor_cache(trainer)
         if cache is None:
             return
-        if self._fixed is None and self._held is None:
+        held = None if self._fixed is not None else self._held
+        if held is None and self._fixed is None:
             self._adapt(cache)
-        window = self._window if self._fixed is not None or self._held is None else self._held
+        window = self._window if held is None else held
         if window is not None:
             cache.window_bytes = window
         cache.window_depth = self._depth

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import Director, OffloadConfig, SendAll, TensorCache, make_program
+from lightning_ssd.activations import Director, SendAll, TensorCache, make_program
 from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.scratch_tier import ScratchTier
 from lightning_ssd.activations.ssd import SSDTier
+from lightning_ssd.activations.tier import TierName
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.step_profiling import StepProfiling
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, offload_config, trainer_callbacks
 from lightning_ssd.measure import measure_machine, mixed_bandwidth
 from lightning_ssd.planning import (
     PLANNERS,
@@ -147,8 +148,10 @@ class SwapPlanner(StepProfiling):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        cache = self._cache = _cache_of(trainer)
-        _check(trainer, pl_module, cache)
+        cache = find_tensor_cache(trainer)
+        assert cache is not None
+        self._cache = cache
+        _check(trainer, pl_module)
         self.profile = self.plan = self.prediction = self.comparison = None
         self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
         self._measured_machine = self._measure(cache)
@@ -205,10 +208,10 @@ class SwapPlanner(StepProfiling):
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         profiler = self._profiler
         assert profiler is not None
-        staging = self._staging_bytes()
-        # One half is read ahead, one written behind.
-        host_room = self._cache.tiers["host"].capacity if "host" in self._cache.tiers else 0
-        settled = self._settled = replace(profiler.settled(), staging_bytes=staging // 2, host_room=host_room)
+        # One half of staging memory is read ahead, one written behind.
+        settled = self._settled = replace(
+            profiler.settled(), staging_bytes=self._staging_bytes() // 2, host_room=self._capacity("host")
+        )
         hardware = self._budget(profile, settled)
         if self._cache.device.type == "cuda":
             room: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
@@ -304,6 +307,10 @@ class SwapPlanner(StepProfiling):
             machine = replace(machine, ssd_read=read, ssd_write=write, ssd_mixed=mixed_bandwidth(read, write))
         return machine
 
+    def _capacity(self, tier: TierName) -> int:
+        """Returns the bytes of a tier for activations."""
+        return self._cache.tiers[tier].capacity if tier in self._cache.tiers else 0
+
     def _staging_bytes(self) -> int:
         """Returns the bytes of host memory that data passes on its way to and from the SSDs."""
         ssd = self._cache.tiers.get("ssd")
@@ -323,13 +330,11 @@ class SwapPlanner(StepProfiling):
             gpu = machine.host_bytes
         # What the states take is theirs already.
         kept = simulate(profile, machine, unplanned(profile, settled, {}, 0))
-        host, ssd = (cache.tiers[name].capacity if name in cache.tiers else 0 for name in ("host", "ssd"))
-        host += self._staging_bytes()
         return replace(
             machine,
             gpu_bytes=gpu,
-            host_bytes=kept.host_peak_bytes + host,
-            ssd_bytes=kept.ssd_peak_bytes + ssd,
+            host_bytes=kept.host_peak_bytes + self._capacity("host") + self._staging_bytes(),
+            ssd_bytes=kept.ssd_peak_bytes + self._capacity("ssd"),
             ssd_bytes_per_day=machine.ssd_bytes_per_day if self._per_day is None else self._per_day,
         )
 
@@ -444,18 +449,11 @@ def _compiled_frames() -> int:
     return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
-def _cache_of(trainer: pl.Trainer) -> TensorCache:
-    cache = find_tensor_cache(trainer)
-    assert cache is not None
-    return cache
-
-
-def _check(trainer: pl.Trainer, module: pl.LightningModule, cache: TensorCache) -> None:
+def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raises ValueError if plans can't be put in force."""
     if trainer.world_size > 1:
         raise ValueError("SwapPlanner plans the training of one device. Set `devices=1`, or remove the callback.")
-    owners = [owner for owner in (trainer.strategy, *trainer_callbacks(trainer)) if hasattr(owner, "tensor_cache")]
-    config: OffloadConfig = owners[0].config  # type: ignore[attr-defined]  # who owns a cache has one
+    config = offload_config(trainer)
     if config.amount() != "auto":
         raise ValueError(
             f"SwapPlanner chooses what leaves, and `offload={config.offload!r}` says it, too. Leave it at 'auto', or "

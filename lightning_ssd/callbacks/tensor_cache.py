@@ -1,7 +1,9 @@
 """How a callback finds the tensor cache of a training, whoever owns it."""
 
+from typing import Any
+
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import TensorCache
+from lightning_ssd.activations import OffloadConfig, TensorCache
 
 
 def trainer_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -12,8 +14,17 @@ def trainer_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
 
 def find_tensor_cache(trainer: pl.Trainer) -> TensorCache | None:
     """Returns the tensor cache of the running fit: the strategy's, or that of an `ActivationOffload` callback."""
-    for owner in (trainer.strategy, *trainer_callbacks(trainer)):
-        cache = getattr(owner, "tensor_cache", None)
-        if isinstance(cache, TensorCache):
-            return cache
-    return None
+    owner = _owner(trainer)
+    return None if owner is None else owner.tensor_cache
+
+
+def offload_config(trainer: pl.Trainer) -> OffloadConfig:
+    """Returns what the user wants of the tensor cache that `find_tensor_cache` found."""
+    config: OffloadConfig = _owner(trainer).config
+    return config
+
+
+def _owner(trainer: pl.Trainer) -> Any:
+    """Returns the strategy or callback that has a tensor cache; None: there is none."""
+    owners = (trainer.strategy, *trainer_callbacks(trainer))
+    return next((owner for owner in owners if isinstance(getattr(owner, "tensor_cache", None), TensorCache)), None)

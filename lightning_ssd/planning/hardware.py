@@ -1,6 +1,6 @@
 """What a machine does in a second, and how many bytes of it are ours."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from lightning_ssd.planning.record import check_not_negative, check_positive, from_mapping, load_json, save_json
@@ -60,6 +60,25 @@ class HardwareProfile:
                     f"`{both}={getattr(self, both)!r}` is more than `{alone}={getattr(self, alone)!r}`: a direction is "
                     f"not faster while the other is busy. Measure again, or set `{both}` to `{alone}`."
                 )
+
+    def with_ssds(self, factor: float) -> "HardwareProfile":
+        """Returns the machine with SSDs that are `factor` times as fast."""
+        return replace(
+            self,
+            ssd_read=factor * self.ssd_read,
+            ssd_write=factor * self.ssd_write,
+            ssd_mixed=factor * self.ssd_mixed,
+        )
+
+    def with_link(self, factor: float) -> "HardwareProfile":
+        """Returns the machine with a link to the GPU that is `factor` times as fast, each way."""
+        return replace(
+            self,
+            copy_in=factor * self.copy_in,
+            copy_out=factor * self.copy_out,
+            copy_in_both=factor * self.copy_in_both,
+            copy_out_both=factor * self.copy_out_both,
+        )
 
     def to_json(self, path: str | Path) -> None:
         """Saves the profile in the file `path`."""

@@ -9,7 +9,7 @@ from math import inf
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
-from lightning_ssd.planning.placement import Settled, Tensor, assemble_plan, tensors_of
+from lightning_ssd.planning.placement import Settled, Tensor, assemble_plan, host_first, tensors_of
 from lightning_ssd.planning.plan import ClipMode, Plan, Tier, Where
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.simulator import Prediction, cut_stages, simulate
@@ -168,7 +168,7 @@ class _Search:
         return prediction
 
     def choose(self, published: "_Considered") -> Plan:
-        """Returns, of the plans that are as good as as the fastest, the one that moves least.
+        """Returns, of the plans that are as good as the fastest, the one that moves least.
 
         Args:
             published: the best of others' plans, than which it is no slower.
@@ -224,7 +224,7 @@ class _Search:
 
     def spread(self, candidate: Candidate) -> list[Candidate]:
         """Returns candidates that save from little to all: the bound knows nothing of the room in the tiers."""
-        counts = sorted(self._amounts())
+        counts = list(self._amounts())
         return [replace(candidate, saved=counts[(len(counts) - 1) * step // SPREAD]) for step in range(SPREAD + 1)]
 
     def refine(self) -> None:
@@ -290,10 +290,9 @@ class _Search:
                 swapped.append(tensor)
 
         def place_activations(host: int) -> int:
-            for tensor in swapped:
-                saved[tensor.key] = "host" if tensor.nbytes <= host else "ssd"
-                host -= tensor.nbytes if saved[tensor.key] == "host" else 0
-            return host
+            placed, left = host_first(swapped, host)
+            saved.update(placed)
+            return left
 
         def place_states(host: int) -> int:
             # A byte of weights in host memory spares the SSDs three transfers a step or more, one of states two.

@@ -175,49 +175,39 @@ class ModelProfile:
         """Returns the profile with another micro-batch: times, FLOPs and activation bytes grow with the samples."""
         check_positive("samples", samples)
         factor = samples / self.samples
+        return replace(self._scaled(factor, factor), samples=samples, tokens=round(factor * self.tokens))
+
+    def with_time(self, factor: float) -> "ModelProfile":
+        """Returns the profile with everything on the GPU taking `factor` times as long."""
+        between = None if self.between_seconds is None else factor * self.between_seconds
+        return replace(self._scaled(factor, 1.0), between_seconds=between)
+
+    def _scaled(self, time: float, size: float) -> "ModelProfile":
+        """Returns the profile with forwards and backwards of `time` times the seconds and `size` times the bytes."""
 
         def scale_operator(operator: OperatorProfile) -> OperatorProfile:
             again = operator.recompute_seconds
             return replace(
                 operator,
-                forward_seconds=factor * operator.forward_seconds,
-                backward_seconds=factor * operator.backward_seconds,
-                flops=factor * operator.flops,
-                saved_bytes=round(factor * operator.saved_bytes),
-                recompute_seconds=None if again is None else factor * again,
-                recompute_bytes=round(factor * operator.recompute_bytes),
+                forward_seconds=time * operator.forward_seconds,
+                backward_seconds=time * operator.backward_seconds,
+                flops=size * operator.flops,
+                saved_bytes=round(size * operator.saved_bytes),
+                recompute_seconds=None if again is None else time * again,
+                recompute_bytes=round(size * operator.recompute_bytes),
             )
 
         units = tuple(
             replace(
                 unit,
-                input_bytes=round(factor * unit.input_bytes),
-                forward_bytes=round(factor * unit.forward_bytes),
-                backward_bytes=round(factor * unit.backward_bytes),
+                input_bytes=round(size * unit.input_bytes),
+                forward_bytes=round(size * unit.forward_bytes),
+                backward_bytes=round(size * unit.backward_bytes),
                 operators=tuple(scale_operator(operator) for operator in unit.operators),
             )
             for unit in self.units
         )
-        return replace(self, units=units, samples=samples, tokens=round(factor * self.tokens))
-
-    def with_time(self, factor: float) -> "ModelProfile":
-        """Returns the profile with everything on the GPU taking `factor` times as long."""
-
-        def scale_operator(operator: OperatorProfile) -> OperatorProfile:
-            again = operator.recompute_seconds
-            return replace(
-                operator,
-                forward_seconds=factor * operator.forward_seconds,
-                backward_seconds=factor * operator.backward_seconds,
-                recompute_seconds=None if again is None else factor * again,
-            )
-
-        units = tuple(
-            replace(unit, operators=tuple(scale_operator(operator) for operator in unit.operators))
-            for unit in self.units
-        )
-        between = None if self.between_seconds is None else factor * self.between_seconds
-        return replace(self, units=units, between_seconds=between)
+        return replace(self, units=units)
 
     def to_json(self, path: str | Path) -> None:
         """Saves the profile in the file `path`."""

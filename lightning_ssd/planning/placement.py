@@ -1,6 +1,6 @@
 """What planners share: which tensors there are to place, and the plan that a placement makes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -80,6 +80,23 @@ def assemble_plan(
         units[unit.name] = UnitPlan(weights[index], states[index], where, operators)
     window = default_window(model, weights) if window_bytes is None else window_bytes
     return Plan(units, window, 2 * window, clip or ("deferred" if model.clip_norm else "off"))
+
+
+def host_first(tensors: Iterable[Tensor], room: int) -> tuple[dict[tuple[int, int], Where], int]:
+    """Returns where swapped tensors go: to host memory while there is room, then to SSDs.
+
+    Args:
+        tensors: in the order in which they get room.
+        room: bytes of host memory.
+
+    Returns:
+        Of each tensor, where it goes; and the bytes that are left.
+    """
+    saved: dict[tuple[int, int], Where] = {}
+    for tensor in tensors:
+        saved[tensor.key] = "host" if tensor.nbytes <= room else "ssd"
+        room -= tensor.nbytes if saved[tensor.key] == "host" else 0
+    return saved, room
 
 
 @dataclass(frozen=True)
@@ -172,10 +189,7 @@ def plan_with_coefficient(model: ModelProfile, hardware: HardwareProfile, coeffi
     )
     if settled.host_room is not None:
         host = min(host, settled.host_room)
-    saved: dict[tuple[int, int], Where] = {}
-    for tensor in sorted(swapped, key=lambda tensor: tensor.key):
-        saved[tensor.key] = "host" if tensor.nbytes <= host else "ssd"
-        host -= tensor.nbytes if saved[tensor.key] == "host" else 0
+    saved, _ = host_first(sorted(swapped, key=lambda tensor: tensor.key), host)
     weights, states = list(settled.weights), list(settled.states)
     return settled.apply(assemble_plan(model, weights=weights, states=states, saved=saved))
 

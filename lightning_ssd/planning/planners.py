@@ -110,11 +110,11 @@ def correct(
         None: that explains nothing, or there is nothing to explain, or too much.
     """
     corrected = model, hardware
-    if not 1 / MOST < step_seconds / simulate(model, hardware, plan).step_seconds < MOST:
-        return None
-    for _ in range(CORRECTIONS):
+    for attempt in range(CORRECTIONS):
         prediction = simulate(*corrected, plan)
         ratio = step_seconds / prediction.step_seconds
+        if attempt == 0 and not 1 / MOST < ratio < MOST:
+            return None
         if abs(ratio - 1) < CLOSE_SECONDS:
             return None if corrected == (model, hardware) else corrected
         corrected = _slow_down(*corrected, prediction.bound, ratio)
@@ -130,13 +130,6 @@ def _slow_down(
         case "cpu":
             return model, replace(hardware, cpu_step_rate=hardware.cpu_step_rate / factor)
         case "ssd":
-            rates = hardware.ssd_read / factor, hardware.ssd_write / factor, hardware.ssd_mixed / factor
-            return model, replace(hardware, ssd_read=rates[0], ssd_write=rates[1], ssd_mixed=rates[2])
+            return model, hardware.with_ssds(1 / factor)
         case _:
-            return model, replace(
-                hardware,
-                copy_in=hardware.copy_in / factor,
-                copy_out=hardware.copy_out / factor,
-                copy_in_both=hardware.copy_in_both / factor,
-                copy_out_both=hardware.copy_out_both / factor,
-            )
+            return model, hardware.with_link(1 / factor)

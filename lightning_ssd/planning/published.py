@@ -4,7 +4,7 @@ from lightning_ssd.planning import fuyou, lohan
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import Phase, iteration_seconds, step_phases
-from lightning_ssd.planning.placement import Tensor, assemble_plan, default_window, tensors_of
+from lightning_ssd.planning.placement import Tensor, assemble_plan, default_window, host_first, tensors_of
 from lightning_ssd.planning.plan import Plan, Tier, Where
 from lightning_ssd.planning.simulator import JOBS_AHEAD
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
@@ -77,10 +77,7 @@ def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
         return iteration_seconds(hardware, *phases)
 
     choice = lohan.choose_swaps(layers, start, iteration)
-    saved: dict[tuple[int, int], Where] = {}
-    for tensor in certain + [choices[index] for index in choice.layers]:
-        saved[tensor.key] = "host" if tensor.nbytes <= host else "ssd"
-        host -= tensor.nbytes if saved[tensor.key] == "host" else 0
+    saved, _ = host_first(certain + [choices[index] for index in choice.layers], host)
     return _swapping_plan(model, saved)
 
 

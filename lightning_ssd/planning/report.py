@@ -174,19 +174,8 @@ def find_lifts(
     """
     before = _throughput(model, simulate(model, hardware, plan))
     machines = {
-        "SSDs twice as fast": replace(
-            hardware,
-            ssd_read=2 * hardware.ssd_read,
-            ssd_write=2 * hardware.ssd_write,
-            ssd_mixed=2 * hardware.ssd_mixed,
-        ),
-        "a link to the GPU twice as fast": replace(
-            hardware,
-            copy_in=2 * hardware.copy_in,
-            copy_out=2 * hardware.copy_out,
-            copy_in_both=2 * hardware.copy_in_both,
-            copy_out_both=2 * hardware.copy_out_both,
-        ),
+        "SSDs twice as fast": hardware.with_ssds(2),
+        "a link to the GPU twice as fast": hardware.with_link(2),
         "a CPU optimizer twice as fast": replace(hardware, cpu_step_rate=2 * hardware.cpu_step_rate),
     }
     changes = {name: _throughput(model, simulate(model, machine, plan)) for name, machine in machines.items()}

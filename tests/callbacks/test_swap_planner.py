@@ -17,13 +17,11 @@ from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, S
 from lightning_ssd.activations import clock
 from lightning_ssd.planning import HardwareProfile, Plan
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
-from tests.plans import MACHINE, Watch, draw, pinned, planner
+from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner
 from tests.states.test_training import Model
 from tests.states.test_training import train as train_states
 
 pytestmark = pytest.mark.timeout(120)
-
-BOTH: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB", "states": "gpu"}
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,9 @@ from lightning_ssd.activations import config
 from lightning_ssd.models.gpt import GPT
 from tests.gpu.test_activation_offload import SlowCopies
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
-from tests.plans import Watch, draw, pinned, planner
+from tests.plans import BOTH, Watch, draw, pinned, planner
 
 pytestmark = pytest.mark.gpu
-
-BOTH: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB", "states": "gpu"}
 
 
 @pytest.fixture(autouse=True)
