@@ -12,7 +12,7 @@ what the simulation says.
 Tiers:
   host, ssd, both   where activations may go
 Options:
-  batch=N (16), gpu=GIB (budget of the device), host=GIB (of host memory), slow=SHARE (of the drive's speed)
+  batch=N (16), gpu=GIB (budget of the device), host=GIB (of host memory), disk=GB/s (a drive of that speed)
   states=host       weights, gradients and AdamW's states in host memory; else on the GPU, with SGD
 """
 
@@ -21,7 +21,7 @@ import gc
 import json
 import statistics
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ SETTINGS = [
     "host:8192x2,batch=8,gpu=13",
     "host:4096x8,batch=8,gpu=13",
     "host:2048x16,batch=8,gpu=9",
-    "ssd:8192x2,batch=2,gpu=11",
-    "ssd:8192x2,batch=2,gpu=11,slow=0.5",
-    "both:4096x8,batch=8,gpu=12,host=2",
+    "ssd:8192x2,batch=2,gpu=10,disk=1.0",
+    "ssd:8192x2,batch=2,gpu=10,disk=0.5",
+    "both:4096x8,batch=8,gpu=12,host=8,disk=1.0",
     "host:2048x12,batch=8,states=host,gpu=9",
 ]
 COEFFICIENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -114,15 +114,15 @@ def parse(text: str) -> dict[str, Any]:
     shape, *options = rest.split(",")
     hidden, layers = map(int, shape.split("x"))
     setting: dict[str, Any] = {"tiers": tiers, "hidden": hidden, "layers": layers, "batch": 16, "tokens": 1024}
-    setting |= {"gpu": "auto", "host": None, "slow": None, "states": "gpu"}
+    setting |= {"gpu": "auto", "host": None, "disk": None, "states": "gpu"}
     for option in options:
         name, _, value = option.partition("=")
         setting[name] = value if name == "states" else float(value) if "." in value else int(value)
     return setting
 
 
-def strategy_for(setting: dict[str, Any], path: Path, ssd_speed: float) -> SSDOffloadStrategy:
-    """Returns the strategy of a setting; `ssd_speed` in bytes/s is what the drive was measured to write."""
+def strategy_for(setting: dict[str, Any], path: Path) -> SSDOffloadStrategy:
+    """Returns the strategy of a setting."""
     host: Any = "auto" if setting["host"] is None else f"{setting['host']}GiB"
     tiers, states = setting["tiers"], setting["states"]
     how: dict[str, Any] = {"states": states}
@@ -130,24 +130,26 @@ def strategy_for(setting: dict[str, Any], path: Path, ssd_speed: float) -> SSDOf
         how["gpu_memory"] = "4GiB"
     if tiers == "host":
         return SSDOffloadStrategy(path, tier="host", host_memory=host, **how)
-    if setting["slow"] is not None:
+    if setting["disk"] is not None:
         from lightning_ssd.storage import PosixBackend
         from tests.storage.faults import ThrottledBackend
 
-        how["backend"] = ThrottledBackend(ssd_speed * setting["slow"], PosixBackend())
+        how["backend"] = ThrottledBackend(1e9 * setting["disk"], PosixBackend())
     return SSDOffloadStrategy(path, host_memory=0 if tiers == "ssd" else host, **how)
 
 
 def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict[str, Any]:
     """Runs one setting."""
     setting = parse(text)
-    machine.with_ssds(setting["slow"] or 1.0).to_json(path / "machine.json")
+    if setting["disk"] is not None:
+        machine = replace(machine, **dict.fromkeys(("ssd_read", "ssd_write", "ssd_mixed"), 1e9 * setting["disk"]))
+    machine.to_json(path / "machine.json")
     kind = BenchmarkGPT if setting["states"] == "gpu" else AdamGPT
     model = kind(50304, 1024, setting["hidden"], setting["layers"], max(1, setting["hidden"] // 128))
     budget = setting["gpu"] if setting["gpu"] == "auto" else f"{setting['gpu']}GiB"
     sweep = Sweep(COEFFICIENTS, budget, path / "machine.json", steps)
     count = 20 + (len(COEFFICIENTS) + 3) * (steps + 4)  # more than there is to measure, which ends the training
-    trainer = quiet_trainer("bf16-true", strategy_for(setting, path, machine.ssd_write), count, [sweep], path)
+    trainer = quiet_trainer("bf16-true", strategy_for(setting, path), count, [sweep], path)
     trainer.fit(model, DataLoader(RandomTokens(setting["batch"] * count), batch_size=setting["batch"]))
     assert sweep.profile is not None and sweep.hardware is not None
     sweep.profile.to_json(path / "profile.json")

@@ -1,7 +1,7 @@
 """What training steps of a model do, measured: how long units take, what operations save, and where it all is."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.activations import Director, ForwardGraph, Recorder, Saved, TensorCache, Visit, make_program
 from lightning_ssd.activations.clock import make_clock
+from lightning_ssd.activations.transients import Interval
 from lightning_ssd.planning import ModelProfile, OperatorProfile, Settled, UnitProfile
 from lightning_ssd.planning.model import visit_name
 from lightning_ssd.planning.plan import Tier
@@ -67,7 +68,7 @@ class Profiler:
         self._recorder = Recorder([unit.modules for unit in self.units], self._cache.device)
         self._mode_before = self._cache.forward_mode
         self._cache.forward_mode = self._recorder
-        self._cache.observer = self._recorder.saved
+        self._cache.observer, self._cache.checker = self._recorder.saved, self._recorder.wanted
 
     def begin_backward(self) -> None:
         """The forward is over."""
@@ -120,7 +121,7 @@ class Profiler:
             recorder.end_backward()
         recorder.close()
         self._cache.forward_mode = self._mode_before
-        self._cache.observer = None
+        self._cache.observer = self._cache.checker = None
 
     # ---- steps as they are ----
 
@@ -195,11 +196,22 @@ class Profiler:
         if self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)
         saved = self.saved()
-        units = tuple(self._unit(visit, [item for item in saved if item.visit == visit]) for visit in self.visits())
+        measured = self.graph.transients.measure()
+        units = tuple(
+            self._unit(visit, [item for item in saved if item.visit == visit], *measured) for visit in self.visits()
+        )
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
         return ModelProfile(name, units, micro_batches, samples, tokens, clip_norm, between)
 
-    def _unit(self, visit: Visit, saved: Sequence[Saved]) -> UnitProfile:
+    def _unit(
+        self,
+        visit: Visit,
+        saved: Sequence[Saved],
+        in_forward: Mapping[Interval, int],
+        when_wanted: Mapping[int, int],
+        in_backward: Mapping[Interval, int],
+    ) -> UnitProfile:
+        """Returns the profile of a visit, with what `Transients.measure` returns."""
         operations = self.graph.operations
         left = {number for number, operation in enumerate(operations) if operation.visit == visit}
         forward = sum(operations[number].seconds for number in left)
@@ -219,6 +231,9 @@ class Profiler:
                     (name,) if item is not None else (),
                     sum(operations[number].seconds for number in made_by) if again else None,
                     item.scratch if item is not None else 0,
+                    in_forward.get((visit, item.buffer), 0) if item is not None else 0,
+                    when_wanted.get(item.buffer, 0) if item is not None else 0,
+                    in_backward.get((visit, item.buffer), 0) if item is not None else 0,
                 )
             )
             left.difference_update(made_by)
@@ -230,14 +245,15 @@ class Profiler:
                 add(item.name, set(item.chain) or {maker}, item)
         add(REST, set(left), None)
         inputs = sum(item.nbytes for item in saved if item.inbound)
+        inbound = [item.buffer for item in saved if item.inbound]
         states = self._state_bytes(self.units[visit.unit]) if visit.time == 0 else (0,) * 5
         return UnitProfile(
             self.name_of(visit),
             tuple(operators),
             inputs,
             *states,
-            forward_bytes=self.graph.forward_bytes.get(visit, 0),
-            backward_bytes=self.graph.backward_bytes.get(visit, 0),
+            forward_bytes=in_forward.get((visit, None), 0),
+            backward_bytes=max(in_backward.get((visit, number), 0) for number in (None, *inbound)),
         )
 
     def _state_bytes(self, unit: Unit) -> tuple[int, int, int, int, int]:

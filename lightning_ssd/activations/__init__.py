@@ -4,8 +4,9 @@ from lightning_ssd.activations.cache import BudgetError, CacheStats, TensorCache
 from lightning_ssd.activations.config import OffloadConfig, make_tensor_cache
 from lightning_ssd.activations.director import Director, make_program
 from lightning_ssd.activations.forward import Visit
-from lightning_ssd.activations.graph import ForwardGraph, Recorder, Saved
+from lightning_ssd.activations.graph import ForwardGraph, Saved
 from lightning_ssd.activations.placement import Placement, SendAll
+from lightning_ssd.activations.recorder import Recorder
 from lightning_ssd.activations.weights import mark_weights
 
 __all__ = [

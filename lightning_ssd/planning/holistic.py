@@ -9,10 +9,10 @@ from math import inf
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
-from lightning_ssd.planning.placement import Settled, Tensor, assemble_plan, host_first, tensors_of
+from lightning_ssd.planning.placement import Settled, Tensor, assemble_plan, default_window, host_first, tensors_of
 from lightning_ssd.planning.plan import ClipMode, Plan, Tier, Where
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
-from lightning_ssd.planning.simulator import Prediction, cut_stages, simulate
+from lightning_ssd.planning.simulator import Prediction, count_steps, cut_stages, simulate
 
 SHARES = tuple(step / 8 for step in range(9))
 """Shares of the free GPU memory that are tried for units that stay there; the rest keeps activations."""
@@ -29,8 +29,8 @@ RANKED = 3
 SPREAD = 3
 """Steps from the least that can be saved to all of it, which are simulated, too."""
 
-SIMULATED_STAGES = 3200
-"""Stages that are simulated in all, over candidates and micro-batches: it bounds the time that planning takes."""
+SIMULATED_STAGES = 9600
+"""Stages that are simulated in all, over candidates, steps and micro-batches: they bound the time of planning."""
 
 MARGIN = 0.005
 """Share of a tier's budget by which a candidate's memory is cut beyond what it exceeds, or left unused."""
@@ -86,7 +86,8 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: Settl
         search.consider(plan if settled is None else settled.apply(plan))
     published = search.fastest
     ranked = search.ranked()
-    for candidate in (*ranked[:RANKED], *search.spread(ranked[0])):
+    wider = (replace(ranked[0], window_bytes=factor * ranked[0].window_bytes) for factor in (2, 4))
+    for candidate in (*ranked[:RANKED], *search.spread(ranked[0]), *wider):
         search.try_candidate(candidate)
     search.refine()
     return search.choose(published)
@@ -136,7 +137,8 @@ class _Search:
         self.model = model
         self.hardware = hardware
         self.settled = settled
-        safest = safest_plan(model, window_bytes=None, ssd_bytes=hardware.ssd_bytes)
+        self._window = default_window(model, None if settled is None else settled.weights)
+        safest = safest_plan(model, window_bytes=self._window, ssd_bytes=hardware.ssd_bytes)
         safest = safest if settled is None else settled.apply(safest)
         # What saves most recomputation for each byte is saved first; what can't be recomputed always is.
         tensors = tensors_of(model)
@@ -148,11 +150,10 @@ class _Search:
         self._considered = [_Considered(_score(start, hardware), _wear(start), safest)]
         self.fastest = self._considered[0]
         self._gpu_left = max(0, hardware.gpu_bytes - start.gpu_peak_bytes)
-        self._window = safest.window_bytes
         self._host_left = max(0, hardware.host_bytes - start.host_peak_bytes)
         self._simulations = 1
         self._tried: set[Candidate] = set()
-        stages = len(cut_stages(model, safest)) * model.micro_batches
+        stages = len(cut_stages(model, safest)) * model.micro_batches * count_steps(model, safest)
         self._most_simulations = SIMULATED_STAGES // stages
         # The best candidate, its score, and the bytes of GPU and host memory that it leaves unused.
         self._own: tuple[tuple[float, float], Candidate, tuple[int, int]] | None = None
@@ -264,7 +265,8 @@ class _Search:
             )
             if moved != candidate:
                 yield moved
-        yield replace(candidate, window_bytes=2 * candidate.window_bytes)
+        for window_bytes in (2 * candidate.window_bytes, candidate.window_bytes // 2):
+            yield replace(candidate, window_bytes=window_bytes, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
         if candidate.clip == "deferred":
             yield replace(candidate, clip="speculative")
 

@@ -30,6 +30,10 @@ class OperatorProfile:
         tensors: names of the saved tensors.
         recompute_seconds: to compute the saved tensors again in backward; None: they can't be.
         recompute_bytes: on the GPU while they are, beside what is made.
+        forward_bytes: most bytes on the GPU, beside weights and what is saved, from when it has made what it saves
+            until the next operator has.
+        wanted_bytes: on the GPU, beside gradients of weights, too, when backward first wants what it saved.
+        backward_bytes: most of them from then until backward wants what another one saved.
     """
 
     name: str
@@ -40,9 +44,13 @@ class OperatorProfile:
     tensors: tuple[str, ...] = ()
     recompute_seconds: float | None = None
     recompute_bytes: int = 0
+    forward_bytes: int = 0
+    wanted_bytes: int = 0
+    backward_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("forward_seconds", "backward_seconds", "flops", "saved_bytes", "recompute_bytes"):
+        for field in ("forward_seconds", "backward_seconds", "flops", "saved_bytes", "recompute_bytes", "forward_bytes",
+                      "wanted_bytes", "backward_bytes"):  # fmt: skip
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
         if self.recompute_seconds is not None:
             check_not_negative(f"{self.name}.recompute_seconds", self.recompute_seconds)
@@ -61,8 +69,9 @@ class UnitProfile:
         gradient_bytes: bytes of its gradient that leave the GPU in each micro-batch.
         state_bytes_read: bytes of master weights and optimizer states; a step reads all of them.
         state_bytes_written: bytes of them that a step writes.
-        forward_bytes: most bytes on the GPU at one time of its forward, beside weights and what is saved.
-        backward_bytes: the same of its backward, beside gradients of weights, too.
+        forward_bytes: most bytes on the GPU, beside weights, before an operator of it has made what is saved.
+        backward_bytes: the same of its backward, beside gradients of weights, too, before it wants anything of them,
+            and after all of them.
     """
 
     name: str
@@ -195,6 +204,9 @@ class ModelProfile:
                 saved_bytes=round(size * operator.saved_bytes),
                 recompute_seconds=None if again is None else time * again,
                 recompute_bytes=round(size * operator.recompute_bytes),
+                forward_bytes=round(size * operator.forward_bytes),
+                wanted_bytes=round(size * operator.wanted_bytes),
+                backward_bytes=round(size * operator.backward_bytes),
             )
 
         units = tuple(

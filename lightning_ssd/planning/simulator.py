@@ -21,18 +21,21 @@ from lightning_ssd.planning.events import (
     run,
 )
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.model import ModelProfile, UnitProfile
+from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.plan import TIERS, Plan, Tier, UnitPlan
 
 STEPS = 3
 """Steps simulated: the first begins cold, and a step's optimizer jobs run on under the next forward. One less where
-micro-batches follow each other: the last of the first step is warm."""
+micro-batches follow each other, as the last of the first step is warm, and where all weights stay on the GPU."""
 
 MICRO_BATCHES = 3
 """Of a step, that are simulated where there are many: the first, one like all others, and the last."""
 
-STAGES = 48
+STAGES = 96
 """Stages that a forward has at least: where there are fewer units, each is cut into several."""
+
+PIECES = 192
+"""Transfers to the GPU that a backward has at most, unless it has more stages."""
 
 STATES = ("compute weights", "optimizer states", "gradients")
 
@@ -96,11 +99,13 @@ class Stage:
         backward: seconds, without recomputation.
         saved: bytes on the GPU once its forward is done: all but what is recomputed.
         swapped: bytes of them that leave.
+        largest: bytes of the largest tensor that leaves.
         to_ssd: bytes of those that go to SSDs.
-        recomputed: bytes that backward computes again.
         passing: bytes on the GPU during its forward only.
+        recomputed: bytes that are gone after its backward, which had been computed again.
+        brought: bytes that its backward computes again: what it wants, and what that is made of.
         again: seconds of recomputation.
-        scratch: bytes on the GPU during that only.
+        working: bytes on the GPU during its backward only.
     """
 
     unit: int
@@ -110,11 +115,13 @@ class Stage:
     backward: float
     saved: int
     swapped: int
+    largest: int
     to_ssd: int
-    recomputed: int
     passing: int
+    recomputed: int
+    brought: int
     again: float
-    scratch: int
+    working: int
 
 
 def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
@@ -124,45 +131,95 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
     for index, profile in enumerate(model.units):
         unit = plan.units[profile.name]
         count = len(profile.operators)
+        brought = _brought(profile, unit)
         bounds = [count * piece // min(pieces, count) for piece in range(min(pieces, count) + 1)]
         for start, stop in pairwise(bounds):
-            stages.append(_stage(index, profile, unit, start, stop))
+            stages.append(_stage(index, profile, unit, brought, start, stop))
     return stages
 
 
-def _stage(index: int, profile: UnitProfile, unit: UnitPlan, start: int, stop: int) -> Stage:
+def _brought(profile: UnitProfile, unit: UnitPlan) -> list[int]:
+    """Returns, of each operator, the bytes that are computed again when backward wants what it saved.
+
+    They are that, and what of the operators before it is not there: it is kept until backward wants it.
+    """
+    brought = [0] * len(profile.operators)
+    waiting = 0
+    last: int | None = None
+    for number, operator in enumerate(profile.operators):
+        if not operator.saved_bytes:
+            continue
+        if unit.operators[operator.name] == "recompute":
+            waiting += operator.saved_bytes
+            last = number
+        elif last is not None:
+            brought[last], waiting, last = waiting, 0, None
+    if last is not None:
+        brought[last] = waiting
+    return brought
+
+
+def _stage(index: int, profile: UnitProfile, unit: UnitPlan, brought: Sequence[int], start: int, stop: int) -> Stage:
+    operators, choices = profile.operators, unit.operators
+    first, last = start == 0, stop == len(operators)
     forward = backward = again = 0.0
-    saved = swapped = to_ssd = recomputed = largest = scratch = 0
-    choices = unit.operators
-    for operator in profile.operators[start:stop]:
+    saved = swapped = to_ssd = recomputed = largest = 0
+    if first:
+        saved = profile.input_bytes
+        if unit.input != "keep":
+            swapped = largest = profile.input_bytes
+            to_ssd = swapped if unit.input == "ssd" else 0
+    peak = saved + (profile.forward_bytes if first else 0)
+    working = profile.backward_bytes if first or last else 0
+    # What isn't saved is released when the next operator has used it.
+    before = _dropped(operators[start - 1], unit) if start else 0
+    for operator in operators[start:stop]:
         forward += operator.forward_seconds
         backward += operator.backward_seconds
         nbytes = operator.saved_bytes
-        choice = choices[operator.name]
-        if choice == "recompute":
-            recomputed += nbytes
-            largest = max(largest, nbytes)
-            scratch = max(scratch, operator.recompute_bytes)
-            # Nothing has to be computed again where backward needs nothing of it.
-            again += (operator.recompute_seconds or 0.0) if nbytes else 0.0
-        else:
+        dropped = _dropped(operator, unit)
+        needed = operator.wanted_bytes
+        if dropped:
+            recomputed += dropped
+            needed += operator.recompute_bytes
+            again += operator.recompute_seconds or 0.0
+        elif nbytes:
             saved += nbytes
+            choice = choices[operator.name]
             if choice != "keep":
                 swapped += nbytes
-                if choice == "ssd":
-                    to_ssd += nbytes
-    if start == 0:
-        saved += profile.input_bytes
-        if unit.input != "keep":
-            swapped += profile.input_bytes
-            if unit.input == "ssd":
-                to_ssd += profile.input_bytes
-    # What isn't saved is released as soon as the next operator has used it.
-    passing = min(recomputed, 2 * largest)
-    last = stop == len(profile.operators)
+                largest = max(largest, nbytes)
+                to_ssd += nbytes if choice == "ssd" else 0
+        peak = max(peak, saved + before + dropped + operator.forward_bytes)
+        working = max(working, needed, operator.backward_bytes)
+        before = dropped
     return Stage(
-        index, start == 0, last, forward, backward, saved, swapped, to_ssd, recomputed, passing, again, scratch
+        index,
+        first,
+        last,
+        forward,
+        backward,
+        saved,
+        swapped,
+        largest,
+        to_ssd,
+        max(0, peak - saved),
+        recomputed,
+        sum(brought[start:stop]),
+        again,
+        working,
     )
+
+
+def _dropped(operator: OperatorProfile, unit: UnitPlan) -> int:
+    """Returns the bytes of an operator that are not saved, to be computed again."""
+    return operator.saved_bytes if unit.operators[operator.name] == "recompute" else 0
+
+
+def count_steps(model: ModelProfile, plan: Plan) -> int:
+    """Returns how many steps are simulated."""
+    streams = any(unit.states != "gpu" for unit in plan.units.values())
+    return STEPS if streams and model.micro_batches == 1 else STEPS - 1
 
 
 def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
@@ -205,7 +262,7 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
 def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
     """Simulates every micro-batch."""
     builder = _Builder(model, hardware, plan)
-    steps = STEPS if model.micro_batches == 1 else STEPS - 1
+    steps = count_steps(model, plan)
     ends = [builder.add_step(step) for step in range(steps)]
     memory = run(builder.tasks, hardware)
     return _prediction(builder, memory, ends[-2].end, ends[-1].end)
@@ -303,6 +360,8 @@ class _Builder:
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
         self._updated: list[Task | None] = [None] * len(self.units)  # by unit, the end of its last optimizer job
+        # Tensors come in one by one; where there are many stages, one for all will do.
+        self._most_pieces = max(1, PIECES // len(self.stages))
         self._jobs: list[Task] = []  # the last task of each job that passes through staging memory
 
     def add_step(self, step: int) -> Task:
@@ -331,7 +390,7 @@ class _Builder:
         return self._compute
 
     def _add_fetch(self, step: int, nbytes: int, from_ssd: int, *after: Task | None) -> Task:
-        """Adds what brings `nbytes` to the GPU, `from_ssd` of them from SSDs; the caller has entered the window."""
+        """Adds what brings `nbytes` to the GPU, `from_ssd` of them from SSDs; the caller says when they have left."""
         room = self._incoming.enter(nbytes)
         read = None
         if from_ssd:
@@ -365,8 +424,7 @@ class _Builder:
             # Its room is free for others once the unit is in use: when the one before has ended.
             self._incoming.leave_with(weights, before or compute)
         released = self._weights(stage.unit)[0] if stage.last else 0
-        passing = stage.passing + self.model.units[stage.unit].forward_bytes
-        compute.gpu = (stage.saved + passing, passing + released)
+        compute.gpu = (stage.saved + stage.passing, stage.passing + released)
         if index in self._forwarded:  # copied for nothing; what would go on to SSDs is cancelled
             copy = self._task(COPY_OUT, stage.swapped, step, compute)
             self._outgoing.leave_with(stage.swapped, copy)
@@ -402,28 +460,32 @@ class _Builder:
         profile, unit = self.model.units[stage.unit], stage.unit
         weights, from_ssd = self._weights(unit) if stage.last else (0, 0)
         before = self._compute
+        assert before is not None
         swapped = 0 if index in self._forwarded else stage.swapped
         to_ssd = 0 if index in self._forwarded or index in self._staged else stage.to_ssd
-        nbytes = weights + swapped
+        nbytes, read = weights + swapped, from_ssd + to_ssd
         fetched = None
-        if nbytes:
-            fetched = self._add_fetch(step, nbytes, from_ssd + to_ssd, stored)
-            fetched.host = (0, from_ssd + swapped)
-            fetched.ssd = -to_ssd
+        count = min(self._most_pieces, ceil(swapped / stage.largest)) if swapped else 1
+        for piece in range(count if nbytes else 0):
+            here, there, landed, deleted = (
+                total * (piece + 1) // count - total * piece // count
+                for total in (nbytes, read, from_ssd + swapped, to_ssd)
+            )
+            fetched = self._add_fetch(step, here, there, stored)
+            fetched.host = (0, landed)
+            fetched.ssd = -deleted
+            self._incoming.leave_with(here, before)
         offloaded = self.units[unit].states != "gpu"
         gradient = profile.gradient_bytes if offloaded else 0
         room = self._outgoing.enter(gradient) if gradient and stage.first else []
         compute = self._add_compute(step, stage.backward + stage.again, fetched, *room)
-        if nbytes:
-            self._incoming.leave_with(nbytes, before or compute)
-        recomputed = stage.recomputed + stage.scratch + profile.backward_bytes
         released = self._weights(unit)[0] if stage.first else 0
-        taken = recomputed + (gradient if stage.first else 0)
+        taken = stage.brought + stage.working + (gradient if stage.first else 0)
         if first and index == len(self.stages) - 1:
             taken -= sum(self._kept_gradients)
         if first and stage.first:
             taken += self._kept_gradients[unit]
-        compute.gpu = (taken, stage.saved + recomputed + released)
+        compute.gpu = (taken, stage.saved + stage.recomputed + stage.working + released)
         if not (stage.first and gradient):
             return compute if stage.first else None
         copy = self._task(COPY_OUT, gradient, step, compute)
