@@ -1,13 +1,13 @@
 """SwapPlanner on one GPU: what it predicts, and what a sweep of swap coefficients has instead.
 
-    python -m benchmarks.planner --out planner.json [--settings host:4096x16,gpu=36 ssd:4096x8,slow=0.3 ...]
+    python -m benchmarks.planner --out planner.json [--settings host:4096x16,gpu=36 ssd:4096x8,disk=1.0 ...]
     python -m benchmarks.planner --out planner.json --report [--plot planner.png]
 
 A setting is TIERS:HIDDENxLAYERS with options after commas. Each is one training of GPT (1024 tokens, bf16-true):
 SwapPlanner measures it and plans; its plan is timed, and after it, in the same training, plans that swap a share of the
 intra-block activations (the swap coefficient; those that cost most to compute again first) and compute the rest again,
-as in figure 9 of LoHan and of Fuyou. Of every plan the median step and the peak of allocated memory are compared with
-what the simulation says.
+as in figure 9 of LoHan and of Fuyou; and then its plan once more. Of every plan the median step and the peak of
+allocated memory are compared with what the simulation says.
 
 Tiers:
   host, ssd, both   where activations may go
@@ -21,6 +21,7 @@ import gc
 import json
 import statistics
 import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from lightning_ssd.measure import measure_machine
 from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
+    Plan,
     Settled,
     plan_with_coefficient,
     simulate,
@@ -54,7 +56,7 @@ COEFFICIENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 class Sweep(SwapPlanner):
-    """Times SwapPlanner's plan, and then those of the coefficients.
+    """Times SwapPlanner's plan, those of the coefficients, and then SwapPlanner's again: a GPU changes its clock.
 
     Args:
         coefficients: to try.
@@ -68,6 +70,8 @@ class Sweep(SwapPlanner):
         self.WINDOW = steps  # of this object alone
         self._left = list(coefficients)
         self._name = "planned"
+        self._planned: Plan | None = None
+        self._totals: tuple[float, float, int] = (0.0, 0.0, 0)
         self.results: list[dict[str, Any]] = []
 
     def _compare(self, trainer: pl.Trainer) -> None:
@@ -75,6 +79,10 @@ class Sweep(SwapPlanner):
         super()._compare(trainer)
         if self.comparison is before:
             return
+        stats = self._cache.stats()
+        totals = stats.store_stall, stats.load_stall, stats.micro_batches
+        store, load, count = (now - then for now, then in zip(totals, self._totals, strict=True))
+        self._totals = totals
         assert self.comparison is not None and self.profile is not None and plan is not None
         predicted = self.comparison.predicted
         again = plan is not self.plan
@@ -87,18 +95,25 @@ class Sweep(SwapPlanner):
                 "peak": self.comparison.gpu_peak_bytes,
                 "bound": predicted.bound,
                 "coefficient": swap_coefficient(self.profile, plan),
+                "store_stall": store / max(1, count),
+                "load_stall": load / max(1, count),
             }
         )
-        print("   ", json.dumps(self.results[-1]), flush=True)
+        print(f"    {time.time():.1f}", json.dumps(self.results[-1]), flush=True)
         if again:
             return
-        if not self._left:
+        if self._planned is None:
+            self._planned = plan
+        elif self._name == "planned":
             trainer.should_stop = True
             return
-        coefficient = self._left.pop(0)
-        self._name = f"{coefficient:g}"
         assert self.hardware is not None
-        self._put_in_force(trainer, plan_with_coefficient(self.profile, self.hardware, coefficient, self._settled))
+        self._name, next_plan = "planned", self._planned
+        if self._left:
+            coefficient = self._left.pop(0)
+            self._name = f"{coefficient:g}"
+            next_plan = plan_with_coefficient(self.profile, self.hardware, coefficient, self._settled)
+        self._put_in_force(trainer, next_plan)
 
 
 class AdamGPT(BenchmarkGPT):
@@ -148,7 +163,7 @@ def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict
     model = kind(50304, 1024, setting["hidden"], setting["layers"], max(1, setting["hidden"] // 128))
     budget = setting["gpu"] if setting["gpu"] == "auto" else f"{setting['gpu']}GiB"
     sweep = Sweep(COEFFICIENTS, budget, path / "machine.json", steps)
-    count = 20 + (len(COEFFICIENTS) + 3) * (steps + 4)  # more than there is to measure, which ends the training
+    count = 20 + (len(COEFFICIENTS) + 4) * (steps + 4)  # more than there is to measure, which ends the training
     trainer = quiet_trainer("bf16-true", strategy_for(setting, path), count, [sweep], path)
     trainer.fit(model, DataLoader(RandomTokens(setting["batch"] * count), batch_size=setting["batch"]))
     assert sweep.profile is not None and sweep.hardware is not None
@@ -193,10 +208,10 @@ def report(results: dict[str, Any]) -> str:
 
 
 def _split(result: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the planner's last plan, and the plans of the coefficients."""
-    names = [row["plan"] for row in result["plans"]]
-    last = names.index("planned")
-    return result["plans"][last], result["plans"][last + 1 :]
+    """Returns the planner's last plan, with the mean of its steps before and after, and those of the coefficients."""
+    planned = [row for row in result["plans"] if row["plan"] == "planned"]
+    swept = [row for row in result["plans"] if row["plan"] not in ("planned", "first plan")]
+    return planned[0] | {"step": statistics.mean(row["step"] for row in planned)}, swept
 
 
 def plot(results: dict[str, Any], picture: Path) -> None:
@@ -246,7 +261,7 @@ def main() -> None:
     """Measures, or reports what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
-    parser.add_argument("--steps", type=int, default=4, help="whose median counts")
+    parser.add_argument("--steps", type=int, default=6, help="whose median counts")
     parser.add_argument("--path", help="where scratch files go (default: the system's temporary directory)")
     parser.add_argument("--out", required=True, help="JSON file of the results")
     parser.add_argument("--report", action="store_true", help="print the tables of earlier results, and run nothing")

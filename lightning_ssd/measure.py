@@ -22,8 +22,8 @@ PRODUCT = 8192
 COPIED = 2**28
 """Bytes of a copy."""
 
-STEPPED = 2**24
-"""Parameters of an optimizer step."""
+STEPPED = 2**26
+"""Parameters of an optimizer step: more than caches hold."""
 
 REPEATS = 5
 

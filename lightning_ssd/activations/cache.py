@@ -275,9 +275,9 @@ class TensorCache:
         record.leave(copy, name)
         self._stats.stored += record.nbytes
         assert self._batch is not None
-        self._copied_at = max(self._copied_at, self._batch.saved_bytes) + record.nbytes * (self._copy_lag or 0.0)
-        # As much margin as the storage is large: forwards are not even.
-        due_at = self._copied_at + record.nbytes
+        now, copying, margin = self._progress(record.nbytes)
+        self._copied_at = max(self._copied_at, now) + (copying or 0.0)
+        due_at = self._copied_at + margin
         self._window.append(_Leaving(weakref.ref(record), data, copy, name, due_at))
         self._window_used += record.nbytes
 
@@ -293,18 +293,33 @@ class TensorCache:
     def _release_window(self) -> None:
         """Lets go of what has been copied, or must make room.
 
-        The host is far ahead of the device, so "has been copied" is not asked but foretold: bytes saved since stand for
-        the time since. A forecast that is early costs the compute stream a short wait, one that is late costs memory.
+        The host is far ahead of the device, so "has been copied" is not asked but foretold. A forecast that is early
+        costs the compute stream a short wait, one that is late costs memory.
         """
-        assert self._batch is not None
+        now, copying, _ = self._progress(0)
         on_cpu = self.device.type == "cpu"  # its copies are done when they are issued
         while self._window:
-            due = self._copy_lag is not None and self._window[0].due_at <= self._batch.saved_bytes
+            due = copying is not None and self._window[0].due_at <= now
             # The newest stays in flight whatever its size.
             full = len(self._window) > 1 and self._window_used > self.window_bytes
             if not (due or full or on_cpu):
                 break
             self._pop_window()
+
+    def _progress(self, nbytes: int) -> tuple[float, float | None, float]:
+        """Returns how far the forward is, how far it gets while `nbytes` are copied (None: not known), and a margin.
+
+        In seconds where the forward mode knows them. Else bytes saved stand for time, with as much margin as is copied:
+        forwards are not even.
+        """
+        assert self._batch is not None
+        elapsed = None if self.forward_mode is None else self.forward_mode.elapsed
+        if elapsed is None:
+            copying = None if self._copy_lag is None else nbytes * self._copy_lag
+            return self._batch.saved_bytes, copying, nbytes
+        copied, seconds = self.copies.busy()[_OUT]
+        copying = nbytes * seconds / copied if copied else None
+        return elapsed, copying, copying or 0.0
 
     def _pop_window(self) -> None:
         """Lets go of the oldest storage on its way out: on the device's clock, whatever the host's is."""
@@ -417,7 +432,7 @@ class _Leaving:
     copy: StoredCopy
     tier: TierName
     due_at: float
-    """Bytes that the micro-batch has saved by the time that the copy must be done."""
+    """How far the forward is when the copy must be done."""
 
 
 _OUT, _IN = 0, 1

@@ -29,11 +29,13 @@ class Step(NamedTuple):
         func: as dispatched.
         choices: by position among the tensors that it returns.
         saved: numbers of the buffers that autograd saves of those that are computed again, by position.
+        ends: seconds of the forward when it was over.
     """
 
     func: Any
     choices: Mapping[int, Choice]
     saved: Mapping[int, int]
+    ends: float
 
 
 Program = Mapping[Part, Sequence[Step]]
@@ -62,9 +64,11 @@ def make_program(graph: ForwardGraph, choices: Mapping[int, Choice], chains: Map
             if buffer.visit is not None:
                 saved.setdefault(buffer.maker, {})[buffer.position] = buffer_number
     program: dict[Part, list[Step]] = {}
+    elapsed = 0.0
     for index, operation in enumerate(graph.operations):
+        elapsed += operation.seconds
         program.setdefault(operation.part, []).append(
-            Step(operation.func, of_operation.get(index, {}), saved.get(index, {}))
+            Step(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
         )
     return program
 
@@ -106,6 +110,10 @@ class Director(ForwardMode):
         """Of the present forward: after it, they live as long as what autograd keeps."""
         self._steps: Sequence[Step] = ()
         self._next = 0
+
+    def __enter__(self) -> Any:
+        self.elapsed = 0.0
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._held.clear()
@@ -164,6 +172,7 @@ class Director(ForwardMode):
             self._steps = ()
             return None
         self._next += 1
+        self.elapsed = step.ends
         return step
 
 

@@ -61,6 +61,8 @@ class ForwardMode(TorchDispatchMode):
         self._times: Counter[tuple[str, int]] = Counter()
         self.visit = Visit(0, 0)
         """The innermost one that is under way, or the last one."""
+        self.elapsed: float | None = None
+        """Seconds that the forward takes as far as it has come, if that is known."""
         for index, modules in enumerate(units):
             for module in modules:
                 self._hook(index, module)

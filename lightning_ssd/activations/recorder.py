@@ -17,11 +17,11 @@ from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, is_
 from lightning_ssd.activations.record import Record
 from lightning_ssd.activations.weights import fetch_of, is_weight
 
-HEAD_START = 400
-"""Matrix products of a GPU, some 80 ms of a fast one."""
+HEAD_START = 0.5
+"""Seconds that a GPU works ahead of what is timed: it has the clock then that it can keep."""
 
 PRODUCT = 4096
-"""Rows and columns of their matrices."""
+"""Rows and columns of the matrices that it multiplies meanwhile."""
 
 
 class Recorder(ForwardMode):
@@ -113,7 +113,13 @@ class Recorder(ForwardMode):
             values = torch.arange(PRODUCT**2, dtype=torch.float32, device=self._device).sin().half()
             matrix = values.view(PRODUCT, PRODUCT)
             result = torch.empty_like(matrix)
-            for _ in range(HEAD_START):
+            torch.mm(matrix, matrix, out=result)
+            start = self._clock.now()
+            torch.mm(matrix, matrix, out=result)
+            end = self._clock.now()
+            torch.cuda.synchronize(self._device)
+            seconds = self._clock.elapsed(start, end)
+            for _ in range(int(HEAD_START / seconds) if seconds else 0):
                 torch.mm(matrix, matrix, out=result)
 
     def left(self, visit: Visit, output: object) -> None:

@@ -29,7 +29,7 @@ RANKED = 3
 SPREAD = 3
 """Steps from the least that can be saved to all of it, which are simulated, too."""
 
-SIMULATED_STAGES = 9600
+SIMULATED_STAGES = 8000
 """Stages that are simulated in all, over candidates, steps and micro-batches: they bound the time of planning."""
 
 MARGIN = 0.005

@@ -34,6 +34,9 @@ MICRO_BATCHES = 3
 STAGES = 96
 """Stages that a forward has at least: where there are fewer units, each is cut into several."""
 
+IN_FLIGHT = 2**25
+"""Bytes that drives are writing when backward wants them, and write to their end."""
+
 PIECES = 192
 """Transfers to the GPU that a backward has at most, unless it has more stages."""
 
@@ -271,40 +274,39 @@ def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pre
 def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> set[int]:
     """Returns the stages whose swapped bytes are still on their way out when backward begins: they never leave.
 
-    As the tensor cache does, by the bytes that are saved since: it lets go of a copy once it should be done, and of the
-    oldest where the window is full.
+    As the tensor cache does under a plan, by the seconds of the forward: it lets go of a copy once it should be done,
+    and of the oldest where the window is full.
     """
-    forward = sum(stage.forward for stage in stages)
-    lag = sum(stage.saved for stage in stages) / forward / copy_out if forward else 0.0
-    saved = 0
-    copied_at = 0.0
+    elapsed = copied_at = 0.0
     window: deque[tuple[int, int, float]] = deque()
     used = 0
     for index, stage in enumerate(stages):
-        saved += stage.saved
+        elapsed += stage.forward
         if stage.swapped:
-            copied_at = max(copied_at, saved) + lag * stage.swapped
-            window.append((index, stage.swapped, copied_at + stage.swapped))
+            copying = stage.swapped / copy_out
+            copied_at = max(copied_at, elapsed) + copying
+            window.append((index, stage.swapped, copied_at + copying))
             used += stage.swapped
-        while window and (window[0][2] <= saved or (len(window) > 1 and used > window_bytes)):
+        while window and (window[0][2] <= elapsed or (len(window) > 1 and used > window_bytes)):
             used -= window.popleft()[1]
     return {index for index, _, _ in window}
 
 
-def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> set[int]:
-    """Returns the stages whose bytes for SSDs are still in staging memory when backward begins: they stay there.
+def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> dict[int, int]:
+    """Returns, of stages, the bytes for SSDs that are still in staging memory when backward wants them.
 
-    What is not written by then need not be.
+    What is not written by then need not be, nor be read. Where there was more than staging memory holds, all drives
+    write on while backward wants what was saved last.
     """
     left = sum(stage.to_ssd for stage in stages) - ssd_write * sum(stage.forward for stage in stages)
-    left = min(left, staging_bytes)
-    staged = set()
+    if left > staging_bytes:
+        left = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.again for stage in stages)
+    left = round(left)
+    staged = {}
     for index in reversed(range(len(stages))):
-        if stages[index].to_ssd:
-            left -= stages[index].to_ssd
-            if left < 0:
-                break
-            staged.add(index)
+        if left > 0 and stages[index].to_ssd:
+            staged[index] = min(left, stages[index].to_ssd)
+            left -= staged[index]
     return staged
 
 
@@ -371,7 +373,7 @@ class _Builder:
             turn = self._compute
             landed: list[Task | None] = [None] * len(self.units)
             for index in reversed(range(len(self.stages))):
-                gradient = self._add_backward(step, index, stored[index], first=micro_batch == 0)
+                gradient = self._add_backward(step, index, stored[index], turn, first=micro_batch == 0)
                 if gradient is not None:
                     landed[self.stages[index].unit] = gradient
             if micro_batch == self.model.micro_batches - 1:
@@ -403,6 +405,10 @@ class _Builder:
             self._read_ahead.leave_with(from_ssd, copy)
         return copy
 
+    def _shared(self, nbytes: int) -> float:
+        """Returns the seconds that copies of so many bytes take from those that compute: of the GPU's memory."""
+        return nbytes / self._rates[1]
+
     def _weights(self, index: int) -> tuple[int, int]:
         """Returns the bytes of a unit's weights that come to the GPU, and how many of them from SSDs."""
         where, nbytes = self.units[index].weights, self.model.units[index].weight_bytes
@@ -419,7 +425,9 @@ class _Builder:
             fetched = self._add_fetch(step, weights, from_ssd, updated)
             updated = None
         room = self._outgoing.enter(0) if stage.swapped else []
-        compute = self._add_compute(step, stage.forward, fetched, updated, *room)
+        compute = self._add_compute(
+            step, stage.forward + self._shared(weights + stage.swapped), fetched, updated, *room
+        )
         if weights:
             # Its room is free for others once the unit is in use: when the one before has ended.
             self._incoming.leave_with(weights, before or compute)
@@ -428,12 +436,15 @@ class _Builder:
         if index in self._forwarded:  # copied for nothing; what would go on to SSDs is cancelled
             copy = self._task(COPY_OUT, stage.swapped, step, compute)
             self._outgoing.leave_with(stage.swapped, copy)
+            excess = stage.to_ssd - 2 * self.plan.staging_bytes
+            if excess > 0:  # the host waits until all of it is in staging memory, before it goes on
+                self._add_compute(step, 0.0, self._task(SSD, excess, step, copy, write=True))
             return None
         return self._add_swap_out(step, index, compute) if stage.swapped else None
 
     def _add_swap_out(self, step: int, index: int, compute: Task) -> Task:
         stage = self.stages[index]
-        to_ssd = 0 if index in self._staged else stage.to_ssd
+        to_ssd = stage.to_ssd - self._staged.get(index, 0)
         room = self._written_behind.enter(to_ssd) if to_ssd else []
         copy = self._task(COPY_OUT, stage.swapped, step, compute, *room)
         copy.gpu = (0, stage.swapped)
@@ -447,13 +458,16 @@ class _Builder:
         self._written_behind.leave_with(to_ssd, write)
         return write
 
-    def _add_backward(self, step: int, index: int, stored: Task | None, *, first: bool) -> Task | None:
+    def _add_backward(
+        self, step: int, index: int, stored: Task | None, turn: Task | None, *, first: bool
+    ) -> Task | None:
         """Adds a stage's backward; returns the task that ends when the unit's gradient has landed, if it then has.
 
         Args:
             step: index of the step.
             index: of the stage.
             stored: when that has ended, what the stage swaps is where it goes.
+            turn: the last task of the forward: nothing that was swapped comes back before.
             first: it is the first backward of the step: gradients of the last one are dropped as it begins.
         """
         stage = self.stages[index]
@@ -462,7 +476,7 @@ class _Builder:
         before = self._compute
         assert before is not None
         swapped = 0 if index in self._forwarded else stage.swapped
-        to_ssd = 0 if index in self._forwarded or index in self._staged else stage.to_ssd
+        to_ssd = 0 if index in self._forwarded else stage.to_ssd - self._staged.get(index, 0)
         nbytes, read = weights + swapped, from_ssd + to_ssd
         fetched = None
         count = min(self._most_pieces, ceil(swapped / stage.largest)) if swapped else 1
@@ -471,14 +485,15 @@ class _Builder:
                 total * (piece + 1) // count - total * piece // count
                 for total in (nbytes, read, from_ssd + swapped, to_ssd)
             )
-            fetched = self._add_fetch(step, here, there, stored)
+            fetched = self._add_fetch(step, here, there, stored, turn if swapped else None)
             fetched.host = (0, landed)
             fetched.ssd = -deleted
             self._incoming.leave_with(here, before)
         offloaded = self.units[unit].states != "gpu"
         gradient = profile.gradient_bytes if offloaded else 0
         room = self._outgoing.enter(gradient) if gradient and stage.first else []
-        compute = self._add_compute(step, stage.backward + stage.again, fetched, *room)
+        seconds = stage.backward + stage.again + self._shared(nbytes + (gradient if stage.first else 0))
+        compute = self._add_compute(step, seconds, fetched, *room)
         released = self._weights(unit)[0] if stage.first else 0
         taken = stage.brought + stage.working + (gradient if stage.first else 0)
         if first and index == len(self.stages) - 1:

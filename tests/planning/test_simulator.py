@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, UnitPlan, replay, simulate
+from lightning_ssd.planning import (
+    HardwareProfile,
+    ModelProfile,
+    OperatorProfile,
+    Plan,
+    UnitPlan,
+    UnitProfile,
+    replay,
+    simulate,
+)
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
 from lightning_ssd.planning.simulator import _simulate
 from tests.planning.profiles import GB, H100, machines, make_model, models
@@ -156,8 +165,9 @@ def test_what_always_holds(data: st.DataObject, machine: HardwareProfile) -> Non
         item.saved_bytes for unit, where in units for item in unit.operators if where.operators[item.name] == "ssd"
     )
     read = prediction.ssd_read_bytes - model.micro_batches * 2 * weights - states
-    assert read == prediction.ssd_written_bytes - states - weights
-    assert 0 <= read <= model.micro_batches * swapped  # what backward wants before it has left is not written
+    written = prediction.ssd_written_bytes - states - weights
+    # What backward wants before it has left is not written, but for what staging memory can't hold; nor is it read.
+    assert 0 <= read <= written <= model.micro_batches * swapped
     assert prediction.memory[-1][1] == resident_gpu_bytes(model, plan)
     assert all(min(sample[1:]) >= 0 for sample in prediction.memory)
     assert prediction.gpu_peak_bytes >= max(sample[1] for sample in prediction.memory)
@@ -202,7 +212,27 @@ def test_replay_over_bandwidth() -> None:
     throughputs = [throughput for _, throughput in points]
     assert throughputs == sorted(throughputs)
     assert throughputs[0] < 0.2
-    assert throughputs[-1] == pytest.approx(1, abs=0.01)
+    assert throughputs[-1] == pytest.approx(1, abs=0.02)  # copies have a share of the GPU's memory bandwidth
+
+
+def test_what_comes_and_goes_is_not_there_all_the_time() -> None:
+    """Before a tensor is saved, beside it, when backward wants it, and while it is used."""
+    first = OperatorProfile(
+        "first", 1.0, 2.0, 0.0, 10, ("a",), 1.0, 5, forward_bytes=3, wanted_bytes=2, backward_bytes=8
+    )
+    second = OperatorProfile("second", 1.0, 2.0, 0.0, 20, ("b",), 1.0, 0, 1, 4, 6)
+    unit = UnitProfile("unit", (first, second), 0, 0, 0, 0, 0, 0, forward_bytes=17, backward_bytes=1)
+    model = ModelProfile("model", (unit,), 1, 1, 1)
+
+    def peak(*choices: Any) -> int:
+        operators = dict(zip(("first", "second"), choices, strict=True))
+        return simulate(model, UNIT, Plan({"unit": UnitPlan("gpu", "gpu", "keep", operators)}, 10, 10)).gpu_peak_bytes
+
+    assert peak("keep", "keep") == 10 + 20 + 6
+    assert peak("keep", "recompute") == 10 + 20 + 6
+    # Backward wants both at once, as the second is made of the first, with what that takes.
+    assert peak("recompute", "recompute") == 10 + 20 + 6
+    assert peak("recompute", "keep") == max(17, 10 + 20 + 1, 20 + 6, 10 + max(2 + 5, 8))
 
 
 @pytest.mark.parametrize("weights", ["gpu", "host", "ssd"])
