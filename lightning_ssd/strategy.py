@@ -30,6 +30,7 @@ from lightning_ssd.states import (
     load_sharded,
     make_model_states,
     materialize_on,
+    move_model_states,
     save,
     save_sharded,
     take_in,
@@ -159,6 +160,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         """The Trainer's own plugin, while another is in its place."""
         self._leaving: set[torch.nn.Parameter] = set()
         self._unborn = Unborn(set(), set())
+        self._how: dict[str, Any] = {}
+        """What `model_states` were made with."""
         self.num_nodes = 1  # the Trainer sets it
 
     # ---- the device ----
@@ -216,13 +219,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         else:
             super().setup(trainer)
         if fitting:
-            mark_weights(self.model)
-            self.tensor_cache = make_tensor_cache(
-                self._left_for_activations(),
-                self.root_device,
-                default_path=trainer.default_root_dir,
-                rank=self.global_rank,
-            )
+            self._make_cache(trainer)
 
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Sets up as ever, and takes the model's states out of the device before they are all there."""
@@ -241,20 +238,23 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             super().setup(trainer)
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
             hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
+            self._how = {
+                "config": config,
+                "storage": self.config,
+                "default_path": trainer.default_root_dir,
+                "autocast": autocast,
+                "clip_norm": bool(trainer.gradient_clip_val) and algorithm == "norm",
+                "clip_value": trainer.gradient_clip_val if algorithm == "value" else None,
+                "hold": hold,
+            }
             self.model_states = make_model_states(
                 self.model,
                 self.optimizers if fitting else [],
                 self._leaving,
                 self._unborn,
                 self.root_device,
-                config=config,
-                storage=self.config,
-                default_path=trainer.default_root_dir,
-                autocast=autocast,
-                clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
-                clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
-                hold=hold,
                 given=None if pinned is None else _placed_states(pinned),
+                **self._how,
             )
         finally:
             self._leaving = set()
@@ -266,11 +266,75 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             if (record := self.model_states.recovered) is not None:
                 self.model_states.state_dicts.protected = True
                 self._recovery.take_up(record.rest)
-        for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
-            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
         self._restore_callbacks = [lend_weights(callback, self.whole_weights) for callback in averaging]
         self._precision = self.precision_plugin
-        self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=hold)
+        self._follow_states()
+
+    def _follow_states(self) -> None:
+        """Has gradients clipped, scaled and dropped where `model_states` keeps them."""
+        assert self.model_states is not None and self._precision is not None
+        for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
+            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
+        self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=self._how["hold"])
+
+    def can_move_states(self) -> bool:
+        """Whether `move_states` may be called: states leave the device, and it was left to us where they are."""
+        config = self.states_config
+        chosen = config.states != "auto" or config.gpu_memory != "auto" or config.recover
+        # With manual optimization gradients may add up from one batch to the next.
+        assert self.lightning_module is not None
+        if chosen or not self.lightning_module.automatic_optimization or self._pinned() is not None:
+            return False
+        return self.model_states is not None and not self.model_states.accumulating
+
+    def move_states(self, plan: Plan) -> None:
+        """Has weights and optimizer states where `plan` has them, from now on; a step is over, and none has begun.
+
+        Numbers stay what they are, but for those of an optimizer that steps otherwise on a GPU than on a CPU. The
+        tensor cache is another one afterwards. The plan's `clip` is left alone.
+
+        Raises:
+            ValueError: that can't be, and nothing was moved: the plan is not one for this model, there is no room for
+                it, or gradients wait for a step.
+            StorageError: a drive failed.
+        """
+        assert self.model_states is not None and self.model is not None and self.lightning_module is not None
+        if self.model_states.accumulating:
+            raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
+        cache, self.tensor_cache = self.tensor_cache, None
+        if cache is not None:
+            cache.close()  # it has memory that states may need
+        leaving = leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"))
+        before = self.model_states
+        try:
+            self.model_states = move_model_states(
+                self.model_states,
+                self.model,
+                self.optimizers,
+                leaving,
+                self.root_device,
+                given=_placed_states(plan),
+                **self._how,
+            )
+        except Exception as error:
+            if before.closed:  # the training can't go on; its parameters are whole
+                if isinstance(error, ValueError):
+                    raise RuntimeError(f"model states could not be moved: {error}") from error
+                raise
+            self._make_cache(self.lightning_module.trainer)
+            raise ValueError(f"model states stay where they are: {error}") from error
+        self._follow_states()
+        self._make_cache(self.lightning_module.trainer)
+
+    def _make_cache(self, trainer: pl.Trainer) -> None:
+        assert self.model is not None
+        mark_weights(self.model)
+        self.tensor_cache = make_tensor_cache(
+            self._left_for_activations(),
+            self.root_device,
+            default_path=trainer.default_root_dir,
+            rank=self.global_rank,
+        )
 
     def _left_for_activations(self) -> OffloadConfig:
         """Returns what of the budgets the states leave."""

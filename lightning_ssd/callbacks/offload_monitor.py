@@ -1,6 +1,8 @@
 """`OffloadMonitor`: what offloading does, in the user's loggers and progress bar."""
 
 import time
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,11 +51,14 @@ class OffloadMonitor(pl.Callback):
     def __init__(self, progress_bar: bool = True, endurance: int | str | None = None) -> None:
         self._progress_bar = progress_bar
         self._endurance = None if endurance is None else parse_bytes(endurance, "endurance")
+        self._caches = _Counts()
+        self._stores = _Counts()
         self._last: dict[str, float] = {}
         self._begun = 0.0
         self._asked = float("-inf")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._caches, self._stores = _Counts(), _Counts()
         self._last = {}
         self._begun = time.perf_counter()
         self._asked = float("-inf")
@@ -99,9 +104,11 @@ class OffloadMonitor(pl.Callback):
         return metrics
 
     def _metrics(self, cache: TensorCache, states: ModelStates | None) -> dict[str, float]:
-        totals = _totals(cache)
-        if states is not None and (io := states.io_stats()) is not None:
-            totals |= {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
+        totals = self._caches.add(cache, _totals(cache))
+        if states is not None and states.scratch is not None and (io := states.io_stats()) is not None:
+            of_states = {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
+            self._stores.add(states.scratch.store, of_states)
+        totals |= self._stores.totals
         delta = {name: total - self._last.get(name, 0.0) for name, total in totals.items()}
         self._last = totals
         metrics = {name: value for name, value in delta.items() if not name.endswith("_busy_s")}
@@ -120,6 +127,26 @@ class OffloadMonitor(pl.Callback):
         if self._endurance is not None:
             wear["ssd_years"] = lifetime_seconds(self._endurance, written, seconds) / YEAR
         return wear
+
+
+class _Counts:
+    """Counts of something that may be replaced by another one, which counts from zero.
+
+    Attributes:
+        totals: of all of them, as far as they were added.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+        self._of: weakref.ref[object] | None = None
+
+    def add(self, of: object, counts: Mapping[str, float]) -> dict[str, float]:
+        """Takes the counts of the present one, and returns the totals."""
+        if self._of is None or self._of() is not of:
+            self._of, self._before = weakref.ref(of), self.totals
+        self.totals = self._before | {name: count + self._before.get(name, 0.0) for name, count in counts.items()}
+        return dict(self.totals)
 
 
 def _totals(cache: TensorCache) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """`PrefetchScheduler`: how far ahead of backward saved tensors are fetched."""
 
+import weakref
 from typing import Any, Literal
 
 from lightning_ssd._lightning import pl
@@ -44,6 +45,7 @@ class PrefetchScheduler(pl.Callback):
         self._depth = depth
         self._window: int | None = self._fixed
         self._held: int | None = None
+        self._cache: weakref.ref[TensorCache] | None = None
         self._begin()
 
     def hold(self, window_bytes: int | None) -> None:
@@ -51,7 +53,7 @@ class PrefetchScheduler(pl.Callback):
         self._held = window_bytes
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin()
+        self._held = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -59,6 +61,9 @@ class PrefetchScheduler(pl.Callback):
         cache = find_tensor_cache(trainer)
         if cache is None:
             return
+        if self._cache is None or self._cache() is not cache:  # another one, which counts from zero
+            self._begin()
+            self._cache = weakref.ref(cache)
         held = None if self._fixed is not None else self._held
         if held is None and self._fixed is None:
             self._adapt(cache)
@@ -68,8 +73,7 @@ class PrefetchScheduler(pl.Callback):
         cache.window_depth = self._depth
 
     def _begin(self) -> None:
-        """A new fit: its cache counts from zero."""
-        self._held = None
+        """Nothing was measured yet."""
         self._patience = self.PATIENCE
         self._last_stall = self._last_seconds = 0.0
         self._last_share: float | None = None

@@ -47,8 +47,7 @@ class StepProfiling(pl.Callback):
         """The steps are measured. Called at the end of a step."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        cache = find_tensor_cache(trainer)
-        if cache is None:
+        if find_tensor_cache(trainer) is None:
             raise ValueError(
                 f"{type(self).__name__} needs `strategy='ssd_offload'`, or an `ActivationOffload` callback."
             )
@@ -59,14 +58,20 @@ class StepProfiling(pl.Callback):
             raise ValueError(
                 f"{type(self).__name__} and {type(others[0]).__name__} both measure the first steps. Remove one."
             )
+        self._step = 0
+        self._at_boundary = True
+        self._begin(trainer, pl_module, self._warm_up)
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
+        """Measures the training as it is from now on, after `warm_up` steps."""
+        cache = find_tensor_cache(trainer)
+        assert cache is not None
         config = getattr(trainer.strategy, "states_config", None)
         units = find_units(pl_module, None if config is None else config.units)
         states = getattr(trainer.strategy, "model_states", None)
         # Who steps by hand may step between a forward and its backward.
         self._profiler = Profiler(units, cache, states, trainer.optimizers, again=pl_module.automatic_optimization)
-        self._step = 0
-        self._at_boundary = True
-        self.schedule(self._warm_up)
+        self.schedule(warm_up)
 
     def schedule(self, warm_up: int) -> None:
         """Begins anew: after `warm_up` steps from now on, at least one, others are measured."""

@@ -74,6 +74,10 @@ class SwapPlanner(StepProfiling):
     `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. What the plan is, what bounds the step, and
     what would lift that is in the log.
 
+    With `states="auto"` and no `gpu_memory` of the strategy, weights and optimizer states that had left the device go,
+    between two steps, to where a step is shorter: the GPU, host memory or SSDs, unit by unit. Then all is measured
+    again. Numbers stay what they are, but for the last digits of an optimizer that steps on the GPU from then on.
+
     What is computed again was, in one micro-batch, computed again and compared with what autograd had saved, byte by
     byte. With manual optimization nothing is computed again.
 
@@ -86,8 +90,8 @@ class SwapPlanner(StepProfiling):
             there. `"least"`: as few as take no more than 2 % longer than with all of it.
         machine: JSON file of what the machine does (`lightning-ssd plan --save-machine`), instead of measuring it when
             training starts.
-        save: YAML file to write plans to. Where weights and optimizer states leave the device and would be better off
-            in other places, a plan with them there is written beside it, as `NAME.states.yaml`.
+        save: YAML file to write plans to. Where weights and optimizer states leave the device, would be better off in
+            other places, and may not be moved, a plan with them there is written beside it, as `NAME.states.yaml`.
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: as many as
             it takes.
         warm_up: steps before some are measured.
@@ -148,14 +152,12 @@ class SwapPlanner(StepProfiling):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        cache = find_tensor_cache(trainer)
-        assert cache is not None
-        self._cache = cache
         _check(trainer, pl_module)
         self.profile = self.plan = self.prediction = self.comparison = None
-        self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
-        self._measured_machine = self._measure(cache)
-        self._clock = make_clock(cache.device)
+        self._measured_machine = self._measure(self._cache)
+        self._clock = make_clock(self._cache.device)
+        self._moved = False
+        """Whether model states went elsewhere in this training: once is enough."""
         self._begun: Any = None
         self._taken: deque[tuple[Any, Any]] = deque()
         self._to_settle = 0
@@ -163,6 +165,13 @@ class SwapPlanner(StepProfiling):
         self._drifting = 0
         self._retried = False
         self._compiled = _compiled_frames()
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
+        super()._begin(trainer, pl_module, warm_up)
+        cache = find_tensor_cache(trainer)
+        assert cache is not None
+        self._cache = cache
+        self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
         cache.placement = SendAll(tuple(cache.tiers))
 
     def on_train_batch_start(
@@ -209,20 +218,24 @@ class SwapPlanner(StepProfiling):
         profiler = self._profiler
         assert profiler is not None
         # One half of staging memory is read ahead, one written behind.
-        settled = self._settled = replace(
-            profiler.settled(), staging_bytes=self._staging_bytes() // 2, host_room=self._capacity("host")
-        )
+        room = int(_FILLED * self._capacity("host"))
+        settled = self._settled = replace(profiler.settled(), staging_bytes=self._staging_bytes() // 2, host_room=room)
         hardware = self._budget(profile, settled)
         if self._cache.device.type == "cuda":
-            room: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
-            before = unplanned(profile, settled, room, self._cache.window_bytes)
+            tiers: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
+            before = unplanned(profile, settled, tiers, self._cache.window_bytes)
             simulated = simulate(profile, hardware, before).gpu_peak_bytes
             profile = replace(profile, other_gpu_bytes=profiler.peak_bytes - simulated)
         self.profile, self.hardware = profile, hardware
         self._learned = False
         plan = self._make_plan()
+        elsewhere = self._look_elsewhere(simulate(profile, hardware, plan))
+        if elsewhere is not None and self._move(trainer, pl_module, elsewhere):
+            return
         self._put_in_force(trainer, plan)
         self._report(plan)
+        if elsewhere is not None:
+            self._suggest(elsewhere)
 
     def _make_plan(self) -> Plan:
         assert self.profile is not None and self.hardware is not None
@@ -240,24 +253,6 @@ class SwapPlanner(StepProfiling):
         report = make_report(self.profile, self.hardware, plan, settled=self._settled)
         log.info("plan from step %d on:\n%s\n%s", self._step, plan.describe(), render_report(report))
         pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
-        if self._states is not None and self.pinned is None:
-            self._look_elsewhere(report.prediction)
-
-    def _look_elsewhere(self, prediction: Prediction) -> None:
-        """Says so where model states would be better off elsewhere: they are placed when training starts."""
-        assert self.profile is not None and self.hardware is not None
-        plan = make_plan(self.profile, self.hardware, self._planner)
-        better = simulate(self.profile, self.hardware, plan)
-        if better.excess_bytes(self.hardware) or better.step_seconds > _MUCH * prediction.step_seconds:
-            return
-        how = "Set `save` to have that plan in a file, and start with it as `plan`."
-        if self._save is not None:
-            path = Path(self._save).with_suffix(".states.yaml")
-            plan.save(path)
-            how = f"To have them there, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
-        pl.utilities.rank_zero_info(
-            f"SwapPlanner: with model states placed otherwise a step should take {better.step_seconds:.3f} s. {how}"
-        )
 
     def _put_in_force(self, trainer: pl.Trainer, plan: Plan) -> None:
         profiler = self._profiler
@@ -294,6 +289,55 @@ class SwapPlanner(StepProfiling):
         for callback in trainer_callbacks(trainer):
             if isinstance(callback, PrefetchScheduler):
                 callback.hold(window_bytes)
+
+    # ---- model states ----
+
+    def _look_elsewhere(self, prediction: Prediction) -> Plan | None:
+        """Returns the plan with which model states are better off elsewhere, if they are."""
+        assert self.profile is not None and self.hardware is not None
+        if self._states is None or self.pinned is not None or self._gpu_memory == "least":
+            return None
+        plan = make_plan(self.profile, self.hardware, self._planner)
+        better = simulate(self.profile, self.hardware, plan)
+        worth = better.step_seconds <= _MUCH * prediction.step_seconds
+        return plan if worth and not better.excess_bytes(self.hardware) else None
+
+    def _move(self, trainer: pl.Trainer, pl_module: pl.LightningModule, plan: Plan) -> bool:
+        """Has model states moved to where they are in `plan`, and all measured again; returns whether they were."""
+        strategy: Any = trainer.strategy
+        if self._moved or not strategy.can_move_states():
+            return False
+        assert self.profile is not None and self.hardware is not None
+        self._moved = True
+        self._end()
+        try:
+            strategy.move_states(plan)
+        except ValueError as error:
+            log.warning("%s", error)
+        else:
+            seconds = simulate(self.profile, self.hardware, plan).step_seconds
+            gpu, host, ssd = (
+                sum(unit.states == tier for unit in plan.units.values()) for tier in ("gpu", "host", "ssd")
+            )
+            pl.utilities.rank_zero_info(
+                f"SwapPlanner: a step should take {seconds:.3f} s with the states of {gpu} units on the GPU, of {host} "
+                f"in host memory and of {ssd} on SSDs: they were moved, and all is measured again."
+            )
+        self._begin(trainer, pl_module, 1)
+        return True
+
+    def _suggest(self, plan: Plan) -> None:
+        """Says that model states would be better off as in `plan`."""
+        assert self.profile is not None and self.hardware is not None
+        better = simulate(self.profile, self.hardware, plan)
+        how = "Set `save` to have that plan in a file, and start with it as `plan`."
+        if self._save is not None:
+            path = Path(self._save).with_suffix(".states.yaml")
+            plan.save(path)
+            how = f"To have them there, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
+        pl.utilities.rank_zero_info(
+            f"SwapPlanner: with model states placed otherwise a step should take {better.step_seconds:.3f} s. {how}"
+        )
 
     # ---- what there is ----
 
@@ -437,7 +481,10 @@ _WORTH = 0.01
 """Share of a step, or of memory, for which another plan is worth the change."""
 
 _MUCH = 0.95
-"""Share of a step's time from which on another placement of model states is worth a new start."""
+"""Share of a step's time from which on model states are better off elsewhere."""
+
+_FILLED = 0.85
+"""Of the host tier, what tensors of different sizes fill."""
 
 _USABLE = 0.9
 """Of the device's memory: the rest is lost between blocks of different sizes."""

@@ -4,6 +4,7 @@ from lightning_ssd.states.build import StatesConfig, leaving_parameters, make_mo
 from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
+from lightning_ssd.states.move import move_model_states
 from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.states.units import Unit, find_units
 
@@ -18,6 +19,7 @@ __all__ = [
     "load_sharded",
     "make_model_states",
     "materialize_on",
+    "move_model_states",
     "save",
     "save_sharded",
     "take_in",

@@ -28,8 +28,7 @@ from lightning_ssd.states.model_states import ModelStates, Overlap
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
-from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage import Blob, BlobStore, Kept, PinnedPool, StorageFullError
+from lightning_ssd.storage import Blob, BlobStore, Kept, StorageFullError
 from lightning_ssd.storage.memory import usable_memory
 
 log = logging.getLogger(__name__)
@@ -180,7 +179,7 @@ def make_model_states(
     """
     scaled = autocast == torch.float16
     gated = clip_norm or scaled
-    groups, stay = _groups_of(optimizers)
+    groups, stay = groups_of(optimizers)
     if optimizers:
         stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
     leaving = leaving - stay
@@ -191,9 +190,9 @@ def make_model_states(
     resident: set[nn.Parameter] = set()
     recover = config.recover and bool(optimizers)
     if given is not None:
-        _check_given(given, units, leaving, host_alone=storage.tier == "host")
+        check_given(given, units, leaving, host_alone=storage.tier == "host")
         chosen = [unit for unit in units if given.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
-        resident = _of_residents(chosen, leaving, hold=hold)
+        resident = of_residents(chosen, leaving, hold=hold)
         stay |= resident
         leaving -= resident
     elif config.states == "auto" and config.gpu_memory != "auto" and not recover:
@@ -205,32 +204,34 @@ def make_model_states(
         copies = make_copies(device)
         undo.callback(copies.close)
         most = FLAT_ELEMENTS if config.states == "host" else STAGED_FLAT_ELEMENTS
-        of_units = _make_flats(module, units, leaving, groups, device, autocast, most)
+        of_units = make_flats(module, units, leaving, groups, device, autocast, most)
         flats = [flat for _, flats in of_units for flat in flats]
         of_flats = {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
         rules = {flat: rule_for(optimizer, flat) for flat, (optimizer, _) in of_flats.items()}
         two_slots = recover or (gated and config.clip != "deferred")
-        layouts = [_layout(flat, rules.get(flat), of_flats.get(flat), config, two_slots=two_slots) for flat in flats]
+        layouts = [
+            make_layout(flat, rules.get(flat), of_flats.get(flat), config, two_slots=two_slots) for flat in flats
+        ]
         # Host memory alone, if that was asked for.
         kind = "host" if config.states == "auto" and storage.tier == "host" else config.states
         kind = "ssd" if recover else kind
         assert kind != "gpu"
         killed = _Taken(storage.paths(default_path)[0], layouts) if recover else None
-        budget = _host_budget(config, storage)
+        budget = host_budget(config, storage)
         # Where steps wait for all gradients, each needs memory of its own.
         shared = not gated and not hold and config.overlap == "optimized"
         tiers = None
         if given is not None:
-            tiers = [_off_device(given[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own]
+            tiers = [off_device(given[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own]
         try:
             places = choose_places(layouts, kind, budget, shared=shared, given=tiers)
-            scratch = _make_scratch(places, storage, default_path, device, taken=killed)
+            scratch = make_scratch(places, storage, default_path, device, taken=killed)
         except (ValueError, StorageFullError):
             if recover or config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
                 raise
             layouts = [replace(layout, slots=1) for layout in layouts]
             places = choose_places(layouts, kind, budget, shared=shared, given=tiers)
-            scratch = _make_scratch(places, storage, default_path, device, taken=None)
+            scratch = make_scratch(places, storage, default_path, device, taken=None)
         recovered = None if killed is None else killed.record
         if scratch is not None:
             undo.callback(scratch.close, remove=recovered is None)
@@ -252,8 +253,7 @@ def make_model_states(
             for rule, kept in zip(rules.values(), recovered.rules, strict=True):
                 rule.take_over(kept)
         # Of parameters that stayed for another reason the user's optimizer steps what the model has.
-        mastered = [parameter for parameter in resident if parameter in groups and parameter.dtype == torch.bfloat16]
-        masters = Masters(mastered, optimizers)
+        masters = Masters(mastered(resident, groups), optimizers)
         undo.callback(masters.close)
         landing: LandingMemory | None = None
         if shared and places.ssd and places.landing:
@@ -289,7 +289,12 @@ def make_model_states(
     return states
 
 
-def _groups_of(optimizers: Sequence[Optimizer]) -> tuple[Groups, set[nn.Parameter]]:
+def mastered(resident: set[nn.Parameter], groups: Groups) -> list[nn.Parameter]:
+    """Returns which of the parameters that stay on the device have fp32 masters there."""
+    return [parameter for parameter in resident if parameter in groups and parameter.dtype == torch.bfloat16]
+
+
+def groups_of(optimizers: Sequence[Optimizer]) -> tuple[Groups, set[nn.Parameter]]:
     """Returns the group of every parameter, and the parameters that two optimizers step."""
     groups: Groups = {}
     twice: set[nn.Parameter] = set()
@@ -333,7 +338,7 @@ def _residents(
     chosen: set[nn.Parameter] = set()
     for unit in units:
         needed = sum(need(parameter) * parameter.numel() for parameter in of(unit))
-        if hold and not _of_residents([unit], leaving, hold=True):
+        if hold and not of_residents([unit], leaving, hold=True):
             continue
         if taken + needed > most:
             break
@@ -342,7 +347,7 @@ def _residents(
     return chosen, taken
 
 
-def _of_residents(units: Sequence[Unit], leaving: set[nn.Parameter], *, hold: bool) -> set[nn.Parameter]:
+def of_residents(units: Sequence[Unit], leaving: set[nn.Parameter], *, hold: bool) -> set[nn.Parameter]:
     """Returns what of whole units may stay on the device."""
     chosen: set[nn.Parameter] = set()
     for unit in units:
@@ -352,7 +357,7 @@ def _of_residents(units: Sequence[Unit], leaving: set[nn.Parameter], *, hold: bo
     return chosen
 
 
-def _check_given(
+def check_given(
     given: Mapping[str, tuple[Tier, Tier]], units: Sequence[Unit], leaving: set[nn.Parameter], *, host_alone: bool
 ) -> None:
     """Raises ValueError unless a plan is one for these units; `host_alone`: nothing may be on SSDs."""
@@ -372,13 +377,13 @@ def _check_given(
             raise ValueError(f"the plan does not place the unit `{unit.name}`. Plan again for this model.")
 
 
-def _off_device(tiers: tuple[Tier, Tier]) -> tuple[Literal["host", "ssd"], Literal["host", "ssd"]]:
+def off_device(tiers: tuple[Tier, Tier]) -> tuple[Literal["host", "ssd"], Literal["host", "ssd"]]:
     """Returns where flats are whose unit is in `tiers`: what could not stay on the device is in host memory."""
     weights, rest = tiers
     return ("host" if weights == "gpu" else weights), ("host" if rest == "gpu" else rest)
 
 
-def _make_flats(
+def make_flats(
     module: nn.Module,
     units: Sequence[Unit],
     leaving: set[nn.Parameter],
@@ -417,14 +422,14 @@ def _parts(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterato
     yield part
 
 
-def _host_budget(config: StatesConfig, storage: OffloadConfig) -> int | None:
+def host_budget(config: StatesConfig, storage: OffloadConfig) -> int | None:
     """Returns the bytes of host memory for model states; None: as many as needed."""
     if storage.host_memory != "auto":
         return parse_bytes(storage.host_memory, "host_memory")
     return usable_memory() if config.states == "auto" else None
 
 
-def _make_scratch(
+def make_scratch(
     places: Places,
     storage: OffloadConfig,
     default_path: str | Path,
@@ -449,12 +454,7 @@ def _make_scratch(
         undo.callback(store.close, remove=anew)
         if anew:
             store.reserve(places.ssd)
-        pin = device.type == "cuda"
-        window = PinnedPool(max(places.window, 4096), pin=pin, name="model states' window")
-        undo.callback(window.close)
-        staging = PinnedPool(places.staging, pin=False, name="model states' staging")
-        undo.callback(staging.close)
-        scratch = Scratch(store, window, Worker("fetcher"), staging, Worker("opener"))
+        scratch = Scratch.make(store, places.window, places.staging, pin=device.type == "cuda")
         undo.pop_all()
     return scratch
 
@@ -480,7 +480,7 @@ class _Taken:
         return None if self.record is None else self.record.kept
 
 
-def _layout(
+def make_layout(
     flat: Flat, rule: Rule | None, group: tuple[Optimizer, int] | None, config: StatesConfig, *, two_slots: bool
 ) -> Layout:
     names = () if rule is None or group is None else rule.state_names(group[0].param_groups[group[1]])
@@ -511,18 +511,18 @@ def _make_homes(
     homes: dict[Flat, Home] = {}
     pin = copies.device.type == "cuda"
     for layout, of_weights, of_rest in zip(layouts, places.weights, places.rest, strict=True):
-        weights = _make_place(layout.flat.nbytes, of_weights, scratch, blobs, slots=layout.slots, pin=pin)
+        weights = make_place(layout.flat.nbytes, of_weights, scratch, blobs, slots=layout.slots, pin=pin)
         undo.callback(weights.free)
         rest: Place | None = None
         if layout.rest_bytes:
-            rest = _make_place(layout.rest_bytes, of_rest, scratch, blobs, slots=layout.slots, pin=False)
+            rest = make_place(layout.rest_bytes, of_rest, scratch, blobs, slots=layout.slots, pin=False)
             undo.callback(rest.free)
         home = homes[layout.flat] = Home(layout, weights, rest, copies, scratch)
         undo.callback(home.give_back)
     return homes
 
 
-def _make_place(
+def make_place(
     nbytes: int,
     where: Literal["host", "ssd"],
     scratch: Scratch | None,

@@ -81,6 +81,7 @@ class Gate:
         """Has gradients divided by the scale of `scaler`, and adds to `found`, its own, whether one is not finite."""
         device = self._not_finite.device
         found[device] = found[device] + self._not_finite if device in found else self._not_finite.clone()
+        self._not_finite = found[device].reshape(1).clone()  # of what stays on the device, too
         assert scaler._scale is not None
         self._factor = scaler._scale.double().reciprocal().float().view(1)
 

@@ -1,7 +1,7 @@
 """Where a flat lives between its uses: its compute weights, master weights and optimizer states, off the device."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -151,9 +151,10 @@ class Home:
     ) -> None:
         self.flat = layout.flat
         self.layout = layout
-        self._places = (weights,) if rest is None else (weights, rest)
+        self._places: tuple[Place, ...] = (weights,) if rest is None else (weights, rest)
         self._copies = copies
-        self._scratch = scratch
+        self.scratch = scratch
+        """Memory and threads for what is on SSDs."""
         self._staging_bytes = sum(place.staging_bytes for place in self._places)
         self._stepped: Future[Any] = finished(None)
         self.steps = 0
@@ -172,8 +173,8 @@ class Home:
         weights = self._places[0]
 
         def fetch() -> None:
-            assert self._scratch is not None
-            buffer = self._scratch.window.acquire(weights.staging_bytes)
+            assert self.scratch is not None
+            buffer = self.scratch.window.acquire(weights.staging_bytes)
             values, read = weights.open(buffer.tensor, read=True)
             read.add_done_callback(lambda read: arrived(read, values, buffer))
 
@@ -194,8 +195,8 @@ class Home:
                 if weights.staging_bytes == 0:
                     issued.set_result(self._copies.into(weights.open(None, read=True)[0], target, after))
                     return
-                assert self._scratch is not None
-                fetched = self._scratch.fetcher.submit(fetch, [weights.settled()])
+                assert self.scratch is not None
+                fetched = self.scratch.fetcher.submit(fetch, [weights.settled()])
             except BaseException as error:
                 issued.set_exception(error)
             else:
@@ -217,8 +218,8 @@ class Home:
         opened: Future[Opened] = Future()
 
         def take() -> None:
-            assert self._scratch is not None
-            buffer = self._scratch.staging.acquire(self._staging_bytes)
+            assert self.scratch is not None
+            buffer = self.scratch.staging.acquire(self._staging_bytes)
             start = 0
             parts: list[Tensor] = []
             reads: list[Future[None]] = []
@@ -240,11 +241,11 @@ class Home:
             else:
                 opened.set_result(values)
 
-        assert self._scratch is not None
+        assert self.scratch is not None
         needed = [place.settled() for place in self._places]
         # A step that did not count may still be on its way to the slot that this one goes to.
         needed += [ended(place.settled(other=True)) for place in self._places]
-        taken = self._scratch.opener.submit(take, needed, priority=priority)
+        taken = self.scratch.opener.submit(take, needed, priority=priority)
         taken.add_done_callback(lambda taken: _pass_on(taken, opened))
         return opened
 
@@ -332,13 +333,23 @@ class Home:
 
     def fill(self) -> None:
         """Takes the parameters' values over, whose own memory is freed, and points them to the flat."""
+        self.store([item.parameter.data for item in self.flat.slices])
+        self.flat.attach()
+
+    def store(self, weights: Sequence[Tensor], then: Callable[[Opened], None] | None = None) -> None:
+        """Takes over the values of all parameters, in order; `then` is called with the flat's, to change them."""
         values = self.open().result()
         masters = values.master if values.master is not None else torch.zeros(self.flat.numel, dtype=torch.float32)
-        for item in self.flat.slices:
-            item.of(masters).copy_(item.parameter.data)
-        values.take(masters)
+        try:
+            for item, whole in zip(self.flat.slices, weights, strict=True):
+                item.of(masters).copy_(whole)
+            values.take(masters)
+            if then is not None:
+                then(values)
+        except BaseException:
+            self.close(values, changed=False)
+            raise
         self.close(values, changed=True)
-        self.flat.attach()
 
     def give_back(self) -> None:
         """Makes the parameters whole again, on the CPU and in their own dtype, if they point to the flat."""
@@ -356,6 +367,44 @@ class Home:
         for item in self.flat.slices:
             item.parameter.data = item.of(masters).to(item.dtype, copy=True)
         self.close(values, changed=False)
+
+    def move(self, weights: Place | None, rest: Place | None) -> None:
+        """Takes values to other places, which it owns from then on, and gives those before back.
+
+        Nothing is open, and no step under way. If that fails, all is as it was.
+
+        Args:
+            weights: for the compute weights; None: they stay where they are.
+            rest: the same of all others.
+        """
+        places = list(self._places)
+        for index, place in enumerate((weights, rest)):
+            if place is not None:
+                self._copy_to(places[index], place)
+                places[index] = place
+        before, self._places = self._places, tuple(places)
+        self._staging_bytes = sum(place.staging_bytes for place in places)
+        for old, new in zip(before, places, strict=True):
+            if old is not new:
+                old.free()
+
+    def _copy_to(self, old: Place, new: Place) -> None:
+        staged = max(old.staging_bytes, new.staging_bytes)
+        buffer = None
+        if staged:
+            assert self.scratch is not None
+            buffer = self.scratch.staging.acquire(staged)
+        try:
+            memory = None if buffer is None else buffer.tensor
+            values, there = old.open(memory if old.staging_bytes else None, read=True)
+            there.result()
+            target, _ = new.open(memory if new.staging_bytes else None, read=False)
+            if target.data_ptr() != values.data_ptr():
+                target.copy_(values)
+            new.write(target, other=False).result()
+        finally:
+            if buffer is not None:
+                buffer.release()
 
     def free(self) -> None:
         """Gives its places back."""

@@ -41,9 +41,9 @@ class LazyTensor(Tensor):
         """Reads the values, unless they are there, and returns them."""
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.as_subclass(Tensor)
-            read, self._read = self._read, None
-            if read is not None:
-                plain.copy_(read())
+            if self._read is not None:
+                plain.copy_(self._read())
+                self._read = None
             return plain
 
     def values(self) -> Tensor:

@@ -5,10 +5,10 @@ clips or zeroes gradients finds them there. After a step the parameters are the 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd.states.parameter import hook_gradient
@@ -18,21 +18,32 @@ class Masters:
     """Of some parameters.
 
     Args:
-        parameters: on the device, in bf16; their optimizers have not stepped.
+        parameters: on the device, in bf16. What their optimizers have of them is their masters' from then on.
         optimizers: the model's.
+        values: masters that there are already, on the same device; others are made from the parameters.
 
     Attributes:
         of: of each parameter, its master, on the same device.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-        self.of = {parameter: nn.Parameter(parameter.detach().float()) for parameter in parameters}
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        values: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        known = values or {}
+        self.of = {
+            parameter: nn.Parameter(known[parameter] if parameter in known else parameter.detach().float())
+            for parameter in parameters
+        }
         self._parameter_of = {master: parameter for parameter, master in self.of.items()}
         self._optimizers = optimizers
         self._lent = False
         self._handles = [hook_gradient(parameter, self._landed) for parameter in self.of]
         for optimizer in optimizers:
             self._put_in(optimizer, self.of)
+            _pass_on_states(optimizer, self.of)
             self._handles.append(optimizer.register_step_post_hook(lambda optimizer, *_: self._round(optimizer)))
 
     def round(self) -> None:
@@ -63,9 +74,7 @@ class Masters:
             handle.remove()
         for optimizer in self._optimizers:
             self._put_in(optimizer, self._parameter_of)
-            for master, parameter in self._parameter_of.items():
-                if master in optimizer.state:
-                    optimizer.state[parameter] = optimizer.state.pop(master)
+            _pass_on_states(optimizer, self._parameter_of)
 
     def _landed(self, parameter: nn.Parameter) -> None:
         grad, parameter.grad = parameter.grad, None
@@ -89,3 +98,10 @@ class Masters:
         if parameters:
             weights = [parameter.data for parameter in parameters]
             torch._foreach_copy_(weights, [self.of[parameter].data for parameter in parameters])
+
+
+def _pass_on_states(optimizer: Optimizer, heirs: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Gives what the optimizer keeps of parameters to others."""
+    for parameter, heir in heirs.items():
+        if parameter in optimizer.state:
+            optimizer.state[heir] = optimizer.state.pop(parameter)

@@ -15,6 +15,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -42,6 +43,27 @@ from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import IOStats
 
 Overlap = Literal["none", "naive", "optimized"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is left of model states whose hooks and threads have ended: others are made of it.
+
+    Attributes:
+        units: as in `ModelStates`.
+        homes: as in `ModelStates`; the parameters point to their flats.
+        rules: as in `ModelStates`.
+        copies: as in `ModelStates`.
+        scratch: as in `ModelStates`.
+        masters: of parameters that stay on the device in 16 bits, their master weights.
+    """
+
+    units: Sequence[tuple[Sequence[nn.Module], Sequence[Flat]]]
+    homes: Mapping[Flat, Home]
+    rules: Mapping[Flat, Rule]
+    copies: Copies
+    scratch: Scratch | None
+    masters: Mapping[nn.Parameter, Tensor]
 
 
 class ModelStates:
@@ -101,14 +123,15 @@ class ModelStates:
         recovered: Record | None,
     ) -> None:
         self.recovered = recovered
+        self.units = units
         self.homes = homes
         self.host_bytes = host_bytes
         self.ssd_bytes = ssd_bytes
-        self._rules = rules
+        self.rules = rules
         self._masters = masters
         self._groups = groups
         self._copies = copies
-        self._scratch = scratch
+        self.scratch = scratch
         self._overlap = overlap
         self._hold = hold
         self._clip_value = None if hold else clip_value
@@ -195,7 +218,7 @@ class ModelStates:
 
     def io_stats(self) -> IOStats | None:
         """Returns what was written to SSDs and read from them; None: nothing is there."""
-        return None if self._scratch is None else self._scratch.store.stats()
+        return None if self.scratch is None else self.scratch.store.stats()
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
@@ -342,6 +365,48 @@ class ModelStates:
         """
         if self._closed:
             return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._give_up, keep=keep)  # whatever happens to the other
+            self._end(keep=keep)
+
+    def _give_up(self, *, keep: bool) -> None:
+        """Gives back the parameters, and the memory of the homes."""
+        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+            if self.scratch is not None:
+                stack.callback(self._let_go_of_scratch, keep=keep)
+            stack.callback(self._copies.close)
+            stack.callback(self._give_back)
+
+    @property
+    def closed(self) -> bool:
+        """Whether threads and hooks have ended."""
+        return self._closed
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return any(gradient.summing or any(gradient.landed) for gradient in self._gradients.values())
+
+    def dissolve(self) -> Parts:
+        """Ends threads and hooks, and returns what others are made of; no step is made by halves.
+
+        Raises:
+            Exception: what went wrong in a step.
+        """
+        assert self._journal is None, "a run that is recorded stays as it is"
+        self.drain()
+        self.state_dicts.before_change()
+        self._stream.release_all()
+        masters = {parameter: master.data for parameter, master in self._masters.of.items()}
+        try:
+            self._end(keep=False)
+        except BaseException:
+            self._give_up(keep=False)
+            raise
+        return Parts(self.units, self.homes, self.rules, self._copies, self.scratch, masters)
+
+    def _end(self, *, keep: bool) -> None:
+        """Ends threads and hooks, and gives back all memory but that of the homes."""
         self._closed = True
         with contextlib.suppress(Exception):  # what was being loaded when training failed
             self.state_dicts.remove()
@@ -352,11 +417,7 @@ class ModelStates:
         for restore in self._restore:
             restore()
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
-            if self._scratch is not None:
-                stack.callback(self._let_go_of_scratch, keep=keep)
             stack.callback(self._gate.close)
-            stack.callback(self._copies.close)
-            stack.callback(self._give_back)
             stack.callback(self._masters.close)
             if self._landing is not None:
                 stack.callback(self._landing.close)
@@ -376,9 +437,9 @@ class ModelStates:
             stack.callback(self._gate.shut)
 
     def _let_go_of_scratch(self, *, keep: bool) -> None:
-        assert self._scratch is not None
+        assert self.scratch is not None
         recorded = self._journal is not None and self._journal.written
-        self._scratch.close(remove=not (keep and recorded))
+        self.scratch.close(remove=not (keep and recorded))
 
     # ---- weights ----
 
@@ -583,7 +644,7 @@ class ModelStates:
             landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
         step = Step(
             home,
-            self._rules[flat],
+            self.rules[flat],
             options,
             gradient,
             landed,

@@ -276,6 +276,7 @@ class OwnStepRule(Rule):
         # Not a copy: `Optimizer.__getstate__` would leave out what subclasses keep.
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(optimizer.__dict__)
+        self._optimizer.__dict__.pop("zero_grad", None)  # that of model states
         self._optimizer._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
         self._optimizer._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
         self._optimizer.state = defaultdict(dict)

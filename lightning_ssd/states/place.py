@@ -1,9 +1,10 @@
 """Where bytes of a flat lie between uses: in host memory, or in a blob on SSDs that is brought to staging memory."""
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from lightning_ssd.states.futures import all_of, finished
 from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import Blob, BlobStore, PinnedPool
 from lightning_ssd.storage.slab import Slab
-from lightning_ssd.storage.slots import align_up
+from lightning_ssd.storage.slots import PAGE, align_up
 
 
 class Place(ABC):
@@ -190,6 +191,31 @@ class Scratch:
     staging: PinnedPool
     opener: Worker
 
+    @classmethod
+    def make(cls, store: BlobStore, window: int, staging: int, *, pin: bool) -> "Scratch":
+        """Returns one with memory and threads; the caller closes the store if that fails.
+
+        Args:
+            store: owned from then on.
+            window: bytes of that memory.
+            staging: bytes of that memory.
+            pin: page-lock the window.
+        """
+        with contextlib.ExitStack() as undo:
+            pools = _make_pools(window, staging, pin=pin)
+            for pool in pools:
+                undo.callback(pool.close)
+            scratch = cls(store, pools[0], Worker("fetcher"), pools[1], Worker("opener"))
+            undo.pop_all()
+        return scratch
+
+    def with_memory(self, window: int, staging: int, *, pin: bool) -> "Scratch":
+        """Returns the same with memory of other sizes, as in `make`; what it had is in nobody's use, and given back."""
+        pools = _make_pools(window, staging, pin=pin)  # first: else all is as it was
+        self.window.close()
+        self.staging.close()
+        return replace(self, window=pools[0], staging=pools[1])
+
     def close(self, *, remove: bool = True) -> None:
         """Ends the threads and closes the files; no flat is open, and no copy under way.
 
@@ -203,3 +229,13 @@ class Scratch:
             self.store.close(remove=remove)
             self.window.close()
             self.staging.close()
+
+
+def _make_pools(window: int, staging: int, *, pin: bool) -> tuple[PinnedPool, PinnedPool]:
+    """Returns memory for weights on their way to the device, and for opened flats."""
+    first = PinnedPool(max(window, PAGE), pin=pin, name="model states' window")
+    try:
+        return first, PinnedPool(max(staging, PAGE), pin=False, name="model states' staging")
+    except BaseException:
+        first.close()
+        raise

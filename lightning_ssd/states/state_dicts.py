@@ -112,9 +112,11 @@ class StateDicts:
 
     def remove(self) -> None:
         """Takes the hooks off."""
-        self.before_change()
-        for handle in self._handles:
-            handle.remove()
+        try:
+            self.before_change()
+        finally:
+            for handle in self._handles:
+                handle.remove()
 
     def _streamed(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters of `owner` itself that have left, by their names in it."""

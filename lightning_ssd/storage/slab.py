@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_ssd.sizes import format_bytes_exactly
-from lightning_ssd.storage.errors import StorageError
+from lightning_ssd.storage.errors import StorageError, StorageFullError
 
 __all__ = ["Slab"]
 
@@ -39,7 +39,7 @@ class Slab:
             # Private, because the kernel puts only private anonymous memory on huge pages by default.
             mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise StorageError(
+            raise StorageFullError(
                 f"could not take {format_bytes_exactly(nbytes)} of host memory: {error.strerror}. "
                 "Lower the host memory budget."
             ) from error
@@ -75,7 +75,7 @@ class Slab:
             failure = _cuda_runtime().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE)
             torch.cuda.check_error(int(failure))
         except RuntimeError as error:
-            raise StorageError(
+            raise StorageFullError(
                 f"could not page-lock {format_bytes_exactly(size)} of host memory: {error}. "
                 "Lower the host memory budget."
             ) from error

@@ -201,6 +201,12 @@ class BlobStore:
         with self._lock:
             return sum(volume.slots.capacity - volume.slots.used for volume in self._volumes) + self._growth()
 
+    @property
+    def size(self) -> int:
+        """Bytes that the scratch files take."""
+        with self._lock:
+            return sum(volume.slots.capacity for volume in self._volumes)
+
     def reserve(self, nbytes: int) -> None:
         """Preallocates, so that the scratch files hold `nbytes` in all.
 

@@ -17,6 +17,7 @@ from tests.gpu.test_activation_offload import SlowBackend, SlowCopies
 from tests.parity import Run, SharedStorages, TinyGPT, train
 from tests.states.killed import fit, outcome, recovering
 from tests.states.killed import same as outcomes_are_the_same
+from tests.states.test_move import Mover
 from tests.states.test_recovery import FailAt, Failure
 
 pytestmark = pytest.mark.gpu
@@ -107,6 +108,28 @@ def test_masters_that_stay_are_stepped_on_the_device(gpu_memory: int, limit: flo
         same(found, expected)
     for one, other in zip(found.losses, expected.losses, strict=True):  # a norm is summed up in another order
         torch.testing.assert_close(one, other, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [(TinyGPT, "32-true"), (TinyGPT, "bf16-mixed"), (TinyGPT, "16-mixed"), (TinyGPT, "bf16-true"),
+     (SharedStorages, "32-true")],
+)  # fmt: skip
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_states_that_move_amid_a_training(
+    model: Any, precision: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step to step they are elsewhere, on the device, too, and every copy takes its time."""
+    how: dict[str, Any] = {"device": "cuda", "precision": precision, "model": exact(model), "recorded": False}
+    how["accumulate"] = accumulate
+    expected = train(streamed(overlap="none"), **how)
+    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    for seed in range(2):
+        random.seed(seed)
+        mover = Mover(seed)
+        slow = streamed(states="ssd", tier="ssd", backend=SlowBackend(), checksum=True)
+        same(expected, train(slow, callbacks=[mover], **how))
+        assert mover.moves > 4
 
 
 def test_a_training_that_failed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import config
 from lightning_ssd.models.gpt import GPT
+from lightning_ssd.planning import HardwareProfile
+from lightning_ssd.states import StatesConfig
 from tests.gpu.test_activation_offload import SlowCopies
+from tests.gpu.test_model_states import exact, same
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
-from tests.plans import BOTH, Watch, draw, pinned, planner
+from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +64,19 @@ def test_numbers_stay_under_any_plan_and_timing(
         callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=recompute)), watch]
         assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
         assert watch.stats.recomputed
+
+
+def test_model_states_move_to_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They began in host memory, and the link is said to be slow."""
+    monkeypatch.setattr(StatesConfig, "leave", lambda *_, **__: True)  # so small a model would stay
+    machine = tmp_path / "machine.json"
+    slow = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e6)
+    replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
+    how: dict[str, Any] = {"device": "cuda", "model": exact(TinyGPT), "recorded": False}
+    swaps = planner(machine=machine)
+    found = train(SSDOffloadStrategy(min_bytes=1, host_memory="1GiB"), callbacks=[swaps], **how)
+    same(train("auto", **how), found)
+    assert swaps.plan is not None and {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
 
 
 @pytest.mark.parametrize("states", ["gpu", "host"])

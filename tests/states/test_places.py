@@ -297,7 +297,7 @@ def test_what_does_not_fit(tmp_path: Path, arguments: Any, error: Any, message: 
 def test_memory_that_runs_out_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters that had moved are whole again."""
     model, before = Model(), Model().state_dict()
-    made = build._make_place
+    made = build.make_place
     places: list[Any] = []
 
     def make_place(*args: Any, **kwargs: Any) -> Any:
@@ -306,7 +306,7 @@ def test_memory_that_runs_out_half_way(tmp_path: Path, monkeypatch: pytest.Monke
             raise StorageError("could not take 4 GiB of host memory")
         return made(*args, **kwargs)
 
-    monkeypatch.setattr(build, "_make_place", make_place)
+    monkeypatch.setattr(build, "make_place", make_place)
     trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=1, default_root_dir=tmp_path, logger=False,
                          enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
     with pytest.raises(StorageError, match="could not take"):

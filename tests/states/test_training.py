@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.activations import OffloadConfig
+from lightning_ssd.states import StatesConfig, Unborn, find_units, make_model_states
 
 STEPS = 12
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -364,3 +366,45 @@ def test_what_is_refused(tmp_path: Path, arguments: Any, trainer: Any, message: 
 def test_optimizers_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="LBFGS can't step .*states='gpu'"):
         train(tmp_path, host(), Model(lambda p: torch.optim.LBFGS(list(p))))
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clipped: bool) -> None:
+    """A gradient that stays on the device is infinite, and those that leave are not."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    names = [unit.name for unit in find_units(model)]
+    states = make_model_states(
+        model,
+        [optimizer],
+        set(model.parameters()),
+        Unborn(set(), set()),
+        torch.device("cpu"),
+        config=StatesConfig("host", "auto", None, "optimized", "fp32", "deferred", False),
+        storage=OffloadConfig(tmp_path),
+        default_path=tmp_path,
+        autocast=torch.float16,
+        clip_norm=clipped,
+        clip_value=None,
+        hold=False,
+        given={name: ("host", "host") if index else ("gpu", "gpu") for index, name in enumerate(names)},
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states.begin("train")
+    states.begin_step(optimizer)
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(2, 4)).float().square().mean()
+    scaler.scale(loss).backward()
+    states.end_backward()
+    states.unscale(optimizer, scaler)
+    if clipped:
+        states.clip(optimizer, 1.0, "norm")
+    scaler.step(optimizer)
+    scaler.update()
+    states.end_step(optimizer)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert scaler.get_scale() == 2.0
+    states.close()

@@ -1,0 +1,400 @@
+"""Model states go elsewhere amid a training: between the device, host memory and SSDs, one unit after the other."""
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_ssd.activations.config import OffloadConfig
+from lightning_ssd.activations.copies import Copies
+from lightning_ssd.planning.plan import Tier
+from lightning_ssd.states.budget import Places, Where, choose_places
+from lightning_ssd.states.build import (
+    STAGED_FLAT_ELEMENTS,
+    Groups,
+    StatesConfig,
+    check_given,
+    groups_of,
+    host_budget,
+    make_flats,
+    make_layout,
+    make_place,
+    make_scratch,
+    mastered,
+    of_residents,
+    off_device,
+)
+from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.gradient import LandingMemory
+from lightning_ssd.states.home import Home, Layout, Opened
+from lightning_ssd.states.masters import Masters
+from lightning_ssd.states.model_states import ModelStates, Parts
+from lightning_ssd.states.optimizers import Rule, rule_for
+from lightning_ssd.states.place import Place, Scratch
+from lightning_ssd.states.units import find_units
+from lightning_ssd.storage import StorageFullError
+
+log = logging.getLogger(__name__)
+
+
+def move_model_states(
+    states: ModelStates,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    leaving: set[nn.Parameter],
+    device: torch.device,
+    *,
+    config: StatesConfig,
+    storage: OffloadConfig,
+    default_path: str | Path,
+    autocast: torch.dtype | None,
+    clip_norm: bool,
+    clip_value: float | None,
+    hold: bool,
+    given: Mapping[str, tuple[Tier, Tier]],
+) -> ModelStates:
+    """Returns model states that are where `given` says, made of `states`, between two steps.
+
+    Numbers stay what they are. Where memory runs out on the way, units are left where they were.
+
+    Args:
+        states: not recorded; closed afterwards, unless an error came before anything was moved.
+        module: as in `make_model_states`, as all that follows.
+        optimizers: the same.
+        leaving: parameters that may leave the device, of those that are whole there.
+        device: the same.
+        config: the same.
+        storage: the same.
+        default_path: the same.
+        autocast: the same.
+        clip_norm: the same.
+        clip_value: the same.
+        hold: the same.
+        given: of each unit, by name, where its weights are to be and where all others.
+
+    Raises:
+        ValueError: `given` is not for this model, or host memory is too small for it.
+        StorageError: scratch space can't be had, or failed.
+        OutOfMemoryError: of the device.
+    """
+    units = find_units(module, config.units)
+    groups, twice = groups_of(optimizers)
+    groups |= {parameter: groups[master] for parameter, master in states.masters.items()}
+    movable = {item.parameter for flat in states.homes for item in flat.slices}
+    movable |= {
+        parameter
+        for parameter in leaving
+        if parameter not in twice and (parameter in groups or not parameter.requires_grad)
+    }
+    check_given(given, units, movable, host_alone=storage.tier == "host")
+    chosen = [unit for unit in units if given.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
+    resident = of_residents(chosen, movable, hold=hold)
+    wanted: list[list[_Wanted]] = []
+    for unit, (_, flats) in zip(units, states.units, strict=True):
+        off = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
+        parts_of_unit: list[tuple[Layout, Rule | None]] = []
+        if off and flats:
+            parts_of_unit = [(states.homes[flat].layout, states.rules.get(flat)) for flat in flats]
+        elif off:
+            of_unit = make_flats(module, [unit], off, groups, device, autocast, STAGED_FLAT_ELEMENTS)[0][1]
+            parts_of_unit = [_lay_out(flat, groups, config, states) for flat in of_unit]
+        wanted.append([_Wanted(layout, rule, *off_device(given[unit.name])) for layout, rule in parts_of_unit])
+    shared = not clip_norm and autocast != torch.float16 and not hold and config.overlap == "optimized"
+    budget = host_budget(config, storage)
+    if budget is not None and storage.host_memory == "auto":
+        budget += states.host_bytes  # which are there to be used
+    places = _places(wanted, budget, shared=shared)
+    states.drain()
+    scratch = states.scratch
+    with contextlib.ExitStack() as undo:
+        if scratch is None:
+            scratch = make_scratch(places, storage, default_path, device, taken=None)
+            if scratch is not None:
+                undo.callback(scratch.close)
+        elif places.ssd:
+            scratch.store.reserve(places.ssd)
+        parts = states.dissolve()
+        undo.pop_all()
+    with contextlib.ExitStack() as undo:
+        move = _Move(parts, scratch, groups, device, undo)
+        if scratch is not None and places.staging > scratch.staging.budget:
+            move.take_memory(places.staging)
+        move.make(wanted)
+        wanted = move.flats
+        places = _places(wanted, None, shared=shared)
+        scratch = move.end(places)
+        groups, _ = groups_of(optimizers)
+        in_flats = {item.parameter for flat in move.homes for item in flat.slices}
+        masters = Masters(mastered(movable - in_flats, groups), optimizers, move.masters)
+        undo.callback(masters.close)
+        landing: LandingMemory | None = None
+        if shared and places.ssd and places.landing:
+            landing = LandingMemory(places.landing, pin=device.type == "cuda")
+            undo.callback(landing.close)
+        flats = [item.layout.flat for of_unit in wanted for item in of_unit]
+        moved = ModelStates(
+            module,
+            [
+                (modules, [item.layout.flat for item in of_unit])
+                for (modules, _), of_unit in zip(parts.units, wanted, strict=True)
+            ],
+            {flat: move.homes[flat] for flat in flats},
+            {item.layout.flat: item.rule for of_unit in wanted for item in of_unit if item.rule is not None},
+            {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups},
+            masters,
+            parts.copies,
+            scratch,
+            landing,
+            budget=config.budget(device),
+            host_bytes=places.host,
+            # Files never shrink.
+            ssd_bytes=0 if scratch is None else max(places.ssd, scratch.store.size),
+            overlap=config.overlap,
+            gated=clip_norm or autocast == torch.float16,
+            scaled=autocast == torch.float16,
+            clip_value=clip_value,
+            clip=config.clip,
+            hold=hold,
+            journal=None,
+            recovered=None,
+        )
+        undo.pop_all()
+    return moved
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A flat, and where it is to be."""
+
+    layout: Layout
+    rule: Rule | None
+    weights: Where
+    rest: Where
+
+
+def _lay_out(flat: Flat, groups: Groups, config: StatesConfig, states: ModelStates) -> tuple[Layout, Rule | None]:
+    """Returns how the values of a new flat lie in memory, and how it is stepped."""
+    group = groups.get(flat.slices[0].parameter)
+    rule = None if group is None else rule_for(group[0], flat)
+    two_slots = any(home.layout.slots == 2 for home in states.homes.values())
+    return make_layout(flat, rule, group, config, two_slots=two_slots), rule
+
+
+def _places(wanted: Sequence[Sequence[_Wanted]], budget: int | None, *, shared: bool) -> Places:
+    every = [item for of_unit in wanted for item in of_unit]
+    tiers = [(item.weights, item.rest) for item in every]
+    return choose_places([item.layout for item in every], "auto", budget, shared=shared, given=tiers)
+
+
+class _Move:
+    """The flats while they move.
+
+    Args:
+        parts: what there was.
+        scratch: for flats on SSDs; owned.
+        groups: of parameters, their optimizer and the index of their group.
+        device: where the model computes.
+        undo: makes the parameters whole on the CPU, and gives everything back.
+
+    Attributes:
+        homes: of the flats, as they are now.
+        flats: of each unit, its flats, and where they are now.
+        masters: of parameters that stay on the device in 16 bits, their master weights.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        scratch: Scratch | None,
+        groups: Groups,
+        device: torch.device,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        self.homes = dict(parts.homes)
+        self.masters = dict(parts.masters)
+        self.flats = [
+            [_Wanted(self.homes[flat].layout, parts.rules.get(flat), *_where(self.homes[flat])) for flat in flats]
+            for _, flats in parts.units
+        ]
+        self._scratch = scratch
+        for home in self.homes.values():
+            home.scratch = scratch
+        self._copies: Copies = parts.copies
+        self._groups = groups
+        self._device = device
+        self._pin = device.type == "cuda"
+        undo.callback(self._give_up)
+
+    def take_memory(self, staging: int, window: int = 0) -> None:
+        """Has flats from SSDs pass through memory of so many bytes."""
+        if self._scratch is not None:
+            self._scratch = self._scratch.with_memory(window, staging, pin=self._pin)
+        for home in self.homes.values():
+            home.scratch = self._scratch
+
+    def make(self, wanted: Sequence[Sequence[_Wanted]]) -> None:
+        """Moves everything, first what makes room; it ends where memory does."""
+        moves = (self._host_to_ssd, self._leave_device, self._come_to_device, self._ssd_to_host)
+        try:
+            for move in moves:
+                for number, of_unit in enumerate(wanted):
+                    move(number, of_unit)
+        except (torch.OutOfMemoryError, MemoryError, StorageFullError) as error:
+            log.warning("not all model states could be moved, which changes no numbers: %s", error)
+
+    def end(self, places: Places) -> Scratch | None:
+        """Returns the scratch space of flats that are where they belong, if any is on SSDs."""
+        self.take_memory(places.staging, places.window)
+        if self._scratch is not None and not places.ssd:
+            self._scratch.close()
+            self._scratch = None
+            self.take_memory(0)
+        return self._scratch
+
+    def _host_to_ssd(self, number: int, wanted: Sequence[_Wanted]) -> None:
+        self._relocate(number, wanted, "ssd")
+
+    def _ssd_to_host(self, number: int, wanted: Sequence[_Wanted]) -> None:
+        self._relocate(number, wanted, "host")
+
+    def _relocate(self, number: int, wanted: Sequence[_Wanted], to: Where) -> None:
+        """Moves what is to be in the tier `to` and is in the other one."""
+        if not wanted or not self.flats[number]:
+            return
+        for index, (now, then) in enumerate(zip(self.flats[number], wanted, strict=True)):
+            layout = now.layout
+            with contextlib.ExitStack() as undo:
+                weights = rest = None
+                if then.weights == to != now.weights:
+                    weights = self._place(layout, layout.flat.nbytes, to, undo, of_weights=True)
+                if then.rest == to != now.rest:
+                    rest = self._place(layout, layout.rest_bytes, to, undo, of_weights=False)
+                if weights is not None or rest is not None:
+                    self.homes[layout.flat].move(weights, rest)
+                undo.pop_all()
+            weights_now, rest_now = _where(self.homes[layout.flat])
+            self.flats[number][index] = replace(now, weights=weights_now, rest=rest_now)
+
+    def _leave_device(self, number: int, wanted: Sequence[_Wanted]) -> None:
+        """Takes a unit that is on the device to where it is to be."""
+        if self.flats[number] or not wanted:
+            return
+        homes: dict[Flat, Home] = {}
+        with contextlib.ExitStack() as undo:
+            for item in wanted:
+                layout = item.layout
+                weights = self._place(layout, layout.flat.nbytes, item.weights, undo, of_weights=True)
+                assert weights is not None
+                rest = self._place(layout, layout.rest_bytes, item.rest, undo, of_weights=False)
+                homes[layout.flat] = Home(layout, weights, rest, self._copies, self._scratch)
+            for item in wanted:
+                self._fill(homes[item.layout.flat], item.rule)
+            undo.pop_all()
+        # What is on the device goes when all of it is where it is to be.
+        for flat in homes:
+            for slice_ in flat.slices:
+                parameter = slice_.parameter
+                parameter.grad = None
+                self.masters.pop(parameter, None)
+                if parameter in self._groups:
+                    self._groups[parameter][0].state.pop(parameter, None)
+            flat.attach()
+        self.homes |= homes
+        self.flats[number] = list(wanted)
+
+    def _fill(self, home: Home, rule: Rule | None) -> None:
+        """Puts what the device has of a flat into its home, which is empty; returns when it is there."""
+        parameters = [slice_.parameter for slice_ in home.flat.slices]
+
+        def load_states(values: Opened) -> None:
+            for index, parameter in enumerate(parameters):
+                if rule is not None:
+                    kept = self._groups[parameter][0].state.get(parameter, {})
+                    rule.load_state(index, _to(kept, torch.device("cpu")), values)
+
+        home.store([self.masters.get(parameter, parameter.data) for parameter in parameters], load_states)
+        home.drain()
+
+    def _come_to_device(self, number: int, wanted: Sequence[_Wanted]) -> None:
+        """Takes a unit that is to be on the device there, with its optimizer states."""
+        if not self.flats[number] or wanted:
+            return
+        found = [self._bring(item) for item in self.flats[number]]  # all of it, or nothing
+        for item, (weights, masters, states) in zip(self.flats[number], found, strict=True):
+            flat = item.layout.flat
+            for parameter, values in weights.items():
+                parameter.data = values
+            for parameter, kept in states.items():
+                self._groups[parameter][0].state[parameter] = kept
+            self.masters |= masters
+            flat.attached = False
+            self.homes.pop(flat).free()
+        self.flats[number] = []
+
+    def _bring(
+        self, item: _Wanted
+    ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor], dict[nn.Parameter, dict[str, Any]]]:
+        """Returns, on the device, the weights of a flat, master weights, and optimizer states."""
+        weights: dict[nn.Parameter, Tensor] = {}
+        masters: dict[nn.Parameter, Tensor] = {}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        home = self.homes[item.layout.flat]
+        opened = home.open().result()
+        try:
+            whole = opened.masters()
+            for index, slice_ in enumerate(home.flat.slices):
+                parameter, values = slice_.parameter, slice_.of(whole)
+                weights[parameter] = values.to(self._device, slice_.dtype, copy=True)
+                if slice_.dtype == torch.bfloat16 and parameter in self._groups:
+                    masters[parameter] = values.to(self._device, copy=True)
+                if item.rule is not None and (kept := item.rule.state_of(index, opened)):
+                    optimizer, group = self._groups[parameter]
+                    states[parameter] = self._on_device(kept, optimizer.param_groups[group])
+        finally:
+            home.close(opened, changed=False)
+        return weights, masters, states
+
+    def _on_device(self, kept: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns an optimizer's state of a parameter where torch's optimizers have it."""
+        counts_here = not (group.get("capturable") or group.get("fused"))
+        on_host = {"step": kept["step"]} if counts_here and "step" in kept else {}
+        there = {name: value for name, value in kept.items() if name not in on_host}
+        return {**_to(there, self._device), **on_host}
+
+    def _place(
+        self, layout: Layout, nbytes: int, where: Where, undo: contextlib.ExitStack, *, of_weights: bool
+    ) -> Place | None:
+        """Makes a place, if there is anything for it, which `undo` gives back."""
+        if not nbytes:
+            return None
+        pin = self._pin and of_weights
+        place = make_place(nbytes, where, self._scratch, None, slots=layout.slots, pin=pin)
+        undo.callback(place.free)
+        return place
+
+    def _give_up(self) -> None:
+        with contextlib.ExitStack() as stack:
+            if self._scratch is not None:
+                stack.callback(self._scratch.close)
+            stack.callback(self._copies.close)
+            for home in self.homes.values():
+                stack.callback(home.free)
+                stack.callback(home.give_back)
+
+
+def _to(kept: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Returns an optimizer's state of a parameter, copied to a device."""
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.to(device, copy=True), dict(kept))
+    return copied
+
+
+def _where(home: Home) -> tuple[Where, Where]:
+    weights, rest = home.on_ssd
+    return "ssd" if weights else "host", "ssd" if rest else "host"
