@@ -295,13 +295,12 @@ def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> s
 def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> dict[int, int]:
     """Returns, of stages, the bytes for SSDs that are still in staging memory when backward wants them.
 
-    What is not written by then need not be, nor be read. Where there was more than staging memory holds, all drives
-    write on while backward wants what was saved last.
+    What is not written by then need not be, nor be read. Where staging memory fills, drives write on while backward
+    wants what was saved last.
     """
     left = sum(stage.to_ssd for stage in stages) - ssd_write * sum(stage.forward for stage in stages)
-    if left > staging_bytes:
-        left = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.again for stage in stages)
-    left = round(left)
+    room = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.again for stage in stages)
+    left = round(min(left, room))
     staged = {}
     for index in reversed(range(len(stages))):
         if left > 0 and stages[index].to_ssd:
