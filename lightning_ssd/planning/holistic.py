@@ -87,8 +87,9 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: Settl
     published = search.fastest
     ranked = search.ranked()
     wider = (replace(ranked[0], window_bytes=factor * ranked[0].window_bytes) for factor in (2, 4))
-    for candidate in (*ranked[:RANKED], *search.spread(ranked[0]), *wider):
-        search.try_candidate(candidate)
+    for candidate in (*search.spread(ranked[0]), *ranked[:RANKED], *wider):
+        if not search.is_over():
+            search.try_candidate(candidate)
     search.refine()
     return search.choose(published)
 
@@ -227,6 +228,10 @@ class _Search:
         """Returns candidates that save from little to all: the bound knows nothing of the room in the tiers."""
         counts = list(self._amounts())
         return [replace(candidate, saved=counts[(len(counts) - 1) * step // SPREAD]) for step in range(SPREAD + 1)]
+
+    def is_over(self) -> bool:
+        """Whether there were as many simulations as there may be, and a plan that fits was found."""
+        return self._simulations >= self._most_simulations and self.fastest.score[0] == 0
 
     def refine(self) -> None:
         """Moves the best candidate in one or two of its numbers while that makes it better, in ever smaller steps."""
