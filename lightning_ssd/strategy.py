@@ -23,6 +23,7 @@ from lightning_ssd.recovery import Recovery
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import (
     ModelStates,
+    Setup,
     StatesConfig,
     Unborn,
     is_sharded,
@@ -160,7 +161,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         """The Trainer's own plugin, while another is in its place."""
         self._leaving: set[torch.nn.Parameter] = set()
         self._unborn = Unborn(set(), set())
-        self._how: dict[str, Any] = {}
+        self._setup: Setup | None = None
         """What `model_states` were made with."""
         self.num_nodes = 1  # the Trainer sets it
 
@@ -238,23 +239,23 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             super().setup(trainer)
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
             hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
-            self._how = {
-                "config": config,
-                "storage": self.config,
-                "default_path": trainer.default_root_dir,
-                "autocast": autocast,
-                "clip_norm": bool(trainer.gradient_clip_val) and algorithm == "norm",
-                "clip_value": trainer.gradient_clip_val if algorithm == "value" else None,
-                "hold": hold,
-            }
+            self._setup = Setup(
+                config=config,
+                storage=self.config,
+                default_path=trainer.default_root_dir,
+                autocast=autocast,
+                clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
+                clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
+                hold=hold,
+            )
             self.model_states = make_model_states(
                 self.model,
                 self.optimizers if fitting else [],
                 self._leaving,
                 self._unborn,
                 self.root_device,
+                self._setup,
                 given=None if pinned is None else _placed_states(pinned),
-                **self._how,
             )
         finally:
             self._leaving = set()
@@ -272,10 +273,10 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def _follow_states(self) -> None:
         """Has gradients clipped, scaled and dropped where `model_states` keeps them."""
-        assert self.model_states is not None and self._precision is not None
+        assert self.model_states is not None and self._precision is not None and self._setup is not None
         for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
-        self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=self._how["hold"])
+        self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=self._setup.hold)
 
     def can_move_states(self) -> bool:
         """Whether `move_states` may be called: states leave the device, and it was left to us where they are."""
@@ -298,7 +299,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 it, or gradients wait for a step.
             StorageError: a drive failed.
         """
-        assert self.model_states is not None and self.model is not None and self.lightning_module is not None
+        assert self.model_states is not None and self._setup is not None
+        assert self.model is not None and self.lightning_module is not None
         if self.model_states.accumulating:
             raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
         cache, self.tensor_cache = self.tensor_cache, None
@@ -313,8 +315,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 self.optimizers,
                 leaving,
                 self.root_device,
+                self._setup,
                 given=_placed_states(plan),
-                **self._how,
             )
         except Exception as error:
             if before.closed:  # the training can't go on; its parameters are whole

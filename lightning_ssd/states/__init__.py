@@ -1,6 +1,6 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
-from lightning_ssd.states.build import StatesConfig, leaving_parameters, make_model_states
+from lightning_ssd.states.build import Setup, StatesConfig, leaving_parameters, make_model_states
 from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
@@ -10,6 +10,7 @@ from lightning_ssd.states.units import Unit, find_units
 
 __all__ = [
     "ModelStates",
+    "Setup",
     "StatesConfig",
     "Unborn",
     "Unit",

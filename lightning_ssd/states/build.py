@@ -113,6 +113,50 @@ class StatesConfig:
         return 2**30
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What model states depend on that stays as it is throughout a training.
+
+    Attributes:
+        config: what the user wants.
+        storage: budgets and paths.
+        default_path: directory for scratch files where the user named none.
+        autocast: the dtype that matrix products compute in, if it is not that of the weights.
+        clip_norm: whether gradients are clipped by their norm.
+        clip_value: as in `ModelStates`.
+        hold: as in `ModelStates`.
+    """
+
+    config: StatesConfig
+    storage: OffloadConfig
+    default_path: str | Path
+    autocast: torch.dtype | None
+    clip_norm: bool
+    clip_value: float | None
+    hold: bool
+
+    @property
+    def scaled(self) -> bool:
+        """As in `ModelStates`."""
+        return self.autocast == torch.float16
+
+    @property
+    def gated(self) -> bool:
+        """As in `ModelStates`."""
+        return self.clip_norm or self.scaled
+
+    @property
+    def shared(self) -> bool:
+        """Whether gradients may share memory: where steps wait for all of them, each needs some of its own."""
+        return not self.gated and not self.hold and self.config.overlap == "optimized"
+
+    def landing(self, places: Places, device: torch.device) -> LandingMemory | None:
+        """Returns the memory that gradients share, if they do."""
+        if not (self.shared and places.ssd and places.landing):
+            return None
+        return LandingMemory(places.landing, pin=device.type == "cuda")
+
+
 def leaving_parameters(module: nn.Module, min_bytes: int) -> set[nn.Parameter]:
     """Returns the parameters that do not stay on the device: dense ones that are large enough.
 
@@ -143,14 +187,8 @@ def make_model_states(
     leaving: set[nn.Parameter],
     unborn: Unborn,
     device: torch.device,
+    setup: Setup,
     *,
-    config: StatesConfig,
-    storage: OffloadConfig,
-    default_path: str | Path,
-    autocast: torch.dtype | None,
-    clip_norm: bool,
-    clip_value: float | None,
-    hold: bool,
     given: Mapping[str, tuple[Tier, Tier]] | None = None,
 ) -> ModelStates:
     """Takes the parameters `leaving` out of the device, with their gradients and optimizer states.
@@ -164,21 +202,14 @@ def make_model_states(
             optimizer, or are in two, are moved to the device and stay.
         unborn: parameters and buffers that have no values yet; they get them here.
         device: where the model computes.
-        config: what the user wants.
-        storage: budgets and paths.
-        default_path: directory for scratch files where the user named none.
-        autocast: the dtype that matrix products compute in, if it is not that of the weights.
-        clip_norm: whether gradients are clipped by their norm.
-        clip_value: as in `ModelStates`.
-        hold: as in `ModelStates`.
+        setup: of the training.
         given: of each unit, by name, where its weights are and where all others, if a plan says so.
 
     Raises:
         ValueError: an optimizer can't step on the host; or `units` is wrong, or a budget too small.
         StorageError: host memory or scratch space can't be had.
     """
-    scaled = autocast == torch.float16
-    gated = clip_norm or scaled
+    config, storage, default_path, autocast = setup.config, setup.storage, setup.default_path, setup.autocast
     groups, stay = groups_of(optimizers)
     if optimizers:
         stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
@@ -192,11 +223,11 @@ def make_model_states(
     if given is not None:
         check_given(given, units, leaving, host_alone=storage.tier == "host")
         chosen = [unit for unit in units if given.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
-        resident = of_residents(chosen, leaving, hold=hold)
+        resident = of_residents(chosen, leaving, hold=setup.hold)
         stay |= resident
         leaving -= resident
     elif config.states == "auto" and config.gpu_memory != "auto" and not recover:
-        resident, taken = _residents(units, leaving, groups, stream_bytes, autocast, hold=hold)
+        resident, taken = _residents(units, leaving, groups, stream_bytes, autocast, hold=setup.hold)
         stay |= resident
         leaving -= resident
         stream_bytes -= taken
@@ -208,7 +239,7 @@ def make_model_states(
         flats = [flat for _, flats in of_units for flat in flats]
         of_flats = {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
         rules = {flat: rule_for(optimizer, flat) for flat, (optimizer, _) in of_flats.items()}
-        two_slots = recover or (gated and config.clip != "deferred")
+        two_slots = recover or (setup.gated and config.clip != "deferred")
         layouts = [
             make_layout(flat, rules.get(flat), of_flats.get(flat), config, two_slots=two_slots) for flat in flats
         ]
@@ -218,19 +249,17 @@ def make_model_states(
         assert kind != "gpu"
         killed = _Taken(storage.paths(default_path)[0], layouts) if recover else None
         budget = host_budget(config, storage)
-        # Where steps wait for all gradients, each needs memory of its own.
-        shared = not gated and not hold and config.overlap == "optimized"
         tiers = None
         if given is not None:
             tiers = [off_device(given[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own]
         try:
-            places = choose_places(layouts, kind, budget, shared=shared, given=tiers)
+            places = choose_places(layouts, kind, budget, shared=setup.shared, given=tiers)
             scratch = make_scratch(places, storage, default_path, device, taken=killed)
         except (ValueError, StorageFullError):
             if recover or config.clip == "speculative" or all(layout.slots == 1 for layout in layouts):
                 raise
             layouts = [replace(layout, slots=1) for layout in layouts]
-            places = choose_places(layouts, kind, budget, shared=shared, given=tiers)
+            places = choose_places(layouts, kind, budget, shared=setup.shared, given=tiers)
             scratch = make_scratch(places, storage, default_path, device, taken=None)
         recovered = None if killed is None else killed.record
         if scratch is not None:
@@ -255,9 +284,8 @@ def make_model_states(
         # Of parameters that stayed for another reason the user's optimizer steps what the model has.
         masters = Masters(mastered(resident, groups), optimizers)
         undo.callback(masters.close)
-        landing: LandingMemory | None = None
-        if shared and places.ssd and places.landing:
-            landing = LandingMemory(places.landing, pin=device.type == "cuda")
+        landing = setup.landing(places, device)
+        if landing is not None:
             undo.callback(landing.close)
         journal: Journal | None = None
         if recover and scratch is not None:
@@ -277,11 +305,11 @@ def make_model_states(
             host_bytes=places.host,
             ssd_bytes=places.ssd,
             overlap=config.overlap,
-            gated=gated,
-            scaled=scaled,
-            clip_value=clip_value,
+            gated=setup.gated,
+            scaled=setup.scaled,
+            clip_value=setup.clip_value,
             clip=config.clip,
-            hold=hold,
+            hold=setup.hold,
             journal=journal,
             recovered=recovered,
         )

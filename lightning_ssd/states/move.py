@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_ssd.activations.config import OffloadConfig
 from lightning_ssd.activations.copies import Copies
 from lightning_ssd.planning.plan import Tier
 from lightning_ssd.states.budget import Places, Where, choose_places
 from lightning_ssd.states.build import (
     STAGED_FLAT_ELEMENTS,
     Groups,
+    Setup,
     StatesConfig,
     check_given,
     groups_of,
@@ -32,7 +32,6 @@ from lightning_ssd.states.build import (
     off_device,
 )
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.gradient import LandingMemory
 from lightning_ssd.states.home import Home, Layout, Opened
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.model_states import ModelStates, Parts
@@ -50,14 +49,8 @@ def move_model_states(
     optimizers: Sequence[Optimizer],
     leaving: set[nn.Parameter],
     device: torch.device,
+    setup: Setup,
     *,
-    config: StatesConfig,
-    storage: OffloadConfig,
-    default_path: str | Path,
-    autocast: torch.dtype | None,
-    clip_norm: bool,
-    clip_value: float | None,
-    hold: bool,
     given: Mapping[str, tuple[Tier, Tier]],
 ) -> ModelStates:
     """Returns model states that are where `given` says, made of `states`, between two steps.
@@ -70,13 +63,7 @@ def move_model_states(
         optimizers: the same.
         leaving: parameters that may leave the device, of those that are whole there.
         device: the same.
-        config: the same.
-        storage: the same.
-        default_path: the same.
-        autocast: the same.
-        clip_norm: the same.
-        clip_value: the same.
-        hold: the same.
+        setup: the same.
         given: of each unit, by name, where its weights are to be and where all others.
 
     Raises:
@@ -84,6 +71,7 @@ def move_model_states(
         StorageError: scratch space can't be had, or failed.
         OutOfMemoryError: of the device.
     """
+    config, storage = setup.config, setup.storage
     units = find_units(module, config.units)
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items()}
@@ -95,7 +83,7 @@ def move_model_states(
     }
     check_given(given, units, movable, host_alone=storage.tier == "host")
     chosen = [unit for unit in units if given.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
-    resident = of_residents(chosen, movable, hold=hold)
+    resident = of_residents(chosen, movable, hold=setup.hold)
     wanted: list[list[_Wanted]] = []
     for unit, (_, flats) in zip(units, states.units, strict=True):
         off = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
@@ -103,19 +91,18 @@ def move_model_states(
         if off and flats:
             parts_of_unit = [(states.homes[flat].layout, states.rules.get(flat)) for flat in flats]
         elif off:
-            of_unit = make_flats(module, [unit], off, groups, device, autocast, STAGED_FLAT_ELEMENTS)[0][1]
+            of_unit = make_flats(module, [unit], off, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
             parts_of_unit = [_lay_out(flat, groups, config, states) for flat in of_unit]
         wanted.append([_Wanted(layout, rule, *off_device(given[unit.name])) for layout, rule in parts_of_unit])
-    shared = not clip_norm and autocast != torch.float16 and not hold and config.overlap == "optimized"
     budget = host_budget(config, storage)
     if budget is not None and storage.host_memory == "auto":
         budget += states.host_bytes  # which are there to be used
-    places = _places(wanted, budget, shared=shared)
+    places = _places(wanted, budget, shared=setup.shared)
     states.drain()
     scratch = states.scratch
     with contextlib.ExitStack() as undo:
         if scratch is None:
-            scratch = make_scratch(places, storage, default_path, device, taken=None)
+            scratch = make_scratch(places, storage, setup.default_path, device, taken=None)
             if scratch is not None:
                 undo.callback(scratch.close)
         elif places.ssd:
@@ -128,15 +115,14 @@ def move_model_states(
             move.take_memory(places.staging)
         move.make(wanted)
         wanted = move.flats
-        places = _places(wanted, None, shared=shared)
+        places = _places(wanted, None, shared=setup.shared)
         scratch = move.end(places)
         groups, _ = groups_of(optimizers)
         in_flats = {item.parameter for flat in move.homes for item in flat.slices}
         masters = Masters(mastered(movable - in_flats, groups), optimizers, move.masters)
         undo.callback(masters.close)
-        landing: LandingMemory | None = None
-        if shared and places.ssd and places.landing:
-            landing = LandingMemory(places.landing, pin=device.type == "cuda")
+        landing = setup.landing(places, device)
+        if landing is not None:
             undo.callback(landing.close)
         flats = [item.layout.flat for of_unit in wanted for item in of_unit]
         moved = ModelStates(
@@ -157,11 +143,11 @@ def move_model_states(
             # Files never shrink.
             ssd_bytes=0 if scratch is None else max(places.ssd, scratch.store.size),
             overlap=config.overlap,
-            gated=clip_norm or autocast == torch.float16,
-            scaled=autocast == torch.float16,
-            clip_value=clip_value,
+            gated=setup.gated,
+            scaled=setup.scaled,
+            clip_value=setup.clip_value,
             clip=config.clip,
-            hold=hold,
+            hold=setup.hold,
             journal=None,
             recovered=None,
         )
@@ -241,7 +227,8 @@ class _Move:
 
     def make(self, wanted: Sequence[Sequence[_Wanted]]) -> None:
         """Moves everything, first what makes room; it ends where memory does."""
-        moves = (self._host_to_ssd, self._leave_device, self._come_to_device, self._ssd_to_host)
+        to_ssd, to_host = partial(self._relocate, to="ssd"), partial(self._relocate, to="host")
+        moves = (to_ssd, self._leave_device, self._come_to_device, to_host)
         try:
             for move in moves:
                 for number, of_unit in enumerate(wanted):
@@ -257,12 +244,6 @@ class _Move:
             self._scratch = None
             self.take_memory(0)
         return self._scratch
-
-    def _host_to_ssd(self, number: int, wanted: Sequence[_Wanted]) -> None:
-        self._relocate(number, wanted, "ssd")
-
-    def _ssd_to_host(self, number: int, wanted: Sequence[_Wanted]) -> None:
-        self._relocate(number, wanted, "host")
 
     def _relocate(self, number: int, wanted: Sequence[_Wanted], to: Where) -> None:
         """Moves what is to be in the tier `to` and is in the other one."""

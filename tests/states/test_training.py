@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig
-from lightning_ssd.states import StatesConfig, Unborn, find_units, make_model_states
+from lightning_ssd.states import Setup, StatesConfig, Unborn, find_units, make_model_states
 
 STEPS = 12
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -380,13 +380,15 @@ def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clippe
         set(model.parameters()),
         Unborn(set(), set()),
         torch.device("cpu"),
-        config=StatesConfig("host", "auto", None, "optimized", "fp32", "deferred", False),
-        storage=OffloadConfig(tmp_path),
-        default_path=tmp_path,
-        autocast=torch.float16,
-        clip_norm=clipped,
-        clip_value=None,
-        hold=False,
+        Setup(
+            config=StatesConfig("host", "auto", None, "optimized", "fp32", "deferred", False),
+            storage=OffloadConfig(tmp_path),
+            default_path=tmp_path,
+            autocast=torch.float16,
+            clip_norm=clipped,
+            clip_value=None,
+            hold=False,
+        ),
         given={name: ("host", "host") if index else ("gpu", "gpu") for index, name in enumerate(names)},
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
