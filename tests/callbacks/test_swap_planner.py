@@ -448,9 +448,9 @@ def test_model_states_are_where_the_plan_has_them(tmp_path: Path) -> None:
 
 
 def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All states on a drive that is said to be slow, and room in host memory."""
+    """All states on a drive that is said to be slow, a CPU that is said to be slower, and room on the GPU."""
     machine = tmp_path / "machine.json"
-    slow = {name: 1e5 for name in ("ssd_read", "ssd_write", "ssd_mixed")}
+    slow = {"ssd_read": 1e5, "ssd_write": 1e5, "ssd_mixed": 1e5, "cpu_step_rate": 1.0}
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
     swaps = SwapPlanner(machine=machine, save=tmp_path / "plan.yaml", warm_up=2, steps=1)
     strategy = SSDOffloadStrategy(states="ssd", min_bytes=1, host_memory="256MiB", gpu_memory=1)
@@ -458,7 +458,7 @@ def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: 
         train_states(tmp_path, strategy, Model(), callbacks=[swaps], limit_val_batches=0)
     assert "with model states placed otherwise" in caplog.text
     elsewhere = Plan.load(tmp_path / "plan.states.yaml")
-    assert {unit.states for unit in elsewhere.units.values()} < {"host", "gpu"}
+    assert {unit.states for unit in elsewhere.units.values()} == {"gpu"}
     second = SwapPlanner(plan=tmp_path / "plan.states.yaml", machine=MACHINE, warm_up=2, steps=1)
     strategy = SSDOffloadStrategy(min_bytes=1, host_memory="256MiB")
     train_states(tmp_path, strategy, Model(), callbacks=[second], limit_val_batches=0)
