@@ -212,9 +212,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in arguments.modes}
         for _ in range(arguments.rounds):
             for mode in arguments.modes:
-                # The amount adapts in the first steps; what does not offload has nothing to adapt.
-                warm_up = 4 if mode in ("keep", "recompute") else arguments.warm_up
-                runs[mode].append(fit(model, batch, mode, path, ssd_speed, arguments.steps, warm_up))
+                # What adapts does so in the first steps. What has nothing to adapt has as many: a GPU slows down as it
+                # gets warm.
+                runs[mode].append(fit(model, batch, mode, path, ssd_speed, arguments.steps, arguments.warm_up))
                 print(shape, mode, {k: float(f"{v:.5g}") for k, v in runs[mode][-1].items()}, flush=True)
         results["shapes"][shape] = runs
         Path(arguments.out).write_text(json.dumps(results, indent=1))

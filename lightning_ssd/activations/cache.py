@@ -24,7 +24,7 @@ from lightning_ssd.activations.clock import Stopwatch, make_clock
 from lightning_ssd.activations.copies import Copies
 from lightning_ssd.activations.director import choice_of
 from lightning_ssd.activations.forward import ForwardMode
-from lightning_ssd.activations.micro_batch import MicroBatch, MicroBatchProfile, Pattern
+from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
 from lightning_ssd.activations.placement import Placement
 from lightning_ssd.activations.recompute import Recomputed, recomputed_of
 from lightning_ssd.activations.record import (
@@ -38,7 +38,7 @@ from lightning_ssd.activations.record import (
 )
 from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
 from lightning_ssd.activations.weights import fetch_of, is_weight
-from lightning_ssd.planning import Choice
+from lightning_ssd.planning import LATE, Choice
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import IOStats
 
@@ -105,7 +105,9 @@ class TensorCache:
         """Told of every record whose bytes backward is about to be given."""
         self.forward_mode: ForwardMode | None = None
         """Follows the forwards that begin from now on."""
-        self._copy_lag: float | None = None
+        self._copy_pace: float | None = None  # seconds a byte, of the last copies out
+        self._saving_pace: float | None = None  # bytes a second, of the last forward
+        self._busy_before = self.copies.busy()[_OUT]
         self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
         self._clock = make_clock(self.device)
         self._empty = torch.empty(0, device=self.device)
@@ -127,6 +129,7 @@ class TensorCache:
             self._patterns.append(self._batch.pattern())
             self._profiled.append(self._batch)
         self._read_profiles()
+        self._learn_copy_pace()
         last = self._patterns[-1] if self._patterns else None
         self.placement.begin(last.bytes_that_may_leave(self.window_bytes) if last else 0)
         self._copied_at = 0.0
@@ -275,10 +278,11 @@ class TensorCache:
         record.leave(copy, name)
         self._stats.stored += record.nbytes
         assert self._batch is not None
-        now, copying, margin = self._progress(record.nbytes)
+        now, copying = self._progress(record.nbytes)
         self._copied_at = max(self._copied_at, now) + (copying or 0.0)
-        due_at = self._copied_at + margin
-        self._window.append(_Leaving(weakref.ref(record), data, copy, name, due_at))
+        # Bytes saved stand for time badly: forwards are not even.
+        margin = LATE * self._copied_at if self._elapsed is not None else record.nbytes
+        self._window.append(_Leaving(weakref.ref(record), data, copy, name, self._copied_at + margin))
         self._window_used += record.nbytes
 
     def _store(self, tier: TierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
@@ -296,7 +300,7 @@ class TensorCache:
         The host is far ahead of the device, so "has been copied" is not asked but foretold. A forecast that is early
         costs the compute stream a short wait, one that is late costs memory.
         """
-        now, copying, _ = self._progress(0)
+        now, copying = self._progress(0)
         on_cpu = self.device.type == "cpu"  # its copies are done when they are issued
         while self._window:
             due = copying is not None and self._window[0].due_at <= now
@@ -306,20 +310,23 @@ class TensorCache:
                 break
             self._pop_window()
 
-    def _progress(self, nbytes: int) -> tuple[float, float | None, float]:
-        """Returns how far the forward is, how far it gets while `nbytes` are copied (None: not known), and a margin.
+    def _progress(self, nbytes: int) -> tuple[float, float | None]:
+        """Returns how far the forward is, and how far it gets while `nbytes` are copied (None: not known).
 
-        In seconds where the forward mode knows them. Else bytes saved stand for time, with as much margin as is copied:
-        forwards are not even.
+        In seconds where the forward mode knows them, else in bytes saved.
         """
         assert self._batch is not None
-        elapsed = None if self.forward_mode is None else self.forward_mode.elapsed
-        if elapsed is None:
-            copying = None if self._copy_lag is None else nbytes * self._copy_lag
-            return self._batch.saved_bytes, copying, nbytes
-        copied, seconds = self.copies.busy()[_OUT]
-        copying = nbytes * seconds / copied if copied else None
-        return elapsed, copying, copying or 0.0
+        copying = None if self._copy_pace is None else nbytes * self._copy_pace
+        if self._elapsed is not None:
+            return self._elapsed, copying
+        if copying is not None:
+            copying = None if self._saving_pace is None else copying * self._saving_pace
+        return self._batch.saved_bytes, copying
+
+    @property
+    def _elapsed(self) -> float | None:
+        """Seconds that the forward takes as far as it has come, if that is known."""
+        return None if self.forward_mode is None else self.forward_mode.elapsed
 
     def _pop_window(self) -> None:
         """Lets go of the oldest storage on its way out: on the device's clock, whatever the host's is."""
@@ -411,16 +418,19 @@ class TensorCache:
         while self._profiled and (profile := self._profiled[0].profile()) is not None:
             self._profiled.popleft()
             self._stats.seconds += profile.forward_seconds + profile.backward_seconds
-            self._learn_copy_lag(profile)
+            if profile.forward_seconds:
+                self._saving_pace = profile.saved_bytes / profile.forward_seconds
             self._stats.store_stall += sum(stalls[_OUT] for stalls in profile.stall_seconds.values())
             self._stats.load_stall += sum(stalls[_IN] for stalls in profile.stall_seconds.values())
             self.placement.observe(profile)
 
-    def _learn_copy_lag(self, profile: MicroBatchProfile) -> None:
-        """Learns how many bytes forward saves while one byte is copied out."""
-        nbytes, seconds = self.copies.busy()[_OUT]
-        if seconds and profile.forward_seconds:
-            self._copy_lag = (profile.saved_bytes / profile.forward_seconds) / (nbytes / seconds)
+    def _learn_copy_pace(self) -> None:
+        """Learns how long the last copies out took: while plans change, and in backward, they take longer."""
+        busy = self.copies.busy()[_OUT]
+        recent = busy.since(self._busy_before)
+        if recent.seconds:
+            self._copy_pace = recent.seconds / recent.nbytes
+            self._busy_before = busy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,10 @@ class Busy(NamedTuple):
     def plus(self, nbytes: int, seconds: float) -> "Busy":
         return Busy(self.nbytes + nbytes, self.seconds + seconds)
 
+    def since(self, earlier: "Busy") -> "Busy":
+        """Returns what was carried after `earlier`."""
+        return Busy(self.nbytes - earlier.nbytes, self.seconds - earlier.seconds)
+
 
 class Copies(ABC):
     """Moves bytes between one device and host memory.

@@ -102,6 +102,8 @@ class Director(ForwardMode):
         self._device = device
         self._pack = pack
         self._unpack = unpack
+        self.pace = 1.0
+        """Seconds that forwards take for each that their operations took one by one."""
         self.checking = False
         self.proved: set[int] = set()
         """Buffers that were what they had been when they were computed again."""
@@ -172,7 +174,7 @@ class Director(ForwardMode):
             self._steps = ()
             return None
         self._next += 1
-        self.elapsed = step.ends
+        self.elapsed = self.pace * step.ends
         return step
 
 

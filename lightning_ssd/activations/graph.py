@@ -174,6 +174,8 @@ class ForwardGraph:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns the tensors in `tree`, in order."""
+    if isinstance(tree, Tensor):  # as most are
+        return [tree]
     return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
 
 

@@ -9,12 +9,12 @@ is built anew. Same kernel, same bytes, same strides: same numbers.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import DispatchKey
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_ssd.activations.graph import is_random, tensors_of
 from lightning_ssd.activations.record import SavedView, Viewed
@@ -48,20 +48,18 @@ class Recipe:
         self._unpack = unpack
         self._results: list[weakref.ref[Recomputed]] = []
         self._reads: list[Recomputed] = []
-        self._packed: list[tuple[bool, Any]] = []
-        leaves, spec = tree_flatten((args, kwargs))
-        self._spec: TreeSpec = spec
+
+        def pack_argument(tensor: Tensor) -> _Packed:
+            packed = pack(tensor)
+            if isinstance(packed, SavedView) and isinstance(packed.record, Recomputed):
+                self._reads.append(packed.record)
+            if (recipes := _recipes_of(tensor)) is not None:
+                recipes.add(self)
+            return _Packed(packed)
+
         with _version_counters_shared():
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    packed = pack(leaf)
-                    self._packed.append((True, packed))
-                    if isinstance(packed, SavedView) and isinstance(packed.record, Recomputed):
-                        self._reads.append(packed.record)
-                    if (recipes := _recipes_of(leaf)) is not None:
-                        recipes.add(self)
-                else:
-                    self._packed.append((False, leaf))
+            self._args = _mapped(args, Tensor, pack_argument)
+            self._kwargs = {name: _mapped(value, Tensor, pack_argument) for name, value in kwargs.items()}
 
     def result(self, tensor: Tensor, position: int) -> "Recomputed":
         """Returns what autograd may keep in place of `tensor`, the operation's result at `position`."""
@@ -95,8 +93,11 @@ class Recipe:
                 recomputed.take(tensors[recomputed.position])
 
     def _compute(self) -> list[Tensor]:
-        leaves = [self._unpack(packed) if is_tensor else packed for is_tensor, packed in self._packed]
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        def unpack_argument(packed: _Packed) -> Tensor:
+            return self._unpack(packed.saved)
+
+        args = _mapped(self._args, _Packed, unpack_argument)
+        kwargs = {name: _mapped(value, _Packed, unpack_argument) for name, value in self._kwargs.items()}
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), _as_it_was(self._random):
             return tensors_of(self._func(*args, **kwargs))
 
@@ -107,6 +108,22 @@ class Recipe:
             self.make()
         for recomputed in results:
             recomputed.expired = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What there is in place of a tensor among arguments."""
+
+    saved: Any
+
+
+def _mapped(argument: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Returns an argument of an operation with `function` applied to what is of `kind`: it, or what a list has."""
+    if isinstance(argument, kind):
+        return function(argument)
+    if isinstance(argument, list | tuple):
+        return [_mapped(value, kind, function) for value in argument]
+    return argument
 
 
 class Recomputed(Viewed):

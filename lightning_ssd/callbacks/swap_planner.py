@@ -5,6 +5,7 @@ import statistics
 import sys
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -227,6 +228,8 @@ class SwapPlanner(StepProfiling):
             simulated = simulate(profile, hardware, before).gpu_peak_bytes
             profile = replace(profile, other_gpu_bytes=profiler.peak_bytes - simulated)
         self.profile, self.hardware = profile, hardware
+        if self._director is not None:
+            self._director.pace = 1.0
         self._learned = False
         plan = self._make_plan()
         elsewhere = self._look_elsewhere(simulate(profile, hardware, plan))
@@ -386,7 +389,8 @@ class SwapPlanner(StepProfiling):
 
     def _compare(self, trainer: pl.Trainer) -> None:
         """Compares the last steps with the prediction, once the device has passed them."""
-        window = [self._clock.elapsed(start, end) for start, end in self._taken]
+        # Of the first ones: where nothing makes the host wait, the device has never passed the last.
+        window = [self._clock.elapsed(start, end) for start, end in islice(self._taken, self.WINDOW)]
         if None in window:
             return  # the device is not there yet
         assert self.prediction is not None
@@ -426,6 +430,8 @@ class SwapPlanner(StepProfiling):
             self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
         corrected = correct(self.profile, self.hardware, self.plan, measured)
         if corrected is not None:
+            assert self._director is not None
+            self._director.pace *= corrected[0].forward_seconds / self.profile.forward_seconds
             self.profile, self.hardware = corrected
         elif abs(measured / predicted.step_seconds - 1) > self._tolerance:
             if self.pinned is None and not self._retried:

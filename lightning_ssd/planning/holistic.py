@@ -178,7 +178,17 @@ class _Search:
         excess, seconds = self.fastest.score
         close = [item for item in self._considered if item.score[0] == excess and item.score[1] <= CLOSE * seconds]
         calmest = min(close, key=lambda item: (item.wear, item.score))
-        return (self.fastest if published.score < calmest.score else calmest).plan
+        return self._narrowed(self.fastest if published.score < calmest.score else calmest)
+
+    def _narrowed(self, best: _Considered) -> Plan:
+        """Returns the best plan with the least window that it needs: what is on its way takes memory if it is late."""
+        while best.plan.window_bytes > self._window:
+            narrower = replace(best.plan, window_bytes=best.plan.window_bytes // 2)
+            score = _score(simulate(self.model, self.hardware, narrower), self.hardware)
+            if score > best.score:
+                break
+            best = replace(best, score=score, plan=narrower)
+        return best.plan
 
     def try_candidate(self, candidate: Candidate) -> bool:
         """Simulates a candidate; if it takes more memory than its tiers have, again with that much less.

@@ -37,6 +37,9 @@ STAGES = 96
 IN_FLIGHT = 2**25
 """Bytes that drives are writing when backward wants them, and write to their end."""
 
+LATE = 0.03
+"""Share of a forward by which memory that was copied out is let go of later than the copy should be done."""
+
 PIECES = 192
 """Transfers to the GPU that a backward has at most, unless it has more stages."""
 
@@ -285,7 +288,7 @@ def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> s
         if stage.swapped:
             copying = stage.swapped / copy_out
             copied_at = max(copied_at, elapsed) + copying
-            window.append((index, stage.swapped, copied_at + copying))
+            window.append((index, stage.swapped, (1 + LATE) * copied_at))
             used += stage.swapped
         while window and (window[0][2] <= elapsed or (len(window) > 1 and used > window_bytes)):
             used -= window.popleft()[1]

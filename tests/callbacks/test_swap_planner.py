@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import clock
+from lightning_ssd.callbacks import swap_planner
 from lightning_ssd.planning import HardwareProfile, Plan
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
 from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner
@@ -324,6 +325,26 @@ def test_it_plans_again_when_steps_take_longer(time: Clock, monkeypatch: pytest.
     assert plans.count == count
     assert plans.comparison is not None
     assert plans.comparison.step_seconds == pytest.approx(1.0 if slow_from > 100 else 3.0, rel=0.05)
+
+
+class Behind(clock.HostClock):
+    """Of a device that has never passed the last point: the host is ahead, and waits for nothing."""
+
+    last = 0.0
+
+    def now(self) -> float:
+        self.last = super().now()
+        return self.last
+
+    def elapsed(self, start: float, end: float) -> Any:
+        return None if end == self.last else super().elapsed(start, end)
+
+
+def test_a_host_that_is_always_ahead_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_planner, "make_clock", lambda device: Behind())
+    first = planner()
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first], recorded=False)
+    assert first.comparison is not None
 
 
 def test_what_it_finds_is_logged(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lightning_ssd.planning import (
     plan_with_coefficient,
     simulate,
 )
+from lightning_ssd.planning.placement import default_window
 from lightning_ssd.planning.plan import Choice
 from lightning_ssd.planning.transformer import transformer_profile
 from tests.planning.profiles import GB, GIB, H100, machines, make_model, models
@@ -83,6 +84,19 @@ def test_gradients_that_are_clipped() -> None:
     model = make_model(8, clip_norm=True)
     for planner in PLANNERS:
         assert make_plan(model, H100, planner).clip in ("deferred", "speculative")
+
+
+@pytest.mark.parametrize(("hidden", "layers", "batch", "share"), [(4096, 8, 8, 0.9), (8192, 4, 16, 0.95)])
+def test_the_window_is_no_wider_than_it_needs(hidden: int, layers: int, batch: int, share: float) -> None:
+    model = transformer_profile(
+        H100, hidden=hidden, layers=layers, heads=hidden // 128, sequence=1024, batch=batch, vocabulary=50304
+    )
+    settled = Settled(("gpu",) * len(model.units), ("gpu",) * len(model.units))
+    most = simulate(model, H100, make_plan(model, H100, settled=settled)).gpu_peak_bytes
+    plan = make_plan(model, replace(H100, gpu_bytes=int(share * most)), settled=settled)
+    default = default_window(model, settled.weights)
+    half = simulate(model, H100, replace(plan, window_bytes=plan.window_bytes // 2))
+    assert plan.window_bytes <= default or half.step_seconds > simulate(model, H100, plan).step_seconds
 
 
 def test_unknown_planner() -> None:
