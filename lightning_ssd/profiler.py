@@ -48,6 +48,8 @@ class Profiler:
         """Of the micro-batch that was recorded."""
         self.peak_bytes = 0
         """The most device memory that was allocated in the steps that were timed (CUDA)."""
+        self.resting_bytes = 0
+        """What was before them, with all gradients (CUDA)."""
         self._cache = cache
         self._states = states
         self._optimizers = optimizers
@@ -128,6 +130,11 @@ class Profiler:
     def begin_timing(self) -> None:
         """Steps are timed from here on, and the peak of device memory is another one."""
         if self._cache.device.type == "cuda":
+            dropped = {
+                one for unit in self.units for _, one in unit.parameters if one.requires_grad and one.grad is None
+            }
+            self.resting_bytes = torch.cuda.memory_allocated(self._cache.device)
+            self.resting_bytes += sum(one.numel() * one.element_size() for one in dropped)
             torch.cuda.reset_peak_memory_stats(self._cache.device)
         self._between.clear()
         self._ended = None

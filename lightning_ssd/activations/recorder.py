@@ -20,6 +20,12 @@ from lightning_ssd.activations.weights import fetch_of, is_weight
 HEAD_START = 0.5
 """Seconds that a GPU works ahead of what is timed: it has the clock then that it can keep."""
 
+LEAD = 0.05
+"""Seconds that it is given where the host has waited for it: it has kept its clock, and has nothing to do."""
+
+MOST_LEADS = 32
+"""How often it is given them in a forward, or a backward."""
+
 PRODUCT = 4096
 """Rows and columns of the matrices that it multiplies meanwhile."""
 
@@ -43,6 +49,9 @@ class Recorder(ForwardMode):
         self._device = device
         self._clock = make_clock(device)
         self._spans: list[tuple[Any, Any]] = []
+        self._last: Any = None
+        """The end of what the device was given last."""
+        self._leads = 0
         self._backward = _BackwardMode(self)
         self._backward_spans: list[tuple[Visit, Any, Any]] = []
         self._backward_of: Visit | None = None
@@ -64,7 +73,8 @@ class Recorder(ForwardMode):
         self._numbers.clear()
         self._backward_of = None
         self._where.clear()
-        self._get_ahead()
+        self._get_ahead(HEAD_START)
+        self._leads = MOST_LEADS
         return super().__enter__()
 
     def saved(self, storage: torch.UntypedStorage, record: Record) -> None:
@@ -94,7 +104,8 @@ class Recorder(ForwardMode):
     def begin_backward(self) -> None:
         """The forward is over; from here on operations belong to its backward."""
         self._backward_of = self.visit
-        self._get_ahead()
+        self._get_ahead(HEAD_START)
+        self._leads = MOST_LEADS
         self._backward.__enter__()  # type: ignore[no-untyped-call]
 
     def end_backward(self) -> None:
@@ -102,8 +113,14 @@ class Recorder(ForwardMode):
         self._backward.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.graph.transients.close()
 
-    def _get_ahead(self) -> None:
-        """Keeps a GPU busy, so that the host is ahead of it: else short operations are timed with their launches.
+    def _stay_ahead(self) -> None:
+        """Before an operation: gets ahead again if the GPU is through with all others, as after an `item()`."""
+        if self._device.type == "cuda" and self._leads and self._clock.elapsed(self._last, self._last) is not None:
+            self._leads -= 1
+            self._get_ahead(LEAD)
+
+    def _get_ahead(self, lead: float) -> None:
+        """Keeps a GPU busy for so many seconds, so that the host is ahead: else launches are timed with operations.
 
         It works, as it does in training: one that rests has a higher clock afterwards than it can keep.
         """
@@ -119,8 +136,9 @@ class Recorder(ForwardMode):
             end = self._clock.now()
             torch.cuda.synchronize(self._device)
             seconds = self._clock.elapsed(start, end)
-            for _ in range(int(HEAD_START / seconds) if seconds else 0):
+            for _ in range(int(lead / seconds) if seconds else 0):
                 torch.mm(matrix, matrix, out=result)
+        self._last = self._clock.now()
 
     def left(self, visit: Visit, output: object) -> None:
         def begins(_: object) -> None:
@@ -132,11 +150,13 @@ class Recorder(ForwardMode):
 
     def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation of the backward."""
+        self._stay_ahead()
         start = self._clock.now()
         result = func(*args, **kwargs)
+        self._last = self._clock.now()
         visit = self._backward_of
         assert visit is not None
-        self._backward_spans.append((visit, start, self._clock.now()))
+        self._backward_spans.append((visit, start, self._last))
         self.graph.transients.at(visit, backward=True)
         read = {storage._cdata for storage in _read((args, kwargs))}
         for storage in _read(result):
@@ -156,9 +176,11 @@ class Recorder(ForwardMode):
         for storage in _written(func, args, kwargs):
             if (number := self._known(storage)) is not None:
                 self.graph.buffers[number].changed = True
+        self._stay_ahead()
         start = self._clock.now()
         result = func(*args, **kwargs)
-        self._spans.append((start, self._clock.now()))
+        self._last = self._clock.now()
+        self._spans.append((start, self._last))
         for position, value in enumerate(tensors_of(result)):
             if value.layout is not torch.strided or value.is_quantized:
                 continue

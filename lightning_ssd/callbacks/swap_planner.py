@@ -225,8 +225,12 @@ class SwapPlanner(StepProfiling):
         if self._cache.device.type == "cuda":
             tiers: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
             before = unplanned(profile, settled, tiers, self._cache.window_bytes)
-            simulated = simulate(profile, hardware, before).gpu_peak_bytes
-            profile = replace(profile, other_gpu_bytes=profiler.peak_bytes - simulated)
+            simulated = simulate(profile, hardware, before)
+            other = profiler.peak_bytes - simulated.gpu_peak_bytes
+            if "gpu" in settled.weights and len(set(settled.weights)) == 1:
+                # At rest nothing is on its way, and let go of late.
+                other = min(other, profiler.resting_bytes - simulated.memory[0][1])
+            profile = replace(profile, other_gpu_bytes=other)
         self.profile, self.hardware = profile, hardware
         if self._director is not None:
             self._director.pace = 1.0

@@ -21,7 +21,7 @@ class Task:
         step: index of the training step that it belongs to.
         write: an SSD task writes.
         priority: URGENT or NORMAL.
-        gpu: bytes of GPU memory taken as it begins, and given back as it ends.
+        gpu: bytes of GPU memory taken as it begins (of COPY_IN: as it might begin), and given back as it ends.
         host: bytes of host memory, the same.
         ssd: bytes stored on SSDs as it ends; below 0: given back.
         waiting: how many tasks it still waits for.
@@ -102,6 +102,8 @@ def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
 
     def make_ready(task: Task) -> None:
         heappush(ready[task.resource], (task.priority, task.number, task))
+        if task.resource == COPY_IN and task.gpu[0]:  # the host, which is ahead, issues all copies that have room
+            memory.add(now, task.gpu[0], 0, 0)
         if task.resource == SSD:
             waiting_requests[task.write] += 1
 
@@ -124,8 +126,9 @@ def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
         task = heappop(ready[resource])[2]
         running[resource] = task
         task.begin = now
-        if task.gpu[0] or task.host[0]:
-            memory.add(now, task.gpu[0], task.host[0], 0)
+        gpu = 0 if resource == COPY_IN else task.gpu[0]
+        if gpu or task.host[0]:
+            memory.add(now, gpu, task.host[0], 0)
         if resource in (COPY_IN, COPY_OUT):
             left[resource], since[resource], speed[resource] = task.amount, now, alone[resource]
             share_link()

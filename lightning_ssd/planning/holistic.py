@@ -289,8 +289,9 @@ class _Search:
         """Returns the plan that a candidate stands for."""
         units = self.model.units
         gpu, host = candidate.gpu_bytes, self._host_room(candidate)
-        weights: list[Tier] = ["ssd"] * len(units)
-        states: list[Tier] = ["ssd"] * len(units)
+        # Who has nothing of its own, as a weight's second use, stays.
+        weights: list[Tier] = ["ssd" if unit.weight_bytes or unit.state_bytes_read else "gpu" for unit in units]
+        states = list(weights)
         if self.settled is not None:
             weights, states = list(self.settled.weights), list(self.settled.states)
         for index in range(candidate.resident):

@@ -69,6 +69,15 @@ def test_memory_over_time() -> None:
     assert run([task], UNIT).samples == [(0, 0, 0, 0), (0, 3, 0, 0), (2, 2, -5, 7)]
 
 
+def test_memory_for_what_comes_in_is_taken_when_it_is_issued() -> None:
+    """Two copies have room at once: both have their memory while the second waits for the first."""
+    before, first, second = Task(COMPUTE, 1, 0), Task(COPY_IN, 5, 0), Task(COPY_IN, 7, 0)
+    for copy in (first, second):
+        copy.wait_for(before)
+        copy.gpu = (int(copy.amount), 0)
+    assert run([before, first, second], UNIT).samples == [(0, 0, 0, 0), (1, 5, 0, 0), (1, 12, 0, 0)]
+
+
 def test_all_on_the_gpu() -> None:
     """Nothing moves: a step is its computation."""
     model = make_model(4, parameters=0)
