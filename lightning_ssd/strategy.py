@@ -535,11 +535,13 @@ def _user_sees_gradients(trainer: pl.Trainer) -> bool:
     if any(_overridden(hook, module, pl.LightningModule) for hook in (*hooks, "configure_gradient_clipping")):
         return True
     return any(
-        _overridden(hook, callback, pl.Callback)
+        _overridden(hook, callback, pl.Callback) and not getattr(type(callback), hook).__module__.startswith(_OURS)
         for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if not type(callback).__module__.startswith("lightning_ssd.")
         for hook in hooks
     )
+
+
+_OURS = "lightning_ssd."
 
 
 def _overridden(hook: str, what: object, base: type) -> bool:

@@ -5,7 +5,7 @@ from lightning_ssd.activations.config import OffloadConfig, make_tensor_cache
 from lightning_ssd.activations.director import Director, make_program
 from lightning_ssd.activations.forward import Visit
 from lightning_ssd.activations.graph import ForwardGraph, Saved
-from lightning_ssd.activations.placement import Placement, SendAll
+from lightning_ssd.activations.placement import Placement, SendAll, SendIfShort
 from lightning_ssd.activations.recorder import Recorder
 from lightning_ssd.activations.weights import mark_weights
 
@@ -19,6 +19,7 @@ __all__ = [
     "Recorder",
     "Saved",
     "SendAll",
+    "SendIfShort",
     "TensorCache",
     "Visit",
     "make_program",

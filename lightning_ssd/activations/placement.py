@@ -5,7 +5,7 @@ in flight. (Sending the first bytes of the forward, all of them, would pile up c
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
 from lightning_ssd.activations.tier import TierName
@@ -62,6 +62,25 @@ class SendAll(Placement):
 
     def place(self, nbytes: int) -> Sequence[TierName]:
         return self._tiers
+
+
+class SendIfShort(Placement):
+    """Everything stays, until the device's memory is short: then it goes out.
+
+    Args:
+        tiers: the tiers, in the order in which they are filled.
+        is_short: asked for every storage.
+    """
+
+    def __init__(self, tiers: Sequence[TierName], is_short: Callable[[], bool]) -> None:
+        self._tiers = tiers
+        self._is_short = is_short
+
+    def begin(self, expected_bytes: int) -> None:
+        return None
+
+    def place(self, nbytes: int) -> Sequence[TierName]:
+        return self._tiers if self._is_short() else ()
 
 
 class FixedAmount(Placement):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import Director, SendAll, TensorCache, make_program
+from lightning_ssd.activations import Director, SendAll, SendIfShort, TensorCache, make_program
 from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.scratch_tier import ScratchTier
 from lightning_ssd.activations.ssd import SSDTier
@@ -274,7 +274,12 @@ class SwapPlanner(StepProfiling):
             modules = [unit.modules for unit in profiler.units]
             self._director = Director(modules, self._cache.device, self._cache.pack, self._cache.unpack)
         self._director.program = make_program(profiler.graph, choices, chains)
-        self._cache.forward_mode = self._director
+        if set(choices.values()) <= {"keep"}:  # nobody has to follow the forward for that
+            self._cache.forward_mode = None
+            self._cache.placement = SendIfShort(tuple(self._cache.tiers), self._is_short)
+        else:
+            self._cache.forward_mode = self._director
+            self._cache.placement = SendAll(tuple(self._cache.tiers))
         self._hold_window(trainer, plan.window_bytes)
         self.plan = plan
         self.prediction = simulate(self.profile, self.hardware, plan)
@@ -287,10 +292,17 @@ class SwapPlanner(StepProfiling):
     def _plan_again(self, trainer: pl.Trainer) -> None:
         """Goes back to the placement of the beginning, and measures."""
         self._cache.forward_mode = None
+        self._cache.placement = SendAll(tuple(self._cache.tiers))
         self._hold_window(trainer, None)
         self._begun = None
         self._taken.clear()
         self.schedule(1)
+
+    def _is_short(self) -> bool:
+        """Whether more of the device is taken than this training may take."""
+        assert self.hardware is not None
+        device = self._cache.device
+        return device.type == "cuda" and torch.cuda.memory_allocated(device) > self.hardware.gpu_bytes
 
     def _hold_window(self, trainer: pl.Trainer, window_bytes: int | None) -> None:
         for callback in trainer_callbacks(trainer):

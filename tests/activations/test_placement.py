@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
-from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Placement
+from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Placement, SendIfShort
 from lightning_ssd.activations.tier import TierName
 from lightning_ssd.planning import TierSpeed
 
@@ -57,6 +57,12 @@ def test_all_and_nothing_are_exact(sizes: list[int]) -> None:
     assert all(place_all(FixedAmount(1.0, ("ssd", "host")), sizes))
     assert not any(place_all(FixedAmount(0.0, ("ssd",)), sizes))
     assert not any(place_all(KeepAll(), sizes))
+
+
+def test_what_is_beyond_the_memory_goes_out() -> None:
+    short = iter((False, True, False))
+    placement = SendIfShort(("host", "ssd"), lambda: next(short))
+    assert [placement.place(1) for _ in range(3)] == [(), ("host", "ssd"), ()]
 
 
 @given(st.integers(0, 100_000), SIZES, st.booleans())

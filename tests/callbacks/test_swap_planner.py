@@ -275,6 +275,22 @@ def test_less_memory_is_less(tmp_path: Path) -> None:
     assert kept[1] < kept[0]
 
 
+def test_a_plan_that_keeps_all_does_not_follow_the_forward() -> None:
+    found = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            cache = trainer.strategy.tensor_cache
+            found.append((cache.forward_mode, cache.stats().stored))
+
+    first = planner(tolerance=1e9)
+    assert_same(train("auto"), train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()]))
+    assert first.plan is not None
+    assert {choice for unit in first.plan.units.values() for choice in unit.operators.values()} == {"keep"}
+    assert found[0][1] > 0
+    assert found[-1] == (None, found[8][1])
+
+
 class Clock:
     """Time that passes as a test wants it."""
 

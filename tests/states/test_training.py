@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.states import Setup, StatesConfig, Unborn, find_units, make_model_states
 
@@ -195,6 +195,22 @@ def test_user_code_between_backward_and_step(tmp_path: Path, make_model: Callabl
     actual: Any = train(tmp_path, host(), make_model(), **arguments)
     assert_same(actual, expected)
     assert actual.rates == expected.rates
+
+
+def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> None:
+    """Units are stepped during backward: no gradients are held for it."""
+    seen: list[Any] = []
+
+    class Extended(ModelProfiler):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            self.model = pl_module
+
+        def _end_backward(self) -> None:
+            seen.append(self.model.blocks[0].up.weight.grad)
+            super()._end_backward()
+
+    train(tmp_path, host(), Model(), callbacks=[Extended(tmp_path / "profile.json")])
+    assert seen and all(gradient is None for gradient in seen)
 
 
 class Frozen(Model):
