@@ -182,7 +182,7 @@ def test_memory_that_a_dead_graph_held_comes_back(tmp_path: Path) -> None:
         cache.end_backward()
     cache.begin_micro_batch()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # less where threads of other tests let go of something
     assert cache.tiers["host"].pool.used_bytes == 0  # type: ignore[attr-defined]
     cache.close()
 
