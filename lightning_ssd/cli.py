@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_ssd
-from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.sizes import format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
 
@@ -207,7 +207,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         parser.error(str(error))
     if args.save is not None:
         plan.save(args.save)
-    print(f"{hardware.describe()}\n\n{model.name}: {model.parameters / 1e9:.2f}B parameters\n")
+    print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
     if args.replay:
         print("\nmigration at   throughput, 1 where the GPU never waits")

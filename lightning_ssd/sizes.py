@@ -1,4 +1,4 @@
-"""Byte counts as people write and read them."""
+"""Byte counts, times and other numbers as people write and read them."""
 
 import re
 
@@ -35,3 +35,16 @@ def format_bytes(nbytes: float) -> str:
 def format_bytes_exactly(nbytes: int) -> str:
     """Returns `nbytes` for a person to read, and to type: `"1.50 GiB (1610612736 bytes)"`."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)" if nbytes >= 1024 else f"{nbytes} bytes"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a time with a unit that suits it, such as `0.577 s` or `3.20 ms`."""
+    return f"{seconds:.3f} s" if seconds >= 0.1 or not seconds else f"{1e3 * seconds:.2f} ms"
+
+
+def format_count(count: float) -> str:
+    """Returns a count with a unit that suits it, such as `1.31B` or `859K`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"

@@ -65,22 +65,32 @@ class SendAll(Placement):
 
 
 class SendIfShort(Placement):
-    """Everything stays, until the device's memory is short: then it goes out.
+    """Everything stays, until the device's memory is short: then the rest of the micro-batch goes out.
 
     Args:
         tiers: the tiers, in the order in which they are filled.
-        is_short: asked for every storage.
+        is_short: asked now and then.
     """
+
+    #: Bytes that are saved before `is_short` is asked again: torch puts all its statistics together to answer.
+    ASKED_EVERY = 2**28
 
     def __init__(self, tiers: Sequence[TierName], is_short: Callable[[], bool]) -> None:
         self._tiers = tiers
         self._is_short = is_short
+        self._saved = 0
+        self._short = False
 
     def begin(self, expected_bytes: int) -> None:
-        return None
+        self._saved = 0
+        self._short = False
 
     def place(self, nbytes: int) -> Sequence[TierName]:
-        return self._tiers if self._is_short() else ()
+        self._saved += nbytes
+        if self._saved >= self.ASKED_EVERY and not self._short:
+            self._saved = 0
+            self._short = self._is_short()
+        return self._tiers if self._short else ()
 
 
 class FixedAmount(Placement):

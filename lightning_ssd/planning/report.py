@@ -14,7 +14,7 @@ from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.placement import Settled
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import Prediction, cut_stages, place_states, simulate
-from lightning_ssd.sizes import format_bytes
+from lightning_ssd.sizes import format_bytes, format_seconds
 
 GAIN = 1.01
 """What lifts the throughput by less than this is not worth a line."""
@@ -195,14 +195,14 @@ def find_lifts(
 def render_report(report: Report) -> str:
     """Returns a report for a person to read."""
     prediction = report.prediction
-    busy = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in prediction.busy_seconds.items())
+    busy = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in prediction.busy_seconds.items())
     lines = [
         "It fits." if report.fits else f"It does not fit: {format_bytes(report.excess_bytes)} too much{report.over}.",
-        f"step               {prediction.step_seconds:.3f} s, {report.tokens_per_second:.0f} tokens/s",
+        f"step               {format_seconds(prediction.step_seconds)}, {report.tokens_per_second:.0f} tokens/s",
         f"peak               GPU {format_bytes(prediction.gpu_peak_bytes)}, host "
         f"{format_bytes(prediction.host_peak_bytes)}, SSD {format_bytes(prediction.ssd_peak_bytes)}",
         f"busy               {busy}",
-        f"bound by           {prediction.bound}; the GPU waits for {prediction.stall_seconds:.3f} s",
+        f"bound by           {prediction.bound}; the GPU waits for {format_seconds(prediction.stall_seconds)}",
     ]
     for change, throughput in report.lifts:
         lines.append(f"  with {change}: {throughput:.0f} tokens/s ({throughput / report.tokens_per_second:.2f}x)")
@@ -224,7 +224,7 @@ def render_report(report: Report) -> str:
     if report.ssd_years is not None and report.ssd_bytes_per_day:
         lines.append(f"SSD life           {report.ssd_years:.1f} years of training without a pause")
     if report.cost is not None:
-        lines.append(f"cost               {report.cost:.2f} for a million tokens")
+        lines.append(f"cost               {report.cost:.3g} for a million tokens")
     return "\n".join(lines)
 
 
@@ -240,7 +240,7 @@ def render_summary(report: Report) -> str:
     where = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in shares.items() if nbytes)
     lines = [
         f"of what a micro-batch saves, {where or 'nothing is large'} (swap coefficient {report.swap_coefficient:.2f}).",
-        f"  A step should take {prediction.step_seconds:.3f} s, bound by {prediction.bound}; "
+        f"  A step should take {format_seconds(prediction.step_seconds)}, bound by {prediction.bound}; "
         f"{format_bytes(prediction.gpu_peak_bytes)} of the device, {format_bytes(prediction.host_peak_bytes)} of host "
         "memory.",
     ]

@@ -60,9 +60,14 @@ def test_all_and_nothing_are_exact(sizes: list[int]) -> None:
 
 
 def test_what_is_beyond_the_memory_goes_out() -> None:
-    short = iter((False, True, False))
-    placement = SendIfShort(("host", "ssd"), lambda: next(short))
-    assert [placement.place(1) for _ in range(3)] == [(), ("host", "ssd"), ()]
+    """It asks after every so many bytes; what comes after "yes" goes out, until the micro-batch ends."""
+    half = SendIfShort.ASKED_EVERY // 2
+    answers = iter((False, True))
+    placement = SendIfShort(("host", "ssd"), lambda: next(answers))
+    placement.begin(0)
+    assert [bool(placement.place(half)) for _ in range(6)] == [False, False, False, True, True, True]
+    placement.begin(0)
+    assert placement.place(half) == ()
 
 
 @given(st.integers(0, 100_000), SIZES, st.booleans())
