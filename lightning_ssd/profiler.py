@@ -47,9 +47,11 @@ class Profiler:
         self.graph = ForwardGraph()
         """Of the micro-batch that was recorded."""
         self.peak_bytes = 0
-        """The most device memory that was allocated in the steps that were timed (CUDA)."""
+        """The most device memory that was allocated in the forwards and backwards that were timed (CUDA)."""
+        self.between_bytes = 0
+        """The most between them, where steps are made (CUDA)."""
         self.resting_bytes = 0
-        """What was before them, with all gradients (CUDA)."""
+        """What was allocated before, with all gradients (CUDA)."""
         self._cache = cache
         self._states = states
         self._optimizers = optimizers
@@ -135,18 +137,18 @@ class Profiler:
             }
             self.resting_bytes = torch.cuda.memory_allocated(self._cache.device)
             self.resting_bytes += sum(one.numel() * one.element_size() for one in dropped)
-            torch.cuda.reset_peak_memory_stats(self._cache.device)
+        self._take_peak()
+        self.peak_bytes = self.between_bytes = 0
         self._between.clear()
         self._ended = None
 
     def begin_forward(self) -> None:
         """A micro-batch begins."""
-        if self._ended is not None:
-            self._between.append((self._ended, self._clock.now()))
-            self._ended = None
+        self.pause()
 
     def end_backward(self) -> None:
         """Its backward is over."""
+        self.peak_bytes = max(self.peak_bytes, self._take_peak())
         self._ended = self._clock.now()
 
     def pause(self) -> None:
@@ -154,12 +156,20 @@ class Profiler:
         if self._ended is not None:
             self._between.append((self._ended, self._clock.now()))
             self._ended = None
+            self.between_bytes = max(self.between_bytes, self._take_peak())
 
     def end_timing(self) -> None:
         """No step is timed any more."""
         self.pause()
-        if self._cache.device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_allocated(self._cache.device)
+        self.peak_bytes = max(self.peak_bytes, self._take_peak())
+
+    def _take_peak(self) -> int:
+        """Returns the most device memory that was allocated since this was asked last (CUDA; else 0)."""
+        if self._cache.device.type != "cuda":
+            return 0
+        peak = torch.cuda.max_memory_allocated(self._cache.device)
+        torch.cuda.reset_peak_memory_stats(self._cache.device)
+        return peak
 
     def close(self) -> None:
         """Takes everything back that it has put anywhere."""

@@ -44,7 +44,7 @@ def format_seconds(seconds: float) -> str:
 
 def format_count(count: float) -> str:
     """Returns a count with a unit that suits it, such as `1.31B` or `859K`."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= size:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if count >= 0.9995 * size:  # what is rounded to 1000 of a unit is 1 of the next
             return f"{count / size:.3g}{unit}"
     return f"{count:.0f}"

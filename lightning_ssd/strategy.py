@@ -535,13 +535,14 @@ def _user_sees_gradients(trainer: pl.Trainer) -> bool:
     if any(_overridden(hook, module, pl.LightningModule) for hook in (*hooks, "configure_gradient_clipping")):
         return True
     return any(
-        _overridden(hook, callback, pl.Callback) and not getattr(type(callback), hook).__module__.startswith(_OURS)
+        _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(type(callback), hook))
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         for hook in hooks
     )
 
 
-_OURS = "lightning_ssd."
+def _is_ours(function: object) -> bool:
+    return str(getattr(function, "__module__", None)).startswith("lightning_ssd.")
 
 
 def _overridden(hook: str, what: object, base: type) -> bool:

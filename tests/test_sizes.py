@@ -13,7 +13,16 @@ def test_seconds(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (859_000, "859K"), (1.314e9, "1.31B"), (6.65e9, "6.65B")]
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (859_000, "859K"),
+        (1.314e9, "1.31B"),
+        (6.65e9, "6.65B"),
+        (999_700_000, "1B"),
+        (999_999, "1M"),
+    ],
 )
 def test_counts(count: float, text: str) -> None:
     assert format_count(count) == text

@@ -89,6 +89,8 @@ class TensorCache:
 
     #: Finished micro-batches that are remembered: enough for a ragged last batch and for alternating optimizers.
     PATTERNS = 4
+    #: Bytes of copies that say how fast copies are: single ones may have met others.
+    TELLING = 2**28
 
     def __init__(self, copies: Copies, tiers: Mapping[TierName, Tier], placement: Placement, *, min_bytes: int) -> None:
         self.device = copies.device
@@ -244,7 +246,7 @@ class TensorCache:
         self._stats.saved += record.nbytes
         if self.observer is not None:
             self.observer(storage, record)
-        choice = choice_of(storage)
+        choice = None if self.forward_mode is None else choice_of(storage)
         # What nobody has planned stays if backward begins with it.
         keep = choice == "keep" if choice is not None else self._batch.keeps(record, self.window_bytes)
         if not keep:
@@ -428,7 +430,7 @@ class TensorCache:
         """Learns how long the last copies out took: while plans change, and in backward, they take longer."""
         busy = self.copies.busy()[_OUT]
         recent = busy.since(self._busy_before)
-        if recent.seconds:
+        if recent.seconds and (recent.nbytes >= self.TELLING or self._copy_pace is None):
             self._copy_pace = recent.seconds / recent.nbytes
             self._busy_before = busy
 

@@ -82,7 +82,7 @@ class SendIfShort(Placement):
         self._short = False
 
     def begin(self, expected_bytes: int) -> None:
-        self._saved = 0
+        self._saved = self.ASKED_EVERY
         self._short = False
 
     def place(self, nbytes: int) -> Sequence[TierName]:

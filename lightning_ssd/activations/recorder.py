@@ -126,9 +126,9 @@ class Recorder(ForwardMode):
         """
         if self._device.type != "cuda":
             return
-        with torch.no_grad(), torch.autocast("cuda", enabled=False):
-            values = torch.arange(PRODUCT**2, dtype=torch.float32, device=self._device).sin().half()
-            matrix = values.view(PRODUCT, PRODUCT)
+        with torch.no_grad(), torch._C._DisableAutocast():
+            values = torch.arange(PRODUCT, dtype=torch.float32, device=self._device).sin().half()
+            matrix = torch.outer(values, values)
             result = torch.empty_like(matrix)
             torch.mm(matrix, matrix, out=result)
             start = self._clock.now()

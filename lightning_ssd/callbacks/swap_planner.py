@@ -1,6 +1,7 @@
 """`SwapPlanner`: measures the first steps, chooses what to keep, swap and recompute, and says how right it was."""
 
 import logging
+import math
 import statistics
 import sys
 from collections import deque
@@ -31,6 +32,7 @@ from lightning_ssd.planning import (
     correct,
     make_plan,
     make_report,
+    place_states,
     plan_for_least_memory,
     render_report,
     render_summary,
@@ -225,12 +227,13 @@ class SwapPlanner(StepProfiling):
         if self._cache.device.type == "cuda":
             tiers: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
             before = unplanned(profile, settled, tiers, self._cache.window_bytes)
-            simulated = simulate(profile, hardware, before)
-            other = profiler.peak_bytes - simulated.gpu_peak_bytes
-            if "gpu" in settled.weights and len(set(settled.weights)) == 1:
-                # At rest nothing is on its way, and let go of late.
-                other = min(other, profiler.resting_bytes - simulated.memory[0][1])
-            profile = replace(profile, other_gpu_bytes=other)
+            resident = sum(placed["gpu"] for placed in place_states(profile, before).values())
+            other = profiler.peak_bytes - simulate(profile, hardware, before).gpu_peak_bytes
+            # At rest nothing is on its way, and let go of late. Who steps by hand does it within what was measured.
+            if set(settled.weights) == {"gpu"} and pl_module.automatic_optimization:
+                other = min(other, profiler.resting_bytes - resident)
+            between = max(0, profiler.between_bytes - resident - other)
+            profile = replace(profile, other_gpu_bytes=other, between_gpu_bytes=between)
         self.profile, self.hardware = profile, hardware
         if self._director is not None:
             self._director.pace = 1.0
@@ -274,15 +277,15 @@ class SwapPlanner(StepProfiling):
             modules = [unit.modules for unit in profiler.units]
             self._director = Director(modules, self._cache.device, self._cache.pack, self._cache.unpack)
         self._director.program = make_program(profiler.graph, choices, chains)
-        if set(choices.values()) <= {"keep"}:  # nobody has to follow the forward for that
-            self._cache.forward_mode = None
+        self.plan = plan
+        self.prediction = simulate(self.profile, self.hardware, plan)
+        if set(choices.values()) <= {"keep"} and self.prediction.gpu_peak_bytes <= self._roomy_bytes():
+            self._cache.forward_mode = None  # nobody has to follow the forward
             self._cache.placement = SendIfShort(tuple(self._cache.tiers), self._is_short)
         else:
             self._cache.forward_mode = self._director
             self._cache.placement = SendAll(tuple(self._cache.tiers))
         self._hold_window(trainer, plan.window_bytes)
-        self.plan = plan
-        self.prediction = simulate(self.profile, self.hardware, plan)
         self._usual = None
         self._drifting = 0
         self._to_settle = self.SETTLING
@@ -299,10 +302,21 @@ class SwapPlanner(StepProfiling):
         self.schedule(1)
 
     def _is_short(self) -> bool:
-        """Whether more of the device is taken than this training may take."""
-        assert self.hardware is not None
+        """Whether a forward that differs from the recorded one has taken more than there is ample room for."""
         device = self._cache.device
-        return device.type == "cuda" and torch.cuda.memory_allocated(device) > self.hardware.gpu_bytes
+        return device.type == "cuda" and torch.cuda.memory_allocated(device) > self._roomy_bytes()
+
+    def _roomy_bytes(self) -> float:
+        assert self.hardware is not None
+        return _ROOMY * min(self.hardware.gpu_bytes, self._device_bytes())
+
+    def _device_bytes(self) -> float:
+        """Returns the bytes of the device that this process may have."""
+        device = self._cache.device
+        if device.type != "cuda":
+            return math.inf
+        total: int = torch.cuda.get_device_properties(device).total_memory
+        return total * torch.cuda.get_per_process_memory_fraction(device)
 
     def _hold_window(self, trainer: pl.Trainer, window_bytes: int | None) -> None:
         for callback in trainer_callbacks(trainer):
@@ -385,10 +399,8 @@ class SwapPlanner(StepProfiling):
         if self._gpu_memory not in ("auto", "least"):
             gpu = parse_bytes(self._gpu_memory, "gpu_memory")
         elif cache.device.type == "cuda":
-            total = torch.cuda.get_device_properties(cache.device).total_memory
-            ours = total * torch.cuda.get_per_process_memory_fraction(cache.device)
             free, _ = torch.cuda.mem_get_info(cache.device)
-            gpu = int(_USABLE * min(ours, free + torch.cuda.memory_reserved(cache.device)))
+            gpu = int(_USABLE * min(self._device_bytes(), free + torch.cuda.memory_reserved(cache.device)))
         else:
             gpu = machine.host_bytes
         # What the states take is theirs already.
@@ -507,6 +519,9 @@ _MUCH = 0.95
 
 _FILLED = 0.85
 """Of the host tier, what tensors of different sizes fill."""
+
+_ROOMY = 0.8
+"""Of the device's memory that may be taken: the rest is for what backward allocates."""
 
 _USABLE = 0.9
 """Of the device's memory: the rest is lost between blocks of different sizes."""

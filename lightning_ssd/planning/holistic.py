@@ -183,7 +183,7 @@ class _Search:
     def _narrowed(self, best: _Considered) -> Plan:
         """Returns the best plan with the least window that it needs: what is on its way takes memory if it is late."""
         while best.plan.window_bytes > self._window:
-            narrower = replace(best.plan, window_bytes=best.plan.window_bytes // 2)
+            narrower = replace(best.plan, window_bytes=max(self._window, best.plan.window_bytes // 2))
             score = _score(simulate(self.model, self.hardware, narrower), self.hardware)
             if score > best.score:
                 break

@@ -134,6 +134,7 @@ class ModelProfile:
         between_seconds: of GPU time in a step that is neither forward nor backward, as measured: with what is stepped
             on the GPU, and the GPU's waiting for the next batch. None: calculated from the bytes that are stepped.
         other_gpu_bytes: on the GPU at the peak, as measured, beside what this profile accounts for.
+        between_gpu_bytes: on the GPU between backward and forward only, as measured: what steps are made with.
     """
 
     name: str
@@ -144,6 +145,7 @@ class ModelProfile:
     clip_norm: bool = False
     between_seconds: float | None = None
     other_gpu_bytes: int = 0
+    between_gpu_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("micro_batches", "samples", "tokens"):

@@ -224,7 +224,8 @@ def render_report(report: Report) -> str:
     if report.ssd_years is not None and report.ssd_bytes_per_day:
         lines.append(f"SSD life           {report.ssd_years:.1f} years of training without a pause")
     if report.cost is not None:
-        lines.append(f"cost               {report.cost:.3g} for a million tokens")
+        cost = f"{report.cost:.2f}" if report.cost >= 0.1 else f"{report.cost:.2g}"
+        lines.append(f"cost               {cost} for a million tokens")
     return "\n".join(lines)
 
 

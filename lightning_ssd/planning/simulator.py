@@ -532,6 +532,7 @@ class _Builder:
             )
         if between:
             made = self._add_compute(step, between)
+            made.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
             for index in resident:
                 self._updated[index] = made
         deferred = self.plan.clip == "deferred"

@@ -60,12 +60,12 @@ def test_all_and_nothing_are_exact(sizes: list[int]) -> None:
 
 
 def test_what_is_beyond_the_memory_goes_out() -> None:
-    """It asks after every so many bytes; what comes after "yes" goes out, until the micro-batch ends."""
+    """It asks first, and after every so many bytes; what comes after "yes" goes out, until the micro-batch ends."""
     half = SendIfShort.ASKED_EVERY // 2
-    answers = iter((False, True))
+    answers = iter((False, False, True, False))
     placement = SendIfShort(("host", "ssd"), lambda: next(answers))
     placement.begin(0)
-    assert [bool(placement.place(half)) for _ in range(6)] == [False, False, False, True, True, True]
+    assert [bool(placement.place(half)) for _ in range(6)] == [False] * 4 + [True] * 2
     placement.begin(0)
     assert placement.place(half) == ()
 

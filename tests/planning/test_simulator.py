@@ -78,6 +78,14 @@ def test_memory_for_what_comes_in_is_taken_when_it_is_issued() -> None:
     assert run([before, first, second], UNIT).samples == [(0, 0, 0, 0), (1, 5, 0, 0), (1, 12, 0, 0)]
 
 
+def test_steps_take_memory_between_backward_and_forward() -> None:
+    """What they are made with counts where it is more than a forward and backward take, and with nothing of these."""
+    model = replace(make_model(4, saved=10, inputs=0, parameters=0), between_seconds=1.0)
+    plan = plan_of(model, "gpu", "gpu", "keep", "keep")
+    peaks = [simulate(replace(model, between_gpu_bytes=most), UNIT, plan).gpu_peak_bytes for most in (0, 39, 100)]
+    assert peaks == [40, 40, 100]
+
+
 def test_all_on_the_gpu() -> None:
     """Nothing moves: a step is its computation."""
     model = make_model(4, parameters=0)
