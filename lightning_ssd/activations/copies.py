@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.activations.events import Event, Events
+from lightning_ssd.storage.memory import device_memory
 
 log = logging.getLogger(__name__)
 
@@ -182,9 +183,7 @@ class CUDACopies(Copies):
 
     def memory_is_short(self, nbytes: int) -> bool:
         # A fifth is left for what backward allocates: gradients, workspaces, fragments.
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        usable = 0.8 * total * torch.cuda.get_per_process_memory_fraction(self.device)
-        return torch.cuda.memory_allocated(self.device) + nbytes > usable
+        return torch.cuda.memory_allocated(self.device) + nbytes > 0.8 * device_memory(self.device)
 
     def drain(self) -> None:
         for lane in (self._out, self._in):

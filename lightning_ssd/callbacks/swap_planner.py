@@ -43,6 +43,7 @@ from lightning_ssd.planning import (
 from lightning_ssd.planning.plan import Where
 from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states import ModelStates
+from lightning_ssd.storage.memory import device_memory
 
 log = logging.getLogger(__name__)
 
@@ -308,15 +309,9 @@ class SwapPlanner(StepProfiling):
 
     def _roomy_bytes(self) -> float:
         assert self.hardware is not None
-        return _ROOMY * min(self.hardware.gpu_bytes, self._device_bytes())
-
-    def _device_bytes(self) -> float:
-        """Returns the bytes of the device that this process may have."""
         device = self._cache.device
-        if device.type != "cuda":
-            return math.inf
-        total: int = torch.cuda.get_device_properties(device).total_memory
-        return total * torch.cuda.get_per_process_memory_fraction(device)
+        there = device_memory(device) if device.type == "cuda" else math.inf
+        return _ROOMY * min(self.hardware.gpu_bytes, there)
 
     def _hold_window(self, trainer: pl.Trainer, window_bytes: int | None) -> None:
         for callback in trainer_callbacks(trainer):
@@ -400,7 +395,7 @@ class SwapPlanner(StepProfiling):
             gpu = parse_bytes(self._gpu_memory, "gpu_memory")
         elif cache.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(cache.device)
-            gpu = int(_USABLE * min(self._device_bytes(), free + torch.cuda.memory_reserved(cache.device)))
+            gpu = int(_USABLE * min(device_memory(cache.device), free + torch.cuda.memory_reserved(cache.device)))
         else:
             gpu = machine.host_bytes
         # What the states take is theirs already.

@@ -29,7 +29,7 @@ from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimiz
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.storage import Blob, BlobStore, Kept, StorageFullError
-from lightning_ssd.storage.memory import usable_memory
+from lightning_ssd.storage.memory import device_memory, usable_memory
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,7 @@ class StatesConfig:
         if self.gpu_memory != "auto":
             budget: float = parse_bytes(self.gpu_memory, "gpu_memory")
         elif device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            budget = SHARE * total * torch.cuda.get_per_process_memory_fraction(device)
+            budget = SHARE * device_memory(device)
         else:  # its memory is the host's
             return False
         # Weights, gradients and Adam's two states, and a 16-bit copy that autocast makes.
@@ -150,11 +149,51 @@ class Setup:
         """Whether gradients may share memory: where steps wait for all of them, each needs some of its own."""
         return not self.gated and not self.hold and self.config.overlap == "optimized"
 
-    def landing(self, places: Places, device: torch.device) -> LandingMemory | None:
-        """Returns the memory that gradients share, if they do."""
-        if not (self.shared and places.ssd and places.landing):
-            return None
-        return LandingMemory(places.landing, pin=device.type == "cuda")
+    def assemble(
+        self,
+        undo: contextlib.ExitStack,
+        module: nn.Module,
+        units: Sequence[tuple[Sequence[nn.Module], Sequence[Flat]]],
+        homes: Mapping[Flat, Home],
+        rules: Mapping[Flat, Rule],
+        groups: Mapping[Flat, tuple[Optimizer, int]],
+        masters: Masters,
+        copies: Copies,
+        scratch: Scratch | None,
+        places: Places,
+        *,
+        budget: int,
+        ssd_bytes: int,
+        journal: Journal | None = None,
+        recovered: Record | None = None,
+    ) -> ModelStates:
+        """Returns the model states of all these, which they own once `undo` is popped; arguments as there."""
+        landing = None
+        if self.shared and places.ssd and places.landing:
+            landing = LandingMemory(places.landing, pin=copies.device.type == "cuda")
+            undo.callback(landing.close)
+        return ModelStates(
+            module,
+            units,
+            homes,
+            rules,
+            groups,
+            masters,
+            copies,
+            scratch,
+            landing,
+            budget=budget,
+            host_bytes=places.host,
+            ssd_bytes=ssd_bytes,
+            overlap=self.config.overlap,
+            gated=self.gated,
+            scaled=self.scaled,
+            clip_value=self.clip_value,
+            clip=self.config.clip,
+            hold=self.hold,
+            journal=journal,
+            recovered=recovered,
+        )
 
 
 def leaving_parameters(module: nn.Module, min_bytes: int) -> set[nn.Parameter]:
@@ -284,14 +323,12 @@ def make_model_states(
         # Of parameters that stayed for another reason the user's optimizer steps what the model has.
         masters = Masters(mastered(resident, groups), optimizers)
         undo.callback(masters.close)
-        landing = setup.landing(places, device)
-        if landing is not None:
-            undo.callback(landing.close)
         journal: Journal | None = None
         if recover and scratch is not None:
             journal = Journal(homes, rules, scratch.store)
             undo.callback(journal.close)
-        states = ModelStates(
+        states = setup.assemble(
+            undo,
             module,
             of_units,
             homes,
@@ -300,16 +337,9 @@ def make_model_states(
             masters,
             copies,
             scratch,
-            landing,
+            places,
             budget=stream_bytes,
-            host_bytes=places.host,
             ssd_bytes=places.ssd,
-            overlap=config.overlap,
-            gated=setup.gated,
-            scaled=setup.scaled,
-            clip_value=setup.clip_value,
-            clip=config.clip,
-            hold=setup.hold,
             journal=journal,
             recovered=recovered,
         )

@@ -121,11 +121,9 @@ def move_model_states(
         in_flats = {item.parameter for flat in move.homes for item in flat.slices}
         masters = Masters(mastered(movable - in_flats, groups), optimizers, move.masters)
         undo.callback(masters.close)
-        landing = setup.landing(places, device)
-        if landing is not None:
-            undo.callback(landing.close)
         flats = [item.layout.flat for of_unit in wanted for item in of_unit]
-        moved = ModelStates(
+        moved = setup.assemble(
+            undo,
             module,
             [
                 (modules, [item.layout.flat for item in of_unit])
@@ -137,19 +135,10 @@ def move_model_states(
             masters,
             parts.copies,
             scratch,
-            landing,
+            places,
             budget=config.budget(device),
-            host_bytes=places.host,
             # Files never shrink.
             ssd_bytes=0 if scratch is None else max(places.ssd, scratch.store.size),
-            overlap=config.overlap,
-            gated=setup.gated,
-            scaled=setup.scaled,
-            clip_value=setup.clip_value,
-            clip=config.clip,
-            hold=setup.hold,
-            journal=None,
-            recovered=None,
         )
         undo.pop_all()
     return moved

@@ -1,8 +1,10 @@
-"""How much host memory there is."""
+"""How much memory there is: of the host, and of a device."""
 
 from pathlib import Path
 
-__all__ = ["available_memory", "usable_memory"]
+import torch
+
+__all__ = ["available_memory", "device_memory", "usable_memory"]
 
 _SHARE = 0.85
 
@@ -23,3 +25,9 @@ def available_memory() -> int:
         cached = int(stat["active_file"]) + int(stat["inactive_file"])
         available = min(available, int(text) - int(used.read_text()) + cached)
     return available
+
+
+def device_memory(device: torch.device) -> float:
+    """Returns the bytes of a CUDA device that this process may have, whoever has them now."""
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total * torch.cuda.get_per_process_memory_fraction(device)
