@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.activations import measure_launches
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Layout
@@ -37,8 +38,8 @@ def measure_machine(path: Path | None) -> HardwareProfile:
     Raises:
         StorageError: it can't be used.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cuda = device.type == "cuda"
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     copy_in, copy_out, both = _copies(device)
     write = read = 1.0
     ssd_bytes = 0
@@ -69,6 +70,7 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         gpu_bytes=torch.cuda.mem_get_info()[0] if cuda else host,
         host_bytes=host,
         ssd_bytes=ssd_bytes,
+        launch=measure_launches(device),
     )
 
 

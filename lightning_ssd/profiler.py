@@ -1,21 +1,36 @@
 """What training steps of a model do, measured: how long units take, what operations save, and where it all is."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.activations import Director, ForwardGraph, Recorder, Saved, TensorCache, Visit, make_program
+from lightning_ssd.activations import (
+    Director,
+    ForwardGraph,
+    Recorder,
+    Saved,
+    TensorCache,
+    Visit,
+    make_program,
+    measure_launches,
+)
 from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.transients import Interval
-from lightning_ssd.planning import ModelProfile, OperatorProfile, Settled, UnitProfile
+from lightning_ssd.planning import LaunchCosts, ModelProfile, OperatorProfile, Settled, UnitProfile
 from lightning_ssd.planning.model import visit_name
 from lightning_ssd.planning.plan import Tier
 from lightning_ssd.states import ModelStates, Unit
+
+QUEUE = 512
+"""Operations that a GPU takes before it has done the first, at least."""
 
 REST = "rest"
 """The operator that stands for those operations of a unit that make nothing that is saved."""
@@ -64,6 +79,13 @@ class Profiler:
         self._clock = make_clock(cache.device)
         self._between: list[tuple[Any, Any]] = []
         self._ended: Any = None
+        self._ahead = 0
+        """How often the host began a micro-batch before the device was through with the last."""
+        self._launches: dict[Visit, list[float]] = defaultdict(list)
+        """Of visits, the seconds of the host until the next one began."""
+        self._visiting: tuple[Visit, float] | None = None
+        self._entered: Counter[int] = Counter()
+        self._handles: list[RemovableHandle] = []
 
     # ---- one micro-batch, operation by operation ----
 
@@ -76,6 +98,7 @@ class Profiler:
 
     def begin_backward(self) -> None:
         """The forward is over."""
+        self._turn(None)
         if self._recorder is not None and not self._recorded_backward:
             self._recorded_backward = True
             self._recorder.begin_backward()
@@ -141,10 +164,19 @@ class Profiler:
         self.peak_bytes = self.between_bytes = 0
         self._between.clear()
         self._ended = None
+        self._ahead = 0
+        self._launches.clear()
+        for index, unit in enumerate(self.units):
+            for module in unit.modules:
+                self._handles.append(module.register_forward_pre_hook(self._begin_visit(index), prepend=True))
 
     def begin_forward(self) -> None:
         """A micro-batch begins."""
+        if self._ended is not None and self._clock.elapsed(self._ended, self._ended) is None:
+            self._ahead += 1
         self.pause()
+        self._entered.clear()
+        self._turn(Visit(0, 0))
 
     def end_backward(self) -> None:
         """Its backward is over."""
@@ -162,6 +194,29 @@ class Profiler:
         """No step is timed any more."""
         self.pause()
         self.peak_bytes = max(self.peak_bytes, self._take_peak())
+        self._unhook()
+
+    def _begin_visit(self, index: int) -> Callable[[nn.Module, object], None]:
+        def begin(module: nn.Module, args: object) -> None:
+            if self._visiting is not None:  # and no backward computes forwards again
+                self._turn(Visit(index, self._entered[index]))
+                self._entered[index] += 1
+
+        return begin
+
+    def _turn(self, visit: Visit | None) -> None:
+        """The host begins with a visit; None: with a backward."""
+        now = time.perf_counter()
+        if self._visiting is not None:
+            before, begun = self._visiting
+            self._launches[before].append(now - begun)
+        self._visiting = None if visit is None else (visit, now)
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._visiting = None
 
     def _take_peak(self) -> int:
         """Returns the most device memory that was allocated since this was asked last (CUDA; else 0)."""
@@ -175,6 +230,7 @@ class Profiler:
         """Takes everything back that it has put anywhere."""
         self._stop_recording()
         self.end_checking()
+        self._unhook()
 
     # ---- what was found ----
 
@@ -214,25 +270,55 @@ class Profiler:
             torch.cuda.synchronize(self._cache.device)
         saved = self.saved()
         measured = self.graph.transients.measure()
+        launches = self._launch_seconds(measure_launches(self._cache.device))
         units = tuple(
-            self._unit(visit, [item for item in saved if item.visit == visit], *measured) for visit in self.visits()
+            self._unit(visit, [item for item in saved if item.visit == visit], launches.get(visit, 0.0), *measured)
+            for visit in self.visits()
         )
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
-        return ModelProfile(name, units, micro_batches, samples, tokens, clip_norm, between)
+        waits = 2 * self._ahead <= len(self._between)
+        return ModelProfile(
+            name,
+            units,
+            micro_batches,
+            samples,
+            tokens,
+            clip_norm,
+            between,
+            weight_room_bytes=None if self._states is None else self._states.weight_room_bytes,
+            waits=waits,
+        )
+
+    def _launch_seconds(self, costs: LaunchCosts) -> Mapping[Visit, float]:
+        """Returns the seconds in which the host gives the device the forwards of visits, where all stays there."""
+        counts = Counter(operation.visit for operation in self.graph.operations)
+        left = Counter(item.visit for item in self.saved())
+        seconds: dict[Visit, float] = {}
+        given, usual = 0, inf
+        for visit in self.graph.visits():
+            taken = min(self._launches.get(visit, [0.0]))
+            taken -= min(taken / 2, left[visit] * (costs.save + costs.send))  # it leaves
+            full = given >= QUEUE  # the host may have waited for room in the device's queue
+            seconds[visit] = min(taken, usual * counts[visit]) if full else taken
+            given += counts[visit]
+            usual = usual if full else sum(seconds.values()) / given
+        return seconds
 
     def _unit(
         self,
         visit: Visit,
         saved: Sequence[Saved],
+        launch_seconds: float,
         in_forward: Mapping[Interval, int],
         when_wanted: Mapping[int, int],
         in_backward: Mapping[Interval, int],
     ) -> UnitProfile:
-        """Returns the profile of a visit, with what `Transients.measure` returns."""
+        """Returns the profile of a visit, with the host's seconds and what `Transients.measure` returns."""
         operations = self.graph.operations
         left = {number for number, operation in enumerate(operations) if operation.visit == visit}
         forward = sum(operations[number].seconds for number in left)
         backward = self.graph.backward_seconds.get(visit, 0.0)
+        launch = launch_seconds / len(left) if left else 0.0
         operators = []
 
         def add(name: str, made_by: set[int], item: Saved | None) -> None:
@@ -251,6 +337,9 @@ class Profiler:
                     in_forward.get((visit, item.buffer), 0) if item is not None else 0,
                     when_wanted.get(item.buffer, 0) if item is not None else 0,
                     in_backward.get((visit, item.buffer), 0) if item is not None else 0,
+                    len(made_by & left),
+                    len(made_by) if again else 0,
+                    launch * len(made_by & left),
                 )
             )
             left.difference_update(made_by)

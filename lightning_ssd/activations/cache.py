@@ -57,7 +57,7 @@ class CacheStats:
     Attributes:
         micro_batches: micro-batches begun.
         seconds: that forward and backward took, on the device's clock.
-        saved: bytes of the storages that were large enough to offload.
+        saved: bytes of the storages that were large enough to offload, unless all were to stay.
         stored: of those, bytes that a tier began to store.
         forwarded: stored bytes that backward wanted while they were still on the device.
         loaded: bytes brought back.
@@ -206,6 +206,9 @@ class TensorCache:
         storage = tensor.untyped_storage()
         if (fetch := fetch_of(storage)) is not None:
             return _keep(tensor, fetch)
+        nbytes = storage.nbytes()
+        if nbytes < self.min_bytes or self.placement.keeps(nbytes):
+            return _keep(tensor)
         if (
             tensor.device != self.device
             or type(tensor) not in (Tensor, nn.Parameter)
@@ -217,8 +220,7 @@ class TensorCache:
             or torch._C._current_graph_task_id() != -1  # recomputed, or made by a double backward: wanted at once
         ):
             return _keep(tensor)
-        nbytes = storage.nbytes()
-        if nbytes < self.min_bytes or is_weight(tensor, storage):
+        if is_weight(tensor, storage):
             return _keep(tensor)
         with self._turn:
             recomputed = recomputed_of(tensor, storage)
@@ -357,7 +359,8 @@ class TensorCache:
             if fetch is not None:
                 with self._turn:
                     fetch()
-            check_version(tensor, version, tensor.dtype, tensor.size())
+            if tensor._version != version:
+                check_version(tensor, version, tensor.dtype, tensor.size())
             return tensor
         if self._closed:
             raise RuntimeError(

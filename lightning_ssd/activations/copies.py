@@ -275,7 +275,8 @@ def make_copies(device: torch.device) -> Copies:
     if device.type == "cpu":
         return CPUCopies(device)
     if device.type == "cuda":
-        return CUDACopies(device)
+        # Threads of its own would have another current device.
+        return CUDACopies(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
     raise ValueError(
         f"activations can be offloaded from CPU and CUDA devices, not from {device}. "
         "Set `accelerator='gpu'` (CUDA) or `accelerator='cpu'`, or use another strategy."

@@ -32,6 +32,10 @@ class Placement(ABC):
     def place(self, nbytes: int) -> Sequence[TierName]:
         """Returns the tiers to try, in this order, for the next storage; none: it stays on the device."""
 
+    def keeps(self, nbytes: int) -> bool:
+        """Whether the next storage stays on the device whatever it is: nothing has to be known of it then."""
+        return False
+
     def observe(self, profile: MicroBatchProfile) -> None:
         """Hears what a micro-batch took, some micro-batches later."""
         return None
@@ -85,11 +89,14 @@ class SendIfShort(Placement):
         self._saved = self.ASKED_EVERY
         self._short = False
 
-    def place(self, nbytes: int) -> Sequence[TierName]:
+    def keeps(self, nbytes: int) -> bool:
         self._saved += nbytes
         if self._saved >= self.ASKED_EVERY and not self._short:
             self._saved = 0
             self._short = self._is_short()
+        return not self._short
+
+    def place(self, nbytes: int) -> Sequence[TierName]:
         return self._tiers if self._short else ()
 
 

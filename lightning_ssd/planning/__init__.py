@@ -1,7 +1,7 @@
 """Numbers in, plan out: pure Python, no torch."""
 
 from lightning_ssd.planning.endurance import DRIVES, Drive, endurance_bytes, large_write_endurance
-from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.hardware import HardwareProfile, LaunchCosts
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.placement import Settled, plan_with_coefficient, unplanned
 from lightning_ssd.planning.plan import Choice, Plan, UnitPlan
@@ -18,6 +18,7 @@ __all__ = [
     "Choice",
     "Drive",
     "HardwareProfile",
+    "LaunchCosts",
     "ModelProfile",
     "OperatorProfile",
     "Plan",

@@ -3,8 +3,44 @@
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from lightning_ssd.planning.record import check_not_negative, check_positive, from_mapping, load_json, save_json
+from lightning_ssd.planning.record import (
+    as_mapping,
+    check_not_negative,
+    check_positive,
+    from_mapping,
+    load_json,
+    save_json,
+)
 from lightning_ssd.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class LaunchCosts:
+    """What a plan costs the host's thread that gives the GPU its work, in seconds.
+
+    Attributes:
+        follow: of each operation of a forward under a plan.
+        save: of each tensor that such a forward saves.
+        note: of each operation that is to run again in backward: what it needs is noted in forward.
+        repeat: of each, when it does.
+        send: of each tensor that leaves.
+        fetch: of each, when it comes back.
+    """
+
+    follow: float = 0.0
+    save: float = 0.0
+    note: float = 0.0
+    repeat: float = 0.0
+    send: float = 0.0
+    fetch: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_not_negative(f"launch.{field.name}", getattr(self, field.name))
+
+    def times(self, factor: float) -> "LaunchCosts":
+        """Returns the costs on a host that takes `factor` times as long."""
+        return LaunchCosts(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -27,6 +63,7 @@ class HardwareProfile:
         host_bytes: bytes of host memory for us.
         ssd_bytes: bytes on SSDs for us.
         ssd_bytes_per_day: bytes that may be written to SSDs in a day of training; None: as many as it takes.
+        launch: what plans cost the host's thread that gives the GPU its work; nothing where that is not known.
     """
 
     name: str
@@ -44,6 +81,7 @@ class HardwareProfile:
     host_bytes: int
     ssd_bytes: int
     ssd_bytes_per_day: float | None = None
+    launch: LaunchCosts = LaunchCosts()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -52,7 +90,7 @@ class HardwareProfile:
                     check_not_negative(field.name, self.ssd_bytes_per_day)
             elif field.name in ("host_bytes", "ssd_bytes"):
                 check_not_negative(field.name, getattr(self, field.name))
-            elif field.name != "name":
+            elif field.name not in ("name", "launch"):
                 check_positive(field.name, getattr(self, field.name))
         for alone, both in (("copy_out", "copy_out_both"), ("copy_in", "copy_in_both")):
             if getattr(self, both) > getattr(self, alone):
@@ -91,7 +129,10 @@ class HardwareProfile:
         Raises:
             ValueError: the file is wrong; the message names the field.
         """
-        return from_mapping(cls, load_json(path), f"the hardware profile {path}")
+        where = f"the hardware profile {path}"
+        machine = dict(as_mapping(load_json(path), where))
+        machine["launch"] = from_mapping(LaunchCosts, machine.get("launch", {}), f"`launch` of {where}")
+        return from_mapping(cls, machine, where)
 
     def describe(self) -> str:
         """Returns the profile for a person to read."""
@@ -105,5 +146,9 @@ class HardwareProfile:
                 f"  SSD     read {self.ssd_read / 1e9:.1f} GB/s, write {self.ssd_write / 1e9:.1f} GB/s, mixed "
                 f"{self.ssd_mixed / 1e9:.1f} GB/s, {format_bytes(self.ssd_bytes)}",
                 f"  CPU     {self.cpu_step_rate / 1e9:.2f} G parameters/s, {format_bytes(self.host_bytes)}",
+                f"  launch  {1e6 * self.launch.follow:.0f} us an operation under a plan, "
+                f"{1e6 * self.launch.save:.0f} us a tensor saved; "
+                f"{1e6 * (self.launch.note + self.launch.repeat):.0f} us more where it is computed again, "
+                f"{1e6 * (self.launch.send + self.launch.fetch):.0f} us more where it leaves",
             ]
         )

@@ -34,6 +34,9 @@ class OperatorProfile:
             until the next operator has.
         wanted_bytes: on the GPU, beside gradients of weights, too, when backward first wants what it saved.
         backward_bytes: most of them from then until backward wants what another one saved.
+        operations: of the forward, as the GPU is given them.
+        again_operations: of them and of earlier ones, that run again when the saved tensors are computed again.
+        launch_seconds: of the host's thread that gives the GPU its work, for the forward.
     """
 
     name: str
@@ -47,10 +50,14 @@ class OperatorProfile:
     forward_bytes: int = 0
     wanted_bytes: int = 0
     backward_bytes: int = 0
+    operations: int = 0
+    again_operations: int = 0
+    launch_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("forward_seconds", "backward_seconds", "flops", "saved_bytes", "recompute_bytes", "forward_bytes",
-                      "wanted_bytes", "backward_bytes"):  # fmt: skip
+                      "wanted_bytes", "backward_bytes", "operations", "again_operations",
+                      "launch_seconds"):  # fmt: skip
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
         if self.recompute_seconds is not None:
             check_not_negative(f"{self.name}.recompute_seconds", self.recompute_seconds)
@@ -135,6 +142,10 @@ class ModelProfile:
             on the GPU, and the GPU's waiting for the next batch. None: calculated from the bytes that are stepped.
         other_gpu_bytes: on the GPU at the peak, as measured, beside what this profile accounts for.
         between_gpu_bytes: on the GPU between backward and forward only, as measured: what steps are made with.
+        weight_room_bytes: of the GPU, that weights which come and go keep, used or not, as far as there are so many.
+            None: they are there around their use.
+        waits: the host's thread that gives the GPU its work waits for it in every step, as where a loss is shown; else
+            it is ahead by as much as it can.
     """
 
     name: str
@@ -146,11 +157,14 @@ class ModelProfile:
     between_seconds: float | None = None
     other_gpu_bytes: int = 0
     between_gpu_bytes: int = 0
+    weight_room_bytes: int | None = None
+    waits: bool = True
 
     def __post_init__(self) -> None:
         for field in ("micro_batches", "samples", "tokens"):
             check_positive(field, getattr(self, field))
         check_not_negative("between_seconds", self.between_seconds or 0.0)
+        check_not_negative("weight_room_bytes", self.weight_room_bytes or 0)
         if not self.units:
             raise ValueError("`units` is empty. Give at least one unit.")
         _check_unique("`units`", [unit.name for unit in self.units])
@@ -192,6 +206,15 @@ class ModelProfile:
         """Returns the profile with everything on the GPU taking `factor` times as long."""
         between = None if self.between_seconds is None else factor * self.between_seconds
         return replace(self._scaled(factor, 1.0), between_seconds=between)
+
+    def with_launches(self, factor: float) -> "ModelProfile":
+        """Returns the profile with the host taking `factor` times as long to give the GPU its work."""
+
+        def scale(operator: OperatorProfile) -> OperatorProfile:
+            return replace(operator, launch_seconds=factor * operator.launch_seconds)
+
+        units = (replace(unit, operators=tuple(scale(operator) for operator in unit.operators)) for unit in self.units)
+        return replace(self, units=tuple(units))
 
     def _scaled(self, time: float, size: float) -> "ModelProfile":
         """Returns the profile with forwards and backwards of `time` times the seconds and `size` times the bytes."""

@@ -98,7 +98,8 @@ def correct(
 ) -> tuple[ModelProfile, HardwareProfile] | None:
     """Returns the profiles under which `plan` takes as long as it was measured to take.
 
-    What bounds the step is faster or slower than it was measured to be alone: the GPU, the link, the SSDs or the CPU.
+    What bounds the step is faster or slower than it was measured to be alone: the GPU, the link, the SSDs, the CPU, or
+    the host's thread that gives the GPU its work.
 
     Args:
         model: as profiled.
@@ -131,5 +132,7 @@ def _slow_down(
             return model, replace(hardware, cpu_step_rate=hardware.cpu_step_rate / factor)
         case "ssd":
             return model, hardware.with_ssds(1 / factor)
+        case "launch":
+            return model.with_launches(factor), replace(hardware, launch=hardware.launch.times(factor))
         case _:
             return model, hardware.with_link(1 / factor)

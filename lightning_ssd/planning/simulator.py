@@ -43,6 +43,9 @@ LATE = 0.03
 PIECES = 192
 """Transfers to the GPU that a backward has at most, unless it has more stages."""
 
+BACKWARD_LAUNCH = 0.5
+"""What the host takes to give the GPU a backward, of what it took for the forward: autograd is no Python."""
+
 STATES = ("compute weights", "optimizer states", "gradients")
 
 JOBS_AHEAD = 3
@@ -55,7 +58,8 @@ class Prediction:
 
     Attributes:
         step_seconds: of a step in the steady state.
-        busy_seconds: of a step, by resource: "compute", "copy_in", "copy_out", "ssd" and "cpu".
+        busy_seconds: of a step, by resource: "compute", "copy_in", "copy_out", "ssd", "cpu" and "launch", the host's
+            thread that gives the GPU its work.
         stall_seconds: of a step in which the GPU computes nothing.
         gpu_peak_bytes: of GPU memory.
         host_peak_bytes: of host memory.
@@ -112,6 +116,11 @@ class Stage:
         brought: bytes that its backward computes again: what it wants, and what that is made of.
         again: seconds of recomputation.
         working: bytes on the GPU during its backward only.
+        launch: seconds of the host, to give the GPU its forward, without what a plan adds.
+        operations: of its forward.
+        again_operations: that run again in its backward.
+        tensors: that it saves.
+        sent: of them, that leave.
     """
 
     unit: int
@@ -128,6 +137,11 @@ class Stage:
     brought: int
     again: float
     working: int
+    launch: float
+    operations: int
+    again_operations: int
+    tensors: int
+    sent: int
 
 
 def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
@@ -169,12 +183,15 @@ def _stage(index: int, profile: UnitProfile, unit: UnitPlan, brought: Sequence[i
     operators, choices = profile.operators, unit.operators
     first, last = start == 0, stop == len(operators)
     forward = backward = again = 0.0
-    saved = swapped = to_ssd = recomputed = largest = 0
-    if first:
+    launch = 0.0
+    saved = swapped = to_ssd = recomputed = largest = operations = again_operations = tensors = sent = 0
+    if first and profile.input_bytes:
         saved = profile.input_bytes
+        tensors = 1
         if unit.input != "keep":
             swapped = largest = profile.input_bytes
             to_ssd = swapped if unit.input == "ssd" else 0
+            sent = 1
     peak = saved + (profile.forward_bytes if first else 0)
     working = profile.backward_bytes if first or last else 0
     # What isn't saved is released when the next operator has used it.
@@ -182,18 +199,23 @@ def _stage(index: int, profile: UnitProfile, unit: UnitPlan, brought: Sequence[i
     for operator in operators[start:stop]:
         forward += operator.forward_seconds
         backward += operator.backward_seconds
+        launch += operator.launch_seconds
+        operations += operator.operations
         nbytes = operator.saved_bytes
+        tensors += nbytes > 0
         dropped = _dropped(operator, unit)
         needed = operator.wanted_bytes
         if dropped:
             recomputed += dropped
             needed += operator.recompute_bytes
             again += operator.recompute_seconds or 0.0
+            again_operations += operator.again_operations
         elif nbytes:
             saved += nbytes
             choice = choices[operator.name]
             if choice != "keep":
                 swapped += nbytes
+                sent += 1
                 largest = max(largest, nbytes)
                 to_ssd += nbytes if choice == "ssd" else 0
         peak = max(peak, saved + before + dropped + operator.forward_bytes)
@@ -214,6 +236,11 @@ def _stage(index: int, profile: UnitProfile, unit: UnitPlan, brought: Sequence[i
         sum(brought[start:stop]),
         again,
         working,
+        launch,
+        operations,
+        again_operations,
+        tensors,
+        sent,
     )
 
 
@@ -231,12 +258,14 @@ def count_steps(model: ModelProfile, plan: Plan) -> int:
 def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
     """Returns what `plan` would take on `hardware`.
 
-    Weights come in before a unit's forward and backward, from SSDs through host memory. Swapped tensors leave after
+    Weights come in before a unit's forward and backward, from SSDs through host memory, and stay in between where there
+    is room for them. Swapped tensors leave after
     their stage's forward and come back, in the order in which backward wants them, as far ahead as the window reaches.
     Gradients leave when a unit's backward ends; then its optimizer job reads states, steps on the CPU and writes them
     back, and the next step's forward of the unit waits for that job only. Where the window or the staging memory is
-    full, compute and copies wait. Not simulated: kernel launches, adding up gradients of several micro-batches on the
-    CPU, and speculative steps that have to be made again.
+    full, compute and copies wait. The GPU computes nothing that the host's thread has not given it, with what the plan
+    adds to that. Not simulated: adding up gradients of several micro-batches on the CPU, and speculative steps that
+    have to be made again.
 
     Raises:
         ValueError: the plan is not one for the model.
@@ -367,9 +396,18 @@ class _Builder:
         # Tensors come in one by one; where there are many stages, one for all will do.
         self._most_pieces = max(1, PIECES // len(self.stages))
         self._jobs: list[Task] = []  # the last task of each job that passes through staging memory
+        self._over_turn = _over_turn(model, plan)
+        self._launch = hardware.launch
+        self._followed = any(stage.sent or stage.recomputed for stage in self.stages)
+        self.launched = 0.0
+        """Seconds of the host, in the last step, to give the GPU its work."""
+        self.launches: list[tuple[Task, float]] = []
+        """Of the last step, what computes, and the seconds until all of it is given."""
 
     def add_step(self, step: int) -> Task:
         """Adds a step; returns its last compute task."""
+        self.launched = 0.0
+        self.launches.clear()
         for micro_batch in range(self.model.micro_batches):
             stored = [self._add_forward(step, index) for index in range(len(self.stages))]
             turn = self._compute
@@ -393,15 +431,28 @@ class _Builder:
         self._compute = self._task(COMPUTE, seconds, step, self._compute, *after)
         return self._compute
 
-    def _add_fetch(self, step: int, nbytes: int, from_ssd: int, *after: Task | None) -> Task:
-        """Adds what brings `nbytes` to the GPU, `from_ssd` of them from SSDs; the caller says when they have left."""
+    def _give(self, compute: Task, seconds: float) -> None:
+        """Says that the host takes so long to give the GPU this work."""
+        self.launched += seconds
+        self.launches.append((compute, self.launched))
+
+    def _add_fetch(self, step: int, nbytes: int, from_ssd: int, taken: int, *after: Task | None) -> Task:
+        """Adds what brings `nbytes` to the GPU; the caller says when they have left.
+
+        Args:
+            step: index of the step.
+            nbytes: in all.
+            from_ssd: of them, from SSDs.
+            taken: GPU memory for them.
+            after: what has to end before.
+        """
         room = self._incoming.enter(nbytes)
         read = None
         if from_ssd:
             read = self._task(SSD, from_ssd, step, *self._read_ahead.enter(from_ssd), *after, priority=URGENT)
             read.host = (from_ssd, 0)
         copy = self._task(COPY_IN, nbytes, step, *room, read, *(() if read else after))
-        copy.gpu = (nbytes, 0)
+        copy.gpu = (taken, 0)
         copy.host = (0, from_ssd)
         if from_ssd:
             self._read_ahead.leave_with(from_ssd, copy)
@@ -416,6 +467,10 @@ class _Builder:
         where, nbytes = self.units[index].weights, self.model.units[index].weight_bytes
         return (0 if where == "gpu" else nbytes), (nbytes if where == "ssd" else 0)
 
+    def _taken(self, weights: int) -> int:
+        """Returns the GPU memory that weights take which come in: none where they have room of their own."""
+        return weights if self.model.weight_room_bytes is None else 0
+
     def _add_forward(self, step: int, index: int) -> Task | None:
         """Adds a stage's forward; returns the task that ends when what it swaps is where it goes."""
         stage = self.stages[index]
@@ -424,16 +479,20 @@ class _Builder:
         fetched = None
         before = self._compute
         if weights:
-            fetched = self._add_fetch(step, weights, from_ssd, updated)
+            fetched = self._add_fetch(step, weights, from_ssd, self._taken(weights), updated)
             updated = None
         room = self._outgoing.enter(0) if stage.swapped else []
         compute = self._add_compute(
             step, stage.forward + self._shared(weights + stage.swapped), fetched, updated, *room
         )
+        launch = self._launch
+        added = launch.follow * stage.operations + launch.save * stage.tensors if self._followed else 0.0
+        added += launch.note * stage.again_operations + launch.send * stage.sent
+        self._give(compute, stage.launch + added)
         if weights:
             # Its room is free for others once the unit is in use: when the one before has ended.
             self._incoming.leave_with(weights, before or compute)
-        released = self._weights(stage.unit)[0] if stage.last else 0
+        released = self._taken(self._weights(stage.unit)[0]) if stage.last else 0
         compute.gpu = (stage.saved + stage.passing, stage.passing + released)
         if index in self._forwarded:  # copied for nothing; what would go on to SSDs is cancelled
             copy = self._task(COPY_OUT, stage.swapped, step, compute)
@@ -474,7 +533,7 @@ class _Builder:
         """
         stage = self.stages[index]
         profile, unit = self.model.units[stage.unit], stage.unit
-        weights, from_ssd = self._weights(unit) if stage.last else (0, 0)
+        weights, from_ssd = self._weights(unit) if stage.last and unit not in self._over_turn else (0, 0)
         before = self._compute
         assert before is not None
         swapped = 0 if index in self._forwarded else stage.swapped
@@ -483,11 +542,11 @@ class _Builder:
         fetched = None
         count = min(self._most_pieces, ceil(swapped / stage.largest)) if swapped else 1
         for piece in range(count if nbytes else 0):
-            here, there, landed, deleted = (
+            here, there, landed, deleted, taken = (
                 total * (piece + 1) // count - total * piece // count
-                for total in (nbytes, read, from_ssd + swapped, to_ssd)
+                for total in (nbytes, read, from_ssd + swapped, to_ssd, self._taken(weights) + swapped)
             )
-            fetched = self._add_fetch(step, here, there, stored, turn if swapped else None)
+            fetched = self._add_fetch(step, here, there, taken, stored, turn if swapped else None)
             fetched.host = (0, landed)
             fetched.ssd = -deleted
             self._incoming.leave_with(here, before)
@@ -496,7 +555,9 @@ class _Builder:
         room = self._outgoing.enter(gradient) if gradient and stage.first else []
         seconds = stage.backward + stage.again + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, fetched, *room)
-        released = self._weights(unit)[0] if stage.first else 0
+        added = self._launch.repeat * stage.again_operations + self._launch.fetch * stage.sent
+        self._give(compute, BACKWARD_LAUNCH * stage.launch + added)
+        released = self._taken(self._weights(unit)[0]) if stage.first else 0
         taken = stage.brought + stage.working + (gradient if stage.first else 0)
         if first and index == len(self.stages) - 1:
             taken -= sum(self._kept_gradients)
@@ -572,9 +633,12 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
                     written += task.amount
                 else:
                     read += task.amount
+    busy["launch"] = builder.launched
     gpu, host, ssd = _resident_bytes(model, plan)
+    # Where the host waits for the end of a step, all is late by the most that anything is given too late.
+    late = max(given - (task.end - begin) for task, given in builder.launches) if model.waits else 0.0
     # The steps simulated may run ahead of what a resource has yet to do. In the long run they can't.
-    seconds = max(end - begin, *busy.values())
+    seconds = max(end - begin + max(0.0, late), *busy.values())
     first = max(index for index, sample in enumerate(memory.samples) if sample[0] <= begin)
     samples = tuple(
         (max(0.0, now - begin), gpu + on_gpu, host + in_host, ssd + on_ssd)
@@ -617,7 +681,29 @@ def _resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
         unit = plan.units[profile.name]
         if unit.states == "ssd":
             passing.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
+    gpu += min(model.weight_room_bytes or 0, sum(nbytes for _, nbytes in _streamed(model, plan)))
     return gpu, host + sum(sorted(passing, reverse=True)[:JOBS_AHEAD]), ssd
+
+
+def _streamed(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
+    """Returns index and bytes of the units whose weights come and go."""
+    return [
+        (index, unit.weight_bytes)
+        for index, unit in enumerate(model.units)
+        if plan.units[unit.name].weights != "gpu" and unit.weight_bytes
+    ]
+
+
+def _over_turn(model: ModelProfile, plan: Plan) -> set[int]:
+    """Returns the units whose weights stay from forward to backward: the last ones that have room."""
+    room = model.weight_room_bytes or 0
+    stay = set()
+    for index, nbytes in reversed(_streamed(model, plan)):
+        room -= nbytes
+        if room < 0:
+            break
+        stay.add(index)
+    return stay
 
 
 def replay(

@@ -135,6 +135,7 @@ class ModelStates:
         self._overlap = overlap
         self._hold = hold
         self._clip_value = None if hold else clip_value
+        self.weight_room_bytes = budget
         self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
         self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda", memory=landing) for flat in rules}

@@ -65,8 +65,10 @@ def test_what_is_beyond_the_memory_goes_out() -> None:
     answers = iter((False, False, True, False))
     placement = SendIfShort(("host", "ssd"), lambda: next(answers))
     placement.begin(0)
-    assert [bool(placement.place(half)) for _ in range(6)] == [False] * 4 + [True] * 2
+    assert [placement.keeps(half) for _ in range(6)] == [True] * 4 + [False] * 2
+    assert placement.place(half) == ("host", "ssd")
     placement.begin(0)
+    assert placement.keeps(half)
     assert placement.place(half) == ()
 
 

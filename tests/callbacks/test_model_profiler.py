@@ -40,7 +40,8 @@ def test_a_profile_is_what_the_model_does(tmp_path: Path, states: Any, accumulat
     profile = ModelProfile.from_json(tmp_path / "profile.json")
     assert profile.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (profile.micro_batches, profile.samples, profile.tokens) == (accumulate, 4, 4 * 9)
-    assert profile.clip_norm
+    assert profile.clip_norm and profile.waits  # on a CPU
+    assert profile.weight_room_bytes == (None if states == "gpu" else 1)
     names = [unit.name for unit in profile.units]
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed (2)"]  # the head's weight is tied
     assert profile.saved_bytes == pytest.approx(saved.nbytes)
@@ -53,6 +54,8 @@ def test_a_profile_is_what_the_model_does(tmp_path: Path, states: Any, accumulat
         up, rest = operators["up:addmm"], operators["rest"]  # of `down` nothing is saved
         assert up.forward_seconds > 0 and up.backward_seconds > 0 and up.recompute_seconds == up.forward_seconds
         assert up.flops == rest.flops == 2 * 4 * 8 * 16 * 64
+        assert up.launch_seconds > 0
+        assert up.operations == up.again_operations == 1
         assert operators["norm:native_layer_norm"].flops == 0
 
 

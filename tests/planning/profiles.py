@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import HardwareProfile, ModelProfile, OperatorProfile, UnitProfile
+from lightning_ssd.planning import HardwareProfile, LaunchCosts, ModelProfile, OperatorProfile, UnitProfile
 
 GB, GIB = 10**9, 2**30
 
@@ -69,6 +69,9 @@ def operators(draw: st.DrawFn, name: str) -> OperatorProfile:
         draw(st.one_of(st.just(0), st.integers(1, GB))),
         (f"{name}.output",),
         draw(st.one_of(st.none(), st.just(forward))),
+        operations=draw(st.integers(1, 9)),
+        again_operations=draw(st.integers(1, 9)),
+        launch_seconds=draw(st.floats(0, 1e-3)),
     )
 
 
@@ -91,7 +94,9 @@ def models(draw: st.DrawFn, most_units: int = 5) -> ModelProfile:
                 12 * parameters,
             )
         )
-    return ModelProfile("any", tuple(units), draw(st.integers(1, 3)), 4, 4096, draw(st.booleans()))
+    return ModelProfile(
+        "any", tuple(units), draw(st.integers(1, 3)), 4, 4096, draw(st.booleans()), waits=draw(st.booleans())
+    )
 
 
 @st.composite
@@ -114,4 +119,5 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         draw(st.integers(GB, 100 * GB)),
         draw(st.integers(0, 200 * GB)),
         draw(st.integers(0, 1000 * GB)),
+        launch=LaunchCosts(*(draw(st.floats(0, 1e-4)) for _ in range(6))),
     )

@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_ssd.planning import (
     PLANNERS,
     HardwareProfile,
+    LaunchCosts,
     ModelProfile,
     Plan,
     Settled,
     UnitPlan,
+    correct,
     make_plan,
     plan_for_least_memory,
     plan_with_coefficient,
@@ -173,6 +176,34 @@ def test_least_memory() -> None:
     assert fastest.gpu_peak_bytes == 40 * GB
     assert least.gpu_peak_bytes < 20 * GB
     assert least.step_seconds <= 1.02 * fastest.step_seconds
+
+
+def test_a_host_that_is_busy_gets_no_more_to_do() -> None:
+    """Where launches bound the step, less memory would take longer: all stays, unless it has no room."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
+    units = (
+        replace(unit, operators=(replace(unit.operators[0], launch_seconds=2.0, operations=9, again_operations=9),))
+        for unit in model.units
+    )
+    model = replace(model, units=tuple(units))
+    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, launch=LaunchCosts(0.1, 0.1, 0.1, 0.1, 0.1, 0.1))
+    least = plan_for_least_memory(model, machine, settled=settled)
+    assert simulate(model, machine, least).gpu_peak_bytes == 40 * GB
+    assert simulate(model, H100, plan_for_least_memory(model, H100, settled=settled)).gpu_peak_bytes < 20 * GB
+    small = replace(machine, gpu_bytes=20 * GB)
+    assert simulate(model, small, make_plan(model, small, settled=settled)).excess_bytes(small) == 0
+
+
+@given(models(), machines(), st.floats(0.7, 1.4))
+@settings(max_examples=30, deadline=None)
+def test_what_bounds_the_step_is_corrected(model: ModelProfile, machine: HardwareProfile, factor: float) -> None:
+    """What comes of it is a step of the time that was measured; where that is not found, nothing is changed."""
+    plan = make_plan(model, machine)
+    seconds = factor * simulate(model, machine, plan).step_seconds
+    corrected = correct(model, machine, plan, seconds)
+    if corrected is not None:
+        assert simulate(*corrected, plan).step_seconds == pytest.approx(seconds, rel=0.006)
 
 
 def test_settled_states_stay() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_ssd.planning import (
     HardwareProfile,
+    LaunchCosts,
     ModelProfile,
     OperatorProfile,
     Plan,
@@ -103,6 +104,64 @@ def test_recomputation_takes_time_and_no_memory() -> None:
     prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "recompute"))
     assert prediction.step_seconds == pytest.approx(4 * 4)
     assert prediction.gpu_peak_bytes == 4 * 2 + 10
+
+
+def with_launches(model: ModelProfile, seconds: float, **fields: Any) -> ModelProfile:
+    """Returns a model whose forward takes the host so long, unit by unit, in two operations each."""
+    units = [
+        replace(unit, operators=(replace(unit.operators[0], launch_seconds=seconds, operations=2, again_operations=2),))
+        for unit in model.units
+    ]
+    return replace(model, units=tuple(units), **fields)
+
+
+@pytest.mark.parametrize(
+    ("forward", "waits", "seconds"),
+    [
+        (1.0, True, 4 * 3),  # each unit is given when the one before is computed
+        (1.5, True, 4 * 3 + 4 * 0.5),  # all of forward is late; backward is given in time
+        (1.5, False, 4 * 3),  # the host was ahead
+        (4.0, True, 4 * 6),  # 4 s for each forward, 2 s for each backward
+        (4.0, False, 4 * 6),
+    ],
+)
+def test_the_gpu_computes_what_it_is_given(forward: float, waits: bool, seconds: float) -> None:
+    """Where the host waits for every step, a forward that it gives late is late; else its work has to fit in a step."""
+    model = with_launches(make_model(4, parameters=0), forward, waits=waits)
+    prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "keep"))
+    assert prediction.step_seconds == pytest.approx(seconds)
+    assert prediction.busy_seconds["launch"] == pytest.approx(4 * 1.5 * forward)
+    assert prediction.bound == ("launch" if forward == 4 else "compute")
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        # Of four units: two operations that are followed, two tensors that are saved.
+        ("keep", 0),
+        ("recompute", 4 * (2 * 1 + 2 * 10 + 2 * (100 + 1000))),
+        ("host", 4 * (2 * 1 + 2 * 10 + 1e4 + 1e5)),
+    ],
+)
+def test_plans_take_the_host_time(work: str, seconds: float) -> None:
+    model = with_launches(make_model(4, parameters=0), 0.0)
+    machine = replace(FAST, launch=LaunchCosts(1, 10, 100, 1000, 1e4, 1e5))
+    prediction = simulate(model, machine, plan_of(model, "gpu", "gpu", "keep", work))
+    assert prediction.busy_seconds["launch"] == pytest.approx(seconds)
+
+
+def test_weights_stay_where_they_have_room() -> None:
+    """They take it all the time, and of those that had it last, backward fetches none again."""
+    model = make_model(4, saved=0, inputs=0)  # weights of 200 bytes each
+    plan = replace(plan_of(model, "host", "host", "keep", "keep"), window_bytes=0)
+    peaks, fetched = [], []
+    for room in (None, 0, 450, 10**6):
+        prediction = simulate(replace(model, weight_room_bytes=room), UNIT, plan)
+        peaks.append(prediction.gpu_peak_bytes)
+        fetched.append(prediction.busy_seconds["copy_in"])
+    assert peaks[1] < peaks[0]
+    assert [peaks[2] - peaks[1], peaks[3] - peaks[1]] == [450, 4 * 200]
+    assert fetched == pytest.approx([8 * 200, 8 * 200, 6 * 200, 4 * 200])
 
 
 def test_fast_transfers_are_hidden() -> None:
@@ -209,6 +268,7 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
                         forward_seconds=item.forward_seconds / factor,
                         backward_seconds=item.backward_seconds / factor,
                         recompute_seconds=None if item.recompute_seconds is None else item.recompute_seconds / factor,
+                        launch_seconds=item.launch_seconds / factor,
                     )
                     for item in unit.operators
                 ),
@@ -216,7 +276,8 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
             for unit in model.units
         ),
     )
-    before, after = simulate(model, machine, plan), simulate(faster, replace(machine, **rates), plan)
+    other = replace(machine, launch=machine.launch.times(1 / factor), **rates)
+    before, after = simulate(model, machine, plan), simulate(faster, other, plan)
     assert after.step_seconds == pytest.approx(before.step_seconds / factor, rel=1e-6)
 
 

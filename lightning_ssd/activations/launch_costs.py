@@ -1,0 +1,148 @@
+"""What following a plan costs the host: forwards and backwards of a small transformer, with and without one."""
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_ssd.activations.cache import TensorCache
+from lightning_ssd.activations.copies import make_copies
+from lightning_ssd.activations.director import Director, make_program
+from lightning_ssd.activations.graph import Saved
+from lightning_ssd.activations.host import HostTier
+from lightning_ssd.activations.placement import KeepAll
+from lightning_ssd.activations.recorder import Recorder
+from lightning_ssd.planning import Choice, LaunchCosts
+from lightning_ssd.storage import PinnedPool
+
+BLOCKS, HEADS, HIDDEN, TOKENS = 4, 2, 16, 4
+"""Of the transformer: the host takes longer than the device."""
+
+HOST_BYTES = 2**21
+"""Where its activations go."""
+
+REPEATS = 9
+
+
+@functools.cache
+def measure_launches(device: torch.device) -> LaunchCosts:
+    """Returns what following a plan costs the host, by following some on `device`; measured once."""
+    states = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(states), torch.inference_mode(False), torch.enable_grad():
+        costs = _Costs(device)
+        try:
+            return costs.measure()
+        finally:
+            costs.close()
+
+
+class _Block(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
+        self.attend = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.project = nn.Linear(HIDDEN, HIDDEN)
+        self.widen = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.narrow = nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, value: Tensor) -> Tensor:
+        query, key, values = (
+            part.view(1, TOKENS, HEADS, -1).transpose(1, 2)
+            for part in self.attend(self.norms[0](value)).split(HIDDEN, dim=2)
+        )
+        attended = torch.softmax(query @ key.transpose(2, 3), dim=3) @ values
+        value = value + self.project(attended.transpose(1, 2).reshape(1, TOKENS, HIDDEN))
+        wide: Tensor = functional.gelu(self.widen(self.norms[1](value)), approximate="tanh")
+        narrow: Tensor = self.narrow(wide)
+        return value + narrow
+
+
+class _Spent(NamedTuple):
+    """Seconds of a forward and a backward."""
+
+    forward: float
+    backward: float
+
+
+class _Costs:
+    """The transformer, and a tensor cache for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
+        self._value = torch.zeros(1, TOKENS, HIDDEN, device=device, requires_grad=True)
+        copies = make_copies(device)
+        pool = PinnedPool(HOST_BYTES, pin=device.type == "cuda")
+        self._cache = TensorCache(copies, {"host": HostTier(pool, copies)}, KeepAll(), min_bytes=1)
+        self._director = Director([[self._model]], device, self._cache.pack, self._cache.unpack)
+
+    def close(self) -> None:
+        self._director.close()
+        self._cache.close()
+
+    def measure(self) -> LaunchCosts:
+        recorder = Recorder([[self._model]], self._device)
+        self._cache.forward_mode, self._cache.observer = recorder, recorder.saved
+        self._once(self._cache.hooks)
+        recorder.close()
+        self._cache.observer = None
+        self._cache.forward_mode = self._director
+        graph = recorder.graph
+        saved = graph.saved(self._cache.min_bytes)
+
+        def run(choice: Choice, items: Sequence[Saved]) -> _Spent:
+            choices: Mapping[int, Choice] = {item.buffer: choice if item in items else "keep" for item in saved}
+            chains = {item.buffer: item.chain for item in items} if choice == "recompute" else {}
+            self._director.program = make_program(graph, choices, chains)
+            return self._run(self._cache.hooks)
+
+        again = [item for item in saved if item.again]
+        repeated = {index for item in again for index in item.chain}
+        alone = self._run(contextlib.nullcontext)
+        kept, dropped, sent = run("keep", []), run("recompute", again), run("host", saved)
+        followed = self._run(lambda: self._director)
+        return LaunchCosts(
+            follow=_share(followed.forward - alone.forward, len(graph.operations)),
+            save=_share(sum(kept) - followed.forward - alone.backward, len(saved)),
+            note=_share(dropped.forward - kept.forward, len(repeated)),
+            repeat=_share(dropped.backward - kept.backward, len(repeated)),
+            send=_share(sent.forward - kept.forward, len(saved)),
+            fetch=_share(sent.backward - kept.backward, len(saved)),
+        )
+
+    def _run(self, following: Callable[[], AbstractContextManager[object]]) -> _Spent:
+        """Returns what a forward takes that runs in what `following` returns, and its backward."""
+        spent = [self._once(following) for _ in range(REPEATS)]
+        return _Spent(*(statistics.median(seconds) for seconds in zip(*spent, strict=True)))
+
+    def _once(self, following: Callable[[], AbstractContextManager[object]]) -> _Spent:
+        self._cache.begin_micro_batch()
+        self._synchronize()
+        begin = time.perf_counter()
+        with following():
+            result = self._model(self._value)
+        turned = time.perf_counter()
+        self._synchronize()
+        turned_back = time.perf_counter()
+        result.backward(self._value.detach())
+        end = time.perf_counter()
+        self._cache.end_backward()
+        self._synchronize()
+        return _Spent(turned - begin, end - turned_back)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _share(seconds: float, count: int) -> float:
+    return max(0.0, seconds) / count if count else 0.0

@@ -1,0 +1,21 @@
+"""What following a plan costs the host."""
+
+import threading
+from dataclasses import asdict
+from math import isfinite
+
+import torch
+
+from lightning_ssd.activations import measure_launches
+
+
+def test_nothing_is_left_of_the_measurement() -> None:
+    """Seconds of everything, no thread, and random numbers as they were; measured once."""
+    threads, state = threading.active_count(), torch.get_rng_state()
+    with torch.no_grad():
+        costs = measure_launches(torch.device("cpu"))
+    assert all(isfinite(seconds) and seconds >= 0 for seconds in asdict(costs).values())
+    assert sum(asdict(costs).values()) > 0
+    assert threading.active_count() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+    assert measure_launches(torch.device("cpu")) is costs
