@@ -1,10 +1,10 @@
 """What training steps of a model do, measured: how long units take, what operations save, and where it all is."""
 
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from lightning_ssd.planning.model import visit_name
 from lightning_ssd.planning.plan import Tier
 from lightning_ssd.states import ModelStates, Unit
 
-QUEUE = 512
-"""Operations that a GPU takes before it has done the first, at least."""
+QUEUE = 128
+"""Operations that a GPU takes before it has done the first, at least, with the copies of what they save."""
 
 REST = "rest"
 """The operator that stands for those operations of a unit that make nothing that is saved."""
@@ -294,15 +294,17 @@ class Profiler:
         counts = Counter(operation.visit for operation in self.graph.operations)
         left = Counter(item.visit for item in self.saved())
         seconds: dict[Visit, float] = {}
-        given, usual = 0, inf
-        for visit in self.graph.visits():
+        paces = []
+        given = 0
+        for visit, count in counts.items():
             taken = min(self._launches.get(visit, [0.0]))
-            taken -= min(taken / 2, left[visit] * (costs.save + costs.send))  # it leaves
-            full = given >= QUEUE  # the host may have waited for room in the device's queue
-            seconds[visit] = min(taken, usual * counts[visit]) if full else taken
-            given += counts[visit]
-            usual = usual if full else sum(seconds.values()) / given
-        return seconds
+            seconds[visit] = taken - min(taken / 2, left[visit] * (costs.save + costs.send))  # it leaves
+            if given < QUEUE:
+                paces.append(seconds[visit] / count)
+            given += count
+        # What took longer than most did at first has waited: for weights, or for room in the device's queue.
+        usual = statistics.median(paces) if paces else 0.0
+        return {visit: min(seconds[visit], usual * counts[visit]) for visit in seconds}
 
     def _unit(
         self,

@@ -57,7 +57,7 @@ class CacheStats:
     Attributes:
         micro_batches: micro-batches begun.
         seconds: that forward and backward took, on the device's clock.
-        saved: bytes of the storages that were large enough to offload, unless all were to stay.
+        saved: bytes of the storages that were large enough to offload, and were not planned to stay.
         stored: of those, bytes that a tier began to store.
         forwarded: stored bytes that backward wanted while they were still on the device.
         loaded: bytes brought back.
@@ -207,7 +207,8 @@ class TensorCache:
         if (fetch := fetch_of(storage)) is not None:
             return _keep(tensor, fetch)
         nbytes = storage.nbytes()
-        if nbytes < self.min_bytes or self.placement.keeps(nbytes):
+        choice = None if self.forward_mode is None else choice_of(storage)
+        if nbytes < self.min_bytes or choice == "keep" or self.placement.keeps(nbytes):
             return _keep(tensor)
         if (
             tensor.device != self.device
@@ -235,10 +236,10 @@ class TensorCache:
                 or record.nbytes != nbytes  # resized, which no version tells
                 or record.batch is not self._batch
             ):
-                record = self._new_record(tensor, storage)
+                record = self._new_record(tensor, storage, choice)
             return SavedView(tensor, record, self._empty)
 
-    def _new_record(self, tensor: Tensor, storage: torch.UntypedStorage) -> Record:
+    def _new_record(self, tensor: Tensor, storage: torch.UntypedStorage, choice: Choice | None) -> Record:
         assert self._batch is not None, "begin_micro_batch comes first"
         self._collect()
         data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -248,10 +249,8 @@ class TensorCache:
         self._stats.saved += record.nbytes
         if self.observer is not None:
             self.observer(storage, record)
-        choice = None if self.forward_mode is None else choice_of(storage)
         # What nobody has planned stays if backward begins with it.
-        keep = choice == "keep" if choice is not None else self._batch.keeps(record, self.window_bytes)
-        if not keep:
+        if choice is not None or not self._batch.keeps(record, self.window_bytes):
             self._offload(record, data, self._tiers_of(choice, record.nbytes))
         self._release_window()
         return record

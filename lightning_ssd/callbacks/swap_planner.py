@@ -229,7 +229,8 @@ class SwapPlanner(StepProfiling):
             tiers: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
             before = unplanned(profile, settled, tiers, self._cache.window_bytes)
             resident = sum(placed["gpu"] for placed in place_states(profile, before).values())
-            other = profiler.peak_bytes - simulate(profile, hardware, before).gpu_peak_bytes
+            # Less than nothing is not there: then less was on its way, in steps that were late, than might have been.
+            other = max(0, profiler.peak_bytes - simulate(profile, hardware, before).gpu_peak_bytes)
             # At rest nothing is on its way, and let go of late. Who steps by hand does it within what was measured.
             if set(settled.weights) == {"gpu"} and pl_module.automatic_optimization:
                 other = min(other, profiler.resting_bytes - resident)
