@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_ssd.activations.clock import Stopwatch, make_clock
 from lightning_ssd.activations.copies import Copies
 from lightning_ssd.activations.director import choice_of
-from lightning_ssd.activations.forward import ForwardMode
+from lightning_ssd.activations.forward import ForwardMode, in_backward
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
 from lightning_ssd.activations.placement import Placement
 from lightning_ssd.activations.recompute import Recomputed, recomputed_of
@@ -208,6 +208,9 @@ class TensorCache:
             return _keep(tensor, fetch)
         nbytes = storage.nbytes()
         choice = None if self.forward_mode is None else choice_of(storage)
+        if choice == "keep" and self._window:  # the forward goes on, and copies end meanwhile
+            with self._turn:
+                self._release_window()
         if nbytes < self.min_bytes or choice == "keep" or self.placement.keeps(nbytes):
             return _keep(tensor)
         if (
@@ -218,7 +221,7 @@ class TensorCache:
             or tensor.is_neg()
             or tensor.is_quantized
             or tensor._is_zerotensor()
-            or torch._C._current_graph_task_id() != -1  # recomputed, or made by a double backward: wanted at once
+            or in_backward()  # recomputed, or made by a double backward: wanted at once
         ):
             return _keep(tensor)
         if is_weight(tensor, storage):
@@ -360,6 +363,10 @@ class TensorCache:
                     fetch()
             if tensor._version != version:
                 check_version(tensor, version, tensor.dtype, tensor.size())
+            if self._batch is not None and not self._batch.in_backward and in_backward():
+                with self._turn:
+                    self._batch.begin_backward()
+                    self._prefetch(self._batch)
             return tensor
         if self._closed:
             raise RuntimeError(

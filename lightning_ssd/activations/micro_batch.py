@@ -126,10 +126,15 @@ class MicroBatch:
             self._early_bytes += record.nbytes
         return early
 
+    def begin_backward(self) -> None:
+        """Backward wants something for the first time, of what was saved so far."""
+        self._turned = self._clock.now()
+        self._settle_order()
+
     def want(self, record: Record) -> None:
         """Notes that backward wants `record` now."""
         if self._turned is None:
-            self._turned = self._clock.now()
+            self.begin_backward()
         if record.index >= self._settled:
             self._settle_order()
         self._wanted.setdefault(record.index)

@@ -247,3 +247,32 @@ def test_retained_graphs(cache: TensorCache) -> None:
         (actual,) = torch.autograd.grad(loss, x, retain_graph=True)
         assert torch.equal(actual, expected)
     directed.end_direct()
+
+
+def test_backward_fetches_ahead_while_it_is_at_what_stays(cache: TensorCache) -> None:
+    """What has left is on its way when backward begins, though it begins with what was kept."""
+    value = torch.randn(1024, requires_grad=True)
+
+    def forward() -> list[Tensor]:
+        values = [value]
+        for _ in range(6):
+            values.append(values[-1].sin())
+        return values
+
+    directed = Directed(cache)
+    with directed.record():
+        values = forward()
+    torch.autograd.grad(values[-1].sum(), value)
+    saved = directed.end_record()
+    choices: dict[int, Choice] = {
+        item.buffer: "host" if index < 3 else "keep" for index, item in enumerate(sorted(saved, key=lambda i: i.buffer))
+    }
+    with directed.direct(choices):
+        values = forward()
+    before = cache.tiers["host"].bytes_in
+    cache.window_bytes = 2 * value.nbytes
+    torch.autograd.grad(values[-1].sum(), values[-2])
+    cache.window_bytes = 0
+    assert cache.tiers["host"].bytes_in == before + 2 * value.nbytes
+    del values
+    directed.end_direct()

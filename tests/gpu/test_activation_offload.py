@@ -169,6 +169,7 @@ def test_memory_that_a_dead_graph_held_comes_back(tmp_path: Path) -> None:
         OffloadConfig(offload=1.0, min_bytes=1, tier="host"), torch.device("cuda"), default_path=tmp_path
     )
     x = torch.randn(4096, 512, device="cuda", requires_grad=True)
+    torch.autograd.grad(model(x).square().mean(), list(model.parameters()))  # which takes workspaces, for good
     gc.collect()  # what other tests have left
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
