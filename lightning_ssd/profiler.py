@@ -209,6 +209,8 @@ class Profiler:
         now = time.perf_counter()
         if self._visiting is not None:
             before, begun = self._visiting
+            if visit == before:  # the first one, with what came before it
+                return
             self._launches[before].append(now - begun)
         self._visiting = None if visit is None else (visit, now)
 

@@ -83,6 +83,7 @@ class _Costs:
         copies = make_copies(device)
         pool = PinnedPool(HOST_BYTES, pin=device.type == "cuda")
         self._cache = TensorCache(copies, {"host": HostTier(pool, copies)}, KeepAll(), min_bytes=1)
+        self._cache.window_bytes = 0  # what leaves is away when it is wanted
         self._director = Director([[self._model]], device, self._cache.pack, self._cache.unpack)
 
     def close(self) -> None:
