@@ -79,8 +79,8 @@ class Profiler:
         self._clock = make_clock(cache.device)
         self._between: list[tuple[Any, Any]] = []
         self._ended: Any = None
-        self._ahead = 0
-        """How often the host began a micro-batch before the device was through with the last."""
+        self._begun = self._ahead = 0
+        """Steps that began after others, and those of them that the host began before the device was through."""
         self._launches: dict[Visit, list[float]] = defaultdict(list)
         """Of visits, the seconds of the host until the next one began."""
         self._visiting: tuple[Visit, float] | None = None
@@ -164,16 +164,17 @@ class Profiler:
         self.peak_bytes = self.between_bytes = 0
         self._between.clear()
         self._ended = None
-        self._ahead = 0
+        self._begun = self._ahead = 0
         self._launches.clear()
         for index, unit in enumerate(self.units):
             for module in unit.modules:
                 self._handles.append(module.register_forward_pre_hook(self._begin_visit(index), prepend=True))
 
-    def begin_forward(self) -> None:
-        """A micro-batch begins."""
-        if self._ended is not None and self._clock.elapsed(self._ended, self._ended) is None:
-            self._ahead += 1
+    def begin_forward(self, *, of_step: bool) -> None:
+        """A micro-batch begins, and perhaps a step."""
+        if self._ended is not None and of_step:
+            self._begun += 1
+            self._ahead += self._clock.elapsed(self._ended, self._ended) is None
         self.pause()
         self._entered.clear()
         self._turn(Visit(0, 0))
@@ -278,7 +279,7 @@ class Profiler:
             for visit in self.visits()
         )
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
-        waits = 2 * self._ahead <= len(self._between)
+        waits = 2 * self._ahead <= self._begun
         return ModelProfile(
             name,
             units,

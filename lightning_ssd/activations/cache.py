@@ -122,6 +122,8 @@ class TensorCache:
         self._leftovers: deque[Leftover] = deque()
         self._stats = CacheStats()
         self._closed = False
+        self._forwards = 0
+        """How many are under way: one, and none in backward, unless that is called in a forward."""
         self._turn = threading.RLock()
 
     def begin_micro_batch(self) -> None:
@@ -147,8 +149,12 @@ class TensorCache:
         """
         if self._batch is None or self._batch.ended:
             self.begin_micro_batch()
-        with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or contextlib.nullcontext():
-            yield
+        self._forwards += 1
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or contextlib.nullcontext():
+                yield
+        finally:
+            self._forwards -= 1
 
     def end_backward(self) -> None:
         """The micro-batch's backward is over, or its step is: what is still on its way out need not hold memory."""
@@ -211,7 +217,7 @@ class TensorCache:
         if choice == "keep" and self._window:  # the forward goes on, and copies end meanwhile
             with self._turn:
                 self._release_window()
-        if nbytes < self.min_bytes or choice == "keep" or self.placement.keeps(nbytes):
+        if nbytes < self.min_bytes or choice == "keep" or getattr(storage, _STAYS, 0) == self._stats.micro_batches:
             return _keep(tensor)
         if (
             tensor.device != self.device
@@ -225,6 +231,9 @@ class TensorCache:
         ):
             return _keep(tensor)
         if is_weight(tensor, storage):
+            return _keep(tensor)
+        if self.placement.keeps(nbytes):
+            setattr(storage, _STAYS, self._stats.micro_batches)
             return _keep(tensor)
         with self._turn:
             recomputed = recomputed_of(tensor, storage)
@@ -363,7 +372,8 @@ class TensorCache:
                     fetch()
             if tensor._version != version:
                 check_version(tensor, version, tensor.dtype, tensor.size())
-            if self._batch is not None and not self._batch.in_backward and in_backward():
+            # Backward begins with what stays: what has left is fetched ahead. One inside a forward wants but little.
+            if not self._forwards and self._batch is not None and not self._batch.in_backward and in_backward():
                 with self._turn:
                     self._batch.begin_backward()
                     self._prefetch(self._batch)
@@ -429,7 +439,7 @@ class TensorCache:
         while self._profiled and (profile := self._profiled[0].profile()) is not None:
             self._profiled.popleft()
             self._stats.seconds += profile.forward_seconds + profile.backward_seconds
-            if profile.forward_seconds:
+            if profile.forward_seconds and profile.saved_bytes:
                 self._saving_pace = profile.saved_bytes / profile.forward_seconds
             self._stats.store_stall += sum(stalls[_OUT] for stalls in profile.stall_seconds.values())
             self._stats.load_stall += sum(stalls[_IN] for stalls in profile.stall_seconds.values())
@@ -457,6 +467,9 @@ class _Leaving:
 
 
 _OUT, _IN = 0, 1
+
+_STAYS = "_lightning_ssd_stays"
+"""Of a storage: the last micro-batch that keeps it, whatever becomes of others."""
 
 _IN_PLACE_OF: Mapping[Choice, Sequence[TierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
 """Where what was meant for a tier goes if that has no room."""

@@ -90,11 +90,6 @@ class ForwardMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         return self.operation(func, args, kwargs or {})
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Compiled models are refused: what torch wraps around every operation against `torch.compile` is not needed.
-        return False
-
     @abstractmethod
     def begin_part(self, part: Part) -> None:
         """What follows belongs to `part`."""

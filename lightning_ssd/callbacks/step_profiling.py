@@ -100,7 +100,7 @@ class StepProfiling(pl.Callback):
             self._profiler.begin_timing()
         if self._phase == "timing":
             self._samples, self._tokens = count_samples(batch)
-            self._profiler.begin_forward()
+            self._profiler.begin_forward(of_step=at_boundary)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         assert self._profiler is not None

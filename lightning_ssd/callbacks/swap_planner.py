@@ -32,10 +32,10 @@ from lightning_ssd.planning import (
     correct,
     make_plan,
     make_report,
-    place_states,
     plan_for_least_memory,
     render_report,
     render_summary,
+    resident_bytes,
     simulate,
     swap_coefficient,
     unplanned,
@@ -228,7 +228,7 @@ class SwapPlanner(StepProfiling):
         if self._cache.device.type == "cuda":
             tiers: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
             before = unplanned(profile, settled, tiers, self._cache.window_bytes)
-            resident = sum(placed["gpu"] for placed in place_states(profile, before).values())
+            resident = resident_bytes(profile, before)[0]
             # Less than nothing is not there: then less was on its way, in steps that were late, than might have been.
             other = max(0, profiler.peak_bytes - simulate(profile, hardware, before).gpu_peak_bytes)
             # At rest nothing is on its way, and let go of late. Who steps by hand does it within what was measured.

@@ -7,7 +7,7 @@ from lightning_ssd.planning.placement import Settled, plan_with_coefficient, unp
 from lightning_ssd.planning.plan import Choice, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, correct, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
-from lightning_ssd.planning.simulator import LATE, Prediction, place_states, replay, simulate
+from lightning_ssd.planning.simulator import LATE, Prediction, replay, resident_bytes, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.transformer import transformer_profile
 
@@ -34,12 +34,12 @@ __all__ = [
     "make_plan",
     "make_report",
     "offload_amounts",
-    "place_states",
     "plan_for_least_memory",
     "plan_with_coefficient",
     "render_report",
     "render_summary",
     "replay",
+    "resident_bytes",
     "simulate",
     "swap_coefficient",
     "transformer_profile",

@@ -38,6 +38,9 @@ MARGIN = 0.005
 TRIES = 3
 """Simulations of a candidate that exceeds its budgets, with less memory each time."""
 
+SAME = 1 + 1e-9
+"""Steps this near take equally long: their seconds were added up in another order."""
+
 CLOSE = 1.001
 """A step this near to one without stalls and recomputation is not worth another simulation."""
 
@@ -127,7 +130,7 @@ class _Considered:
     """
 
     score: tuple[float, float]
-    wear: tuple[int, float]
+    wear: tuple[int, float, float]
     plan: Plan
 
 
@@ -178,7 +181,8 @@ class _Search:
         excess, seconds = self.fastest.score
         close = [item for item in self._considered if item.score[0] == excess and item.score[1] <= CLOSE * seconds]
         calmest = min(close, key=lambda item: (item.wear, item.score))
-        return self._narrowed(self.fastest if published.score < calmest.score else calmest)
+        others = published.score[0], SAME * published.score[1]
+        return self._narrowed(self.fastest if others < calmest.score else calmest)
 
     def _narrowed(self, best: _Considered) -> Plan:
         """Returns the best plan with the least window that it needs: what is on its way takes memory if it is late."""
@@ -412,9 +416,10 @@ def _score(prediction: Prediction, hardware: HardwareProfile) -> tuple[float, fl
     return float(prediction.excess_bytes(hardware)), prediction.step_seconds
 
 
-def _wear(prediction: Prediction) -> tuple[int, float]:
-    """Returns bytes written to SSDs, and seconds of copies, of a step."""
-    return prediction.ssd_written_bytes, prediction.busy_seconds["copy_in"] + prediction.busy_seconds["copy_out"]
+def _wear(prediction: Prediction) -> tuple[int, float, float]:
+    """Returns bytes written to SSDs, seconds of copies, and seconds of the GPU, of a step."""
+    busy = prediction.busy_seconds
+    return prediction.ssd_written_bytes, busy["copy_in"] + busy["copy_out"], busy["compute"]
 
 
 def _seconds_per_byte(tensor: Tensor) -> float:

@@ -592,6 +592,7 @@ class _Builder:
                 / gpu_rate
             )
         if between:
+            self.launched += between  # at most: the host makes steps, too, and waits for batches
             made = self._add_compute(step, between)
             made.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
             for index in resident:
@@ -634,7 +635,7 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
                 else:
                     read += task.amount
     busy["launch"] = builder.launched
-    gpu, host, ssd = _resident_bytes(model, plan)
+    gpu, host, ssd = resident_bytes(model, plan)
     # Where the host waits for the end of a step, all is late by the most that anything is given too late.
     late = max(given - (task.end - begin) for task, given in builder.launches) if model.waits else 0.0
     # The steps simulated may run ahead of what a resource has yet to do. In the long run they can't.
@@ -672,7 +673,7 @@ def place_states(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
     return placed
 
 
-def _resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
+def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
     """Returns the bytes that are in each tier all the time: weights, states, gradients and memory of optimizer jobs."""
     placed = place_states(model, plan).values()
     gpu, host, ssd = (sum(of[tier] for of in placed) for tier in TIERS)
@@ -681,7 +682,7 @@ def _resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
         unit = plan.units[profile.name]
         if unit.states == "ssd":
             passing.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
-    gpu += min(model.weight_room_bytes or 0, sum(nbytes for _, nbytes in _streamed(model, plan)))
+    gpu += _weight_room(model, plan)
     return gpu, host + sum(sorted(passing, reverse=True)[:JOBS_AHEAD]), ssd
 
 
@@ -694,9 +695,17 @@ def _streamed(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
     ]
 
 
+def _weight_room(model: ModelProfile, plan: Plan) -> int:
+    """Returns the bytes that weights which come and go have on the GPU all the time: at least those of one unit."""
+    sizes = [nbytes for _, nbytes in _streamed(model, plan)]
+    if model.weight_room_bytes is None or not sizes:
+        return 0
+    return min(max(model.weight_room_bytes, *sizes), sum(sizes))
+
+
 def _over_turn(model: ModelProfile, plan: Plan) -> set[int]:
     """Returns the units whose weights stay from forward to backward: the last ones that have room."""
-    room = model.weight_room_bytes or 0
+    room = _weight_room(model, plan)
     stay = set()
     for index, nbytes in reversed(_streamed(model, plan)):
         room -= nbytes

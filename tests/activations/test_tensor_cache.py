@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd.activations import BudgetError, OffloadConfig, TensorCache, make_tensor_cache, mark_weights
+from lightning_ssd.activations.placement import SendIfShort
 from lightning_ssd.activations.record import find_record
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from tests.activations.support import (
@@ -1015,3 +1016,43 @@ def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="injected"):
         make_tensor_cache(OffloadConfig(backend=backend), CPU, default_path=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> None:
+    """It wants what stays, a few small tensors; what has left comes back in the forward's own backward, ahead."""
+    value, weight = torch.randn(4096, requires_grad=True), torch.randn(4, requires_grad=True)
+    with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
+        cache.window_bytes = 4 * value.nbytes
+        host = cache.tiers["host"]
+        for _ in range(3):
+            cache.begin_micro_batch()
+            fetched = host.bytes_in
+            with cache.hooks():
+                result = value
+                for _ in range(10):
+                    result = result.sin()
+                torch.autograd.grad((weight * weight).sum(), weight)
+                for _ in range(10):
+                    result = result.sin()
+            assert host.bytes_in == fetched
+            result.sum().backward()
+            cache.end_backward()
+            assert host.bytes_in > fetched
+
+
+def test_what_stays_stays_where_memory_gets_short(tmp_path: Path) -> None:
+    """A storage that is saved again when others leave is on the device anyway."""
+    value = torch.randn(4096, requires_grad=True)
+    with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
+        answers = iter((False, True))
+        cache.placement = SendIfShort(("host",), lambda: next(answers))
+        cache.placement.ASKED_EVERY = value.nbytes
+        cache.begin_micro_batch()
+        with cache.hooks():
+            kept = value.exp()  # which saves it
+            loss = (kept.sin() * 2).sin().sum()
+        assert cache.tiers["host"].bytes_out == value.nbytes  # of the second sine
+        loss.backward()
+        expected = torch.autograd.grad((value.exp().sin() * 2).sin().sum(), value)
+        assert value.grad is not None and torch.equal(value.grad, expected[0])
+        cache.end_backward()

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, profiler
 from lightning_ssd.activations import clock as device_clock
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
 from lightning_ssd.planning import ModelProfile
@@ -130,3 +130,36 @@ def test_validation_and_steps_are_not_measured(tmp_path: Path, monkeypatch: pyte
     profile = ModelProfile.from_json(tmp_path / "profile.json")
     assert 0 < profile.forward_seconds < 1e4 and 0 < profile.backward_seconds < 1e4
     assert profile.between_seconds is not None and 1e6 <= profile.between_seconds < 1.01e6
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_host_that_waits_does_so_once_a_step(
+    tmp_path: Path, accumulate: int, drained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is a backward behind, but where a step waits for it, has the host wait in every step."""
+    behind = True
+
+    class Behind(device_clock.HostClock):
+        def elapsed(self, start: float, end: float) -> Any:
+            return None if behind and start == end else super().elapsed(start, end)
+
+    class Drains(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            nonlocal behind
+            behind = trainer.fit_loop._should_accumulate() or not drained
+
+        def on_before_backward(self, *_: Any) -> None:
+            nonlocal behind
+            behind = True
+
+        def on_train_end(self, *_: Any) -> None:
+            nonlocal behind
+            behind = False
+
+    monkeypatch.setattr(profiler, "make_clock", lambda device: Behind())
+    path = tmp_path / "profile.json"
+    callbacks = [Drains(), ModelProfiler(path, warm_up=1, steps=2)]
+    strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
+    train(tmp_path, strategy, Model(), callbacks=callbacks, accumulate_grad_batches=accumulate)
+    assert ModelProfile.from_json(path).waits == drained

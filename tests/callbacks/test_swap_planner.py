@@ -59,7 +59,7 @@ def test_numbers_stay_when_weights_leave_too(states: Any, tmp_path: Path) -> Non
     first = planner()
 
     def strategy() -> SSDOffloadStrategy:
-        return SSDOffloadStrategy(states=states, min_bytes=1, host_memory="128MiB", gpu_memory=1)
+        return SSDOffloadStrategy(states=states, min_bytes=1, host_memory="64MiB", gpu_memory=1)
 
     train_states(tmp_path, strategy(), Model(), callbacks=[first], **how)
     assert first.plan is not None and first.profile is not None
@@ -453,7 +453,7 @@ def test_model_states_are_where_the_plan_has_them(tmp_path: Path) -> None:
     how: Any = {"limit_val_batches": 0}
     plain = train_states(tmp_path, "auto", Model(), **how)
     first = planner()
-    auto: Any = {"min_bytes": 1, "host_memory": "128MiB"}
+    auto: Any = {"min_bytes": 1, "host_memory": "64MiB"}
     train_states(tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[first], **how)
     assert first.plan is not None and first.profile is not None
     tiers: list[Any] = [("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "ssd"), ("ssd", "host")]
@@ -490,14 +490,14 @@ def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: 
     slow = {"ssd_read": 1e5, "ssd_write": 1e5, "ssd_mixed": 1e5, "cpu_step_rate": 1.0}
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
     swaps = SwapPlanner(machine=machine, save=tmp_path / "plan.yaml", warm_up=2, steps=1)
-    strategy = SSDOffloadStrategy(states="ssd", min_bytes=1, host_memory="256MiB", gpu_memory=1)
+    strategy = SSDOffloadStrategy(states="ssd", min_bytes=1, host_memory="64MiB", gpu_memory=1)
     with caplog.at_level(logging.INFO):
         train_states(tmp_path, strategy, Model(), callbacks=[swaps], limit_val_batches=0)
     assert "with model states placed otherwise" in caplog.text
     elsewhere = Plan.load(tmp_path / "plan.states.yaml")
     assert {unit.states for unit in elsewhere.units.values()} == {"gpu"}
     second = SwapPlanner(plan=tmp_path / "plan.states.yaml", machine=MACHINE, warm_up=2, steps=1)
-    strategy = SSDOffloadStrategy(min_bytes=1, host_memory="256MiB")
+    strategy = SSDOffloadStrategy(min_bytes=1, host_memory="64MiB")
     train_states(tmp_path, strategy, Model(), callbacks=[second], limit_val_batches=0)
     assert second.plan is not None
     assert [unit.states for unit in second.plan.units.values()] == [unit.states for unit in elsewhere.units.values()]

@@ -69,7 +69,7 @@ def _tier(on_ssd: bool) -> str:
 
 
 def ssd(path: Path, **arguments: Any) -> SSDOffloadStrategy:
-    return SSDOffloadStrategy(path, **{"states": "ssd", "min_bytes": 1, "host_memory": "256MiB"} | arguments)
+    return SSDOffloadStrategy(path, **{"states": "ssd", "min_bytes": 1, "host_memory": "32MiB"} | arguments)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -202,7 +202,7 @@ def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             watched.append((trainer.strategy.model_states, trainer.strategy.tensor_cache))
 
-    auto: Any = {"min_bytes": 1, "host_memory": "256MiB"}
+    auto: Any = {"min_bytes": 1, "host_memory": "32MiB"}
     actual = train(
         tmp_path, SSDOffloadStrategy(tmp_path, **auto), model, callbacks=[swaps, Watch()], limit_val_batches=0
     )
