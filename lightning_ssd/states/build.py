@@ -24,7 +24,7 @@ from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.journal import Journal, Record, read_record
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
-from lightning_ssd.states.model_states import ModelStates, Overlap
+from lightning_ssd.states.model_states import ModelStates, Overlap, StepTerms
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
@@ -122,8 +122,8 @@ class Setup:
         default_path: directory for scratch files where the user named none.
         autocast: the dtype that matrix products compute in, if it is not that of the weights.
         clip_norm: whether gradients are clipped by their norm.
-        clip_value: as in `ModelStates`.
-        hold: as in `ModelStates`.
+        clip_value: as in `StepTerms`.
+        hold: as in `StepTerms`.
     """
 
     config: StatesConfig
@@ -136,12 +136,12 @@ class Setup:
 
     @property
     def scaled(self) -> bool:
-        """As in `ModelStates`."""
+        """As in `StepTerms`."""
         return self.autocast == torch.float16
 
     @property
     def gated(self) -> bool:
-        """As in `ModelStates`."""
+        """As in `StepTerms`."""
         return self.clip_norm or self.scaled
 
     @property
@@ -149,51 +149,25 @@ class Setup:
         """Whether gradients may share memory: where steps wait for all of them, each needs some of its own."""
         return not self.gated and not self.hold and self.config.overlap == "optimized"
 
-    def assemble(
-        self,
-        undo: contextlib.ExitStack,
-        module: nn.Module,
-        units: Sequence[tuple[Sequence[nn.Module], Sequence[Flat]]],
-        homes: Mapping[Flat, Home],
-        rules: Mapping[Flat, Rule],
-        groups: Mapping[Flat, tuple[Optimizer, int]],
-        masters: Masters,
-        copies: Copies,
-        scratch: Scratch | None,
-        places: Places,
-        *,
-        budget: int,
-        ssd_bytes: int,
-        journal: Journal | None = None,
-        recovered: Record | None = None,
-    ) -> ModelStates:
-        """Returns the model states of all these, which they own once `undo` is popped; arguments as there."""
-        landing = None
-        if self.shared and places.ssd and places.landing:
-            landing = LandingMemory(places.landing, pin=copies.device.type == "cuda")
-            undo.callback(landing.close)
-        return ModelStates(
-            module,
-            units,
-            homes,
-            rules,
-            groups,
-            masters,
-            copies,
-            scratch,
-            landing,
-            budget=budget,
-            host_bytes=places.host,
-            ssd_bytes=ssd_bytes,
+    @property
+    def terms(self) -> StepTerms:
+        """How steps are made."""
+        return StepTerms(
             overlap=self.config.overlap,
             gated=self.gated,
-            scaled=self.scaled,
             clip_value=self.clip_value,
+            scaled=self.scaled,
             clip=self.config.clip,
             hold=self.hold,
-            journal=journal,
-            recovered=recovered,
         )
+
+    def landing(self, places: Places, device: torch.device, undo: contextlib.ExitStack) -> LandingMemory | None:
+        """Returns the memory that gradients share, if they do; `undo` closes it."""
+        if not (self.shared and places.ssd and places.landing):
+            return None
+        landing = LandingMemory(places.landing, pin=device.type == "cuda")
+        undo.callback(landing.close)
+        return landing
 
 
 def leaving_parameters(module: nn.Module, min_bytes: int) -> set[nn.Parameter]:
@@ -327,8 +301,7 @@ def make_model_states(
         if recover and scratch is not None:
             journal = Journal(homes, rules, scratch.store)
             undo.callback(journal.close)
-        states = setup.assemble(
-            undo,
+        states = ModelStates(
             module,
             of_units,
             homes,
@@ -337,8 +310,10 @@ def make_model_states(
             masters,
             copies,
             scratch,
-            places,
+            setup.landing(places, device, undo),
+            setup.terms,
             budget=stream_bytes,
+            host_bytes=places.host,
             ssd_bytes=places.ssd,
             journal=journal,
             recovered=recovered,

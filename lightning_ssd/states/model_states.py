@@ -66,6 +66,30 @@ class Parts:
     masters: Mapping[nn.Parameter, Tensor]
 
 
+@dataclass(frozen=True)
+class StepTerms:
+    """How the steps of a training are made.
+
+    Attributes:
+        overlap: "none": a step's jobs run when backward has ended, and the step waits for them. "naive": a flat's job
+            reads, steps and writes back before the next begins (LoHan's figure 3b). "optimized": the three overlap.
+        gated: whether a step needs to know all gradients before it is made: their norm, which clips them, or whether
+            all are finite. Jobs wait for that.
+        clip_value: what elements of gradients are clamped to in every step.
+        scaled: whether losses are scaled, and a step is skipped if a gradient is not finite.
+        clip: "deferred": gated jobs wait. "speculative": where a home has two slots they are made at once, with what
+            the factor most likely is, and made again if it was not. "auto": that, when it is seldom wrong.
+        hold: whether user code may look at gradients or settings between backward and step: nothing begins earlier.
+    """
+
+    overlap: Overlap
+    gated: bool
+    clip_value: float | None
+    scaled: bool
+    clip: Clip
+    hold: bool
+
+
 class ModelStates:
     """Moves and steps the flats of one model.
 
@@ -79,18 +103,10 @@ class ModelStates:
         copies: copies of the device; owned.
         landing: memory that gradients land in; owned. None: each flat has its own.
         scratch: what the homes on SSDs share, if there are any; owned.
+        terms: how steps are made.
         budget: bytes of the device that fetched weights may take.
         host_bytes: bytes of host memory that everything takes, for whoever shares a budget with it.
         ssd_bytes: bytes on SSDs.
-        overlap: "none": a step's jobs run when backward has ended, and the step waits for them. "naive": a flat's job
-            reads, steps and writes back before the next begins (LoHan's figure 3b). "optimized": the three overlap.
-        gated: whether a step needs to know all gradients before it is made: their norm, which clips them, or whether
-            all are finite. Jobs wait for that.
-        clip_value: what elements of gradients are clamped to in every step.
-        scaled: whether losses are scaled, and a step is skipped if a gradient is not finite.
-        clip: "deferred": gated jobs wait. "speculative": where a home has two slots they are made at once, with what
-            the factor most likely is, and made again if it was not. "auto": that, when it is seldom wrong.
-        hold: whether user code may look at gradients or settings between backward and step: nothing begins earlier.
         journal: where steps are recorded, if a killed run is to be taken up; owned.
         recovered: what such a run recorded last, which the homes and rules have taken over.
     """
@@ -109,18 +125,13 @@ class ModelStates:
         copies: Copies,
         scratch: Scratch | None,
         landing: LandingMemory | None,
+        terms: StepTerms,
         *,
         budget: int,
         host_bytes: int,
         ssd_bytes: int,
-        overlap: Overlap,
-        gated: bool,
-        scaled: bool,
-        clip_value: float | None,
-        clip: Clip,
-        hold: bool,
-        journal: Journal | None,
-        recovered: Record | None,
+        journal: Journal | None = None,
+        recovered: Record | None = None,
     ) -> None:
         self.recovered = recovered
         self.units = units
@@ -132,9 +143,9 @@ class ModelStates:
         self._groups = groups
         self._copies = copies
         self.scratch = scratch
-        self._overlap = overlap
-        self._hold = hold
-        self._clip_value = None if hold else clip_value
+        self._overlap = terms.overlap
+        self._hold = terms.hold
+        self._clip_value = None if terms.hold else terms.clip_value
         self.weight_room_bytes = budget
         self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
@@ -161,7 +172,7 @@ class ModelStates:
         self._sums: dict[Flat, Future[None]] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._stepping: Optimizer | None = None
-        self._gate = Gate(copies, clip=clip, gated=gated, scaled=scaled)
+        self._gate = Gate(copies, clip=terms.clip, gated=terms.gated, scaled=terms.scaled)
         self._lent = False
         self._closed = False
         self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay

@@ -122,8 +122,7 @@ def move_model_states(
         masters = Masters(mastered(movable - in_flats, groups), optimizers, move.masters)
         undo.callback(masters.close)
         flats = [item.layout.flat for of_unit in wanted for item in of_unit]
-        moved = setup.assemble(
-            undo,
+        moved = ModelStates(
             module,
             [
                 (modules, [item.layout.flat for item in of_unit])
@@ -135,8 +134,10 @@ def move_model_states(
             masters,
             parts.copies,
             scratch,
-            places,
+            setup.landing(places, device, undo),
+            setup.terms,
             budget=config.budget(device),
+            host_bytes=places.host,
             # Files never shrink.
             ssd_bytes=0 if scratch is None else max(places.ssd, scratch.store.size),
         )
