@@ -214,10 +214,12 @@ class TensorCache:
             return _keep(tensor, fetch)
         nbytes = storage.nbytes()
         choice = None if self.forward_mode is None else choice_of(storage)
-        if choice == "keep" and self._window:  # the forward goes on, and copies end meanwhile
-            with self._turn:
-                self._release_window()
-        if nbytes < self.min_bytes or choice == "keep" or getattr(storage, _STAYS, 0) == self._stats.micro_batches:
+        if choice == "keep":
+            if self._window:  # the forward goes on, and copies end meanwhile
+                with self._turn:
+                    self._release_window()
+            return _keep(tensor)
+        if nbytes < self.min_bytes or getattr(storage, _STAYS, 0) == self._stats.micro_batches:
             return _keep(tensor)
         if (
             tensor.device != self.device
@@ -370,8 +372,7 @@ class TensorCache:
             if fetch is not None:
                 with self._turn:
                     fetch()
-            if tensor._version != version:
-                check_version(tensor, version, tensor.dtype, tensor.size())
+            check_version(tensor, version, tensor.dtype, tensor.size())
             # Backward begins with what stays: what has left is fetched ahead. One inside a forward wants but little.
             if not self._forwards and self._batch is not None and not self._batch.in_backward and in_backward():
                 with self._turn:

@@ -112,8 +112,6 @@ def make_tensor_cache(
         ValueError: an argument does not fit this device.
         StorageError: the scratch space can't be had.
     """
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
     names = _tier_names(config, device)
     if config.host_memory == "auto" and "host" in names:
         budget = available_memory() // (2 * processes)

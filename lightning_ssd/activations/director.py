@@ -28,14 +28,12 @@ class Step(NamedTuple):
     Attributes:
         func: as dispatched.
         choices: by position among the tensors that it returns.
-        changes: it writes to what it is given.
         saved: numbers of the buffers that autograd saves of those that are computed again, by position.
         ends: seconds of the forward when it was over.
     """
 
     func: Any
     choices: Mapping[int, Choice]
-    changes: bool
     saved: Mapping[int, int]
     ends: float
 
@@ -70,13 +68,7 @@ def make_program(graph: ForwardGraph, choices: Mapping[int, Choice], chains: Map
     for index, operation in enumerate(graph.operations):
         elapsed += operation.seconds
         program.setdefault(operation.part, []).append(
-            Step(
-                operation.func,
-                of_operation.get(index, {}),
-                operation.func._schema.is_mutable,
-                saved.get(index, {}),
-                elapsed,
-            )
+            Step(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
         )
     return program
 
@@ -150,9 +142,9 @@ class Director(ForwardMode):
         self._next = 0
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        step = self._follow(func)
-        if func._schema.is_mutable if step is None else step.changes:
+        if func._schema.is_mutable:
             before_change(written(func, args, kwargs))
+        step = self._follow(func)
         if step is None or not step.choices:
             return func(*args, **kwargs)
         again = "recompute" in step.choices.values()

@@ -80,8 +80,8 @@ class _Costs:
         self._device = device
         self._model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
         self._value = torch.zeros(1, TOKENS, HIDDEN, device=device, requires_grad=True)
-        copies = make_copies(device)
         pool = PinnedPool(HOST_BYTES, pin=device.type == "cuda")
+        copies = make_copies(device)  # whose threads are started when all memory is there
         self._cache = TensorCache(copies, {"host": HostTier(pool, copies)}, KeepAll(), min_bytes=1)
         self._cache.window_bytes = 0  # what leaves is away when it is wanted
         self._director = Director([[self._model]], device, self._cache.pack, self._cache.unpack)

@@ -200,24 +200,19 @@ class ModelProfile:
         """Returns the profile with another micro-batch: times, FLOPs and activation bytes grow with the samples."""
         check_positive("samples", samples)
         factor = samples / self.samples
-        return replace(self._scaled(factor, factor), samples=samples, tokens=round(factor * self.tokens))
+        return replace(self._scaled(time=factor, size=factor), samples=samples, tokens=round(factor * self.tokens))
 
     def with_time(self, factor: float) -> "ModelProfile":
         """Returns the profile with everything on the GPU taking `factor` times as long."""
         between = None if self.between_seconds is None else factor * self.between_seconds
-        return replace(self._scaled(factor, 1.0), between_seconds=between)
+        return replace(self._scaled(time=factor), between_seconds=between)
 
     def with_launches(self, factor: float) -> "ModelProfile":
         """Returns the profile with the host taking `factor` times as long to give the GPU its work."""
+        return self._scaled(launch=factor)
 
-        def scale(operator: OperatorProfile) -> OperatorProfile:
-            return replace(operator, launch_seconds=factor * operator.launch_seconds)
-
-        units = (replace(unit, operators=tuple(scale(operator) for operator in unit.operators)) for unit in self.units)
-        return replace(self, units=tuple(units))
-
-    def _scaled(self, time: float, size: float) -> "ModelProfile":
-        """Returns the profile with forwards and backwards of `time` times the seconds and `size` times the bytes."""
+    def _scaled(self, *, time: float = 1.0, size: float = 1.0, launch: float = 1.0) -> "ModelProfile":
+        """Returns the profile with so many times the seconds on the GPU, the bytes, and the seconds of the host."""
 
         def scale_operator(operator: OperatorProfile) -> OperatorProfile:
             again = operator.recompute_seconds
@@ -232,6 +227,7 @@ class ModelProfile:
                 forward_bytes=round(size * operator.forward_bytes),
                 wanted_bytes=round(size * operator.wanted_bytes),
                 backward_bytes=round(size * operator.backward_bytes),
+                launch_seconds=launch * operator.launch_seconds,
             )
 
         units = tuple(

@@ -182,8 +182,7 @@ def _brought(profile: UnitProfile, unit: UnitPlan) -> list[int]:
 def _stage(index: int, profile: UnitProfile, unit: UnitPlan, brought: Sequence[int], start: int, stop: int) -> Stage:
     operators, choices = profile.operators, unit.operators
     first, last = start == 0, stop == len(operators)
-    forward = backward = again = 0.0
-    launch = 0.0
+    forward = backward = again = launch = 0.0
     saved = swapped = to_ssd = recomputed = largest = operations = again_operations = tensors = sent = 0
     if first and profile.input_bytes:
         saved = profile.input_bytes
@@ -259,13 +258,12 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     """Returns what `plan` would take on `hardware`.
 
     Weights come in before a unit's forward and backward, from SSDs through host memory, and stay in between where there
-    is room for them. Swapped tensors leave after
-    their stage's forward and come back, in the order in which backward wants them, as far ahead as the window reaches.
-    Gradients leave when a unit's backward ends; then its optimizer job reads states, steps on the CPU and writes them
-    back, and the next step's forward of the unit waits for that job only. Where the window or the staging memory is
-    full, compute and copies wait. The GPU computes nothing that the host's thread has not given it, with what the plan
-    adds to that. Not simulated: adding up gradients of several micro-batches on the CPU, and speculative steps that
-    have to be made again.
+    is room for them. Swapped tensors leave after their stage's forward and come back, in the order in which backward
+    wants them, as far ahead as the window reaches. Gradients leave when a unit's backward ends; then its optimizer job
+    reads states, steps on the CPU and writes them back, and the next step's forward of the unit waits for that job
+    only. Where the window or the staging memory is full, compute and copies wait. The GPU computes nothing that the
+    host's thread has not given it, with what the plan adds to that. Not simulated: adding up gradients of several
+    micro-batches on the CPU, and speculative steps that have to be made again.
 
     Raises:
         ValueError: the plan is not one for the model.

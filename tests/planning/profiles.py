@@ -33,14 +33,32 @@ def make_model(
     parameters: int = 100,
     micro_batches: int = 1,
     clip_norm: bool = False,
+    launch: float = 0.0,
+    operations: int = 0,
 ) -> ModelProfile:
-    """Returns a model of equal units, each with one operator that takes `forward` seconds and twice that backward."""
+    """Returns a model of equal units, each with one operator that takes `forward` seconds and twice that backward.
+
+    The host takes `launch` seconds for its forward, in so many operations.
+    """
     return ModelProfile(
         "model",
         tuple(
             UnitProfile(
                 f"unit{index}",
-                (OperatorProfile("work", forward, 2 * forward, 1.0, saved, ("work.output",), forward),),
+                (
+                    OperatorProfile(
+                        "work",
+                        forward,
+                        2 * forward,
+                        1.0,
+                        saved,
+                        ("work.output",),
+                        forward,
+                        operations=operations,
+                        again_operations=operations,
+                        launch_seconds=launch,
+                    ),
+                ),
                 inputs,
                 parameters,
                 2 * parameters,

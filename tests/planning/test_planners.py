@@ -182,12 +182,7 @@ def test_least_memory() -> None:
 
 def test_a_host_that_is_busy_gets_no_more_to_do() -> None:
     """Where launches bound the step, less memory would take longer: all stays, unless it has no room."""
-    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    units = (
-        replace(unit, operators=(replace(unit.operators[0], launch_seconds=2.0, operations=9, again_operations=9),))
-        for unit in model.units
-    )
-    model = replace(model, units=tuple(units))
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=2.0, operations=9)
     settled = Settled(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, launch=LaunchCosts(0.1, 0.1, 0.1, 0.1, 0.1, 0.1))
     least = plan_for_least_memory(model, machine, settled=settled)
@@ -210,9 +205,7 @@ def test_what_bounds_the_step_is_corrected(model: ModelProfile, machine: Hardwar
 
 def test_a_slow_host_is_corrected() -> None:
     """Where the host bounds the step, it is the host that takes longer, also with what a plan adds."""
-    model = make_model(4, parameters=0)
-    units = (replace(unit, operators=(replace(unit.operators[0], launch_seconds=4.0),)) for unit in model.units)
-    model = replace(model, units=tuple(units))
+    model = make_model(4, parameters=0, launch=4.0)
     machine = replace(H100, launch=LaunchCosts(1, 2, 3, 4, 5, 6))
     plan = make_plan(model, machine)
     corrected = correct(model, machine, plan, 1.2 * simulate(model, machine, plan).step_seconds)

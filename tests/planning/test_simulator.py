@@ -106,15 +106,6 @@ def test_recomputation_takes_time_and_no_memory() -> None:
     assert prediction.gpu_peak_bytes == 4 * 2 + 10
 
 
-def with_launches(model: ModelProfile, seconds: float, **fields: Any) -> ModelProfile:
-    """Returns a model whose forward takes the host so long, unit by unit, in two operations each."""
-    units = [
-        replace(unit, operators=(replace(unit.operators[0], launch_seconds=seconds, operations=2, again_operations=2),))
-        for unit in model.units
-    ]
-    return replace(model, units=tuple(units), **fields)
-
-
 @pytest.mark.parametrize(
     ("forward", "waits", "seconds"),
     [
@@ -127,7 +118,7 @@ def with_launches(model: ModelProfile, seconds: float, **fields: Any) -> ModelPr
 )
 def test_the_gpu_computes_what_it_is_given(forward: float, waits: bool, seconds: float) -> None:
     """Where the host waits for every step, a forward that it gives late is late; else its work has to fit in a step."""
-    model = with_launches(make_model(4, parameters=0), forward, waits=waits)
+    model = replace(make_model(4, parameters=0, launch=forward, operations=2), waits=waits)
     for between in (0.0, 5.0):
         model = replace(model, between_seconds=between)
         prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "keep"))
@@ -146,7 +137,7 @@ def test_the_gpu_computes_what_it_is_given(forward: float, waits: bool, seconds:
     ],
 )
 def test_plans_take_the_host_time(work: str, seconds: float) -> None:
-    model = with_launches(make_model(4, parameters=0), 0.0)
+    model = make_model(4, parameters=0, operations=2)
     machine = replace(FAST, launch=LaunchCosts(1, 10, 100, 1000, 1e4, 1e5))
     prediction = simulate(model, machine, plan_of(model, "gpu", "gpu", "keep", work))
     assert prediction.busy_seconds["launch"] == pytest.approx(seconds)
