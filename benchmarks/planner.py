@@ -74,9 +74,9 @@ class Sweep(SwapPlanner):
         self._totals: tuple[float, float, int] = (0.0, 0.0, 0)
         self.results: list[dict[str, Any]] = []
 
-    def _compare(self, trainer: pl.Trainer) -> None:
+    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         before, plan = self.comparison, self.plan
-        super()._compare(trainer)
+        super()._compare(trainer, pl_module)
         if self.comparison is before:
             return
         stats = self._cache.stats()

@@ -82,7 +82,7 @@ class Profiler:
         self._begun = self._ahead = 0
         """Steps that began after others, and those of them that the host began before the device was through."""
         self._launches: dict[Visit, list[float]] = defaultdict(list)
-        """Of visits, the seconds of the host until the next one began."""
+        """Of visits, the host's seconds until the next one began, but for those in which it sent what is saved."""
         self._visiting: tuple[Visit, float] | None = None
         self._entered: Counter[int] = Counter()
         self._handles: list[RemovableHandle] = []
@@ -207,7 +207,7 @@ class Profiler:
 
     def _turn(self, visit: Visit | None) -> None:
         """The host begins with a visit; None: with a backward."""
-        now = time.perf_counter()
+        now = time.perf_counter() - self._cache.sending_seconds
         if self._visiting is not None:
             before, begun = self._visiting
             if visit == before:  # the first one, with what came before it
@@ -301,7 +301,7 @@ class Profiler:
         given = 0
         for visit, count in counts.items():
             taken = min(self._launches.get(visit, [0.0]))
-            seconds[visit] = taken - min(taken / 2, left[visit] * (costs.save + costs.send))  # it leaves
+            seconds[visit] = taken - min(taken / 2, left[visit] * costs.save)
             if given < QUEUE:
                 paces.append(seconds[visit] / count)
             given += count

@@ -12,6 +12,7 @@ only. I/O and completion threads belong to the tiers, touch no record and never 
 import contextlib
 import dataclasses
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,6 +108,8 @@ class TensorCache:
         """Told of every record whose bytes backward is about to be given."""
         self.forward_mode: ForwardMode | None = None
         """Follows the forwards that begin from now on."""
+        self.sending_seconds = 0.0
+        """Seconds of the host that it took, so far, to send what is saved, and to wait for room for it."""
         self._copy_pace: float | None = None  # seconds a byte, of the last copies out
         self._saving_pace: float | None = None  # bytes a second, of the last forward
         self._busy_before = self.copies.busy()[_OUT]
@@ -255,6 +258,7 @@ class TensorCache:
 
     def _new_record(self, tensor: Tensor, storage: torch.UntypedStorage, choice: Choice | None) -> Record:
         assert self._batch is not None, "begin_micro_batch comes first"
+        begun = time.perf_counter()
         self._collect()
         data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         record = Record(data, tensor._version, self._batch, len(self._batch.sizes), self._leftovers)
@@ -267,6 +271,7 @@ class TensorCache:
         if choice is not None or not self._batch.keeps(record, self.window_bytes):
             self._offload(record, data, self._tiers_of(choice, record.nbytes))
         self._release_window()
+        self.sending_seconds += time.perf_counter() - begun
         return record
 
     def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[TierName]:

@@ -39,7 +39,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Returns when the device has passed it; the thread sleeps."""
-        _check(self._events._blocking.cuEventSynchronize(self._handle), "cuEventSynchronize")
+        self._events._sleep_until(self._handle)
 
     def seconds_until(self, end: "Event") -> float:
         """Returns the seconds from this to `end`, both timed and reached."""
@@ -61,7 +61,6 @@ class Events:
         self._thread = threading.local()
         # These calls take a microsecond: releasing the GIL around them (as CDLL does) would take longer.
         self._driver = _declared(ctypes.PyDLL("libcuda.so.1"))
-        self._blocking = _declared(ctypes.CDLL("libcuda.so.1"))
 
     def compute_stream(self) -> int:
         """Returns the handle of the stream that is current on this thread."""
@@ -74,7 +73,7 @@ class Events:
         try:
             handle = free.popleft()
         except IndexError:
-            handle = self._new(timed)
+            handle = _new_event(self._driver, 0 if timed else _DISABLE_TIMING)
         event = Event(self, handle, timed)
         _check(self._driver.cuEventRecord(handle, stream), "cuEventRecord")
         return event
@@ -91,12 +90,12 @@ class Events:
         if result:
             raise RuntimeError(f"cuMemcpyAsync of {nbytes} bytes failed with CUDA driver error {result}")
 
-    def _new(self, timed: bool) -> int:
-        handle = ctypes.c_void_p()
-        flags = _BLOCKING_SYNC if timed else _BLOCKING_SYNC | _DISABLE_TIMING
-        _check(self._driver.cuEventCreate(ctypes.byref(handle), flags), "cuEventCreate")
-        assert handle.value is not None
-        return handle.value
+    def _sleep_until(self, handle: int) -> None:
+        """Returns when the device has passed an event."""
+        self._enter()
+        if not hasattr(self._thread, "waiter"):
+            self._thread.waiter = _Waiter(self._driver)
+        self._thread.waiter.sleep_until(handle)
 
     def _enter(self) -> None:
         """Makes the device's context current: I/O threads have none at first."""
@@ -106,9 +105,45 @@ class Events:
             self._thread.entered = True
 
 
+class _Waiter:
+    """Lets one thread sleep until the device has passed an event.
+
+    A thread may sleep only for events that were made for it; waiting for others, it spins. But whoever records those
+    is held up until the device is through, once some 56 of them are ahead of it (driver 580 on an H100): the host would
+    never get far ahead. So a thread has one of them, and records it on a stream of its own, that waits for the other.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._blocking = _declared(ctypes.CDLL("libcuda.so.1"))  # others run meanwhile
+        stream = ctypes.c_void_p()
+        _check(driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "cuStreamCreate")
+        self._stream = stream.value
+        self._event = _new_event(driver, _BLOCKING_SYNC | _DISABLE_TIMING)
+
+    def __del__(self) -> None:
+        self._driver.cuEventDestroy_v2(self._event)
+        self._driver.cuStreamDestroy_v2(self._stream)
+
+    def sleep_until(self, handle: int) -> None:
+        """Returns when the device has passed the event."""
+        _check(self._driver.cuStreamWaitEvent(self._stream, handle, 0), "cuStreamWaitEvent")
+        _check(self._driver.cuEventRecord(self._event, self._stream), "cuEventRecord")
+        _check(self._blocking.cuEventSynchronize(self._event), "cuEventSynchronize")
+
+
 _NOT_READY = 600
 _BLOCKING_SYNC = 1
 _DISABLE_TIMING = 2
+_NON_BLOCKING = 1
+"""Of a stream: it does not wait for the default stream."""
+
+
+def _new_event(driver: Any, flags: int) -> int:
+    handle = ctypes.c_void_p()
+    _check(driver.cuEventCreate(ctypes.byref(handle), flags), "cuEventCreate")
+    assert handle.value is not None
+    return handle.value
 
 
 def _declared(driver: Any) -> Any:
@@ -120,6 +155,9 @@ def _declared(driver: Any) -> Any:
     driver.cuEventElapsedTime.argtypes = (pointer, pointer, pointer)
     driver.cuStreamWaitEvent.argtypes = (pointer, pointer, ctypes.c_uint)
     driver.cuMemcpyAsync.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
+    driver.cuStreamCreate.argtypes = (pointer, ctypes.c_uint)
+    driver.cuStreamDestroy_v2.argtypes = (pointer,)
+    driver.cuEventDestroy_v2.argtypes = (pointer,)
     return driver
 
 

@@ -48,7 +48,7 @@ class Recorder(ForwardMode):
         self.graph = ForwardGraph()
         self._device = device
         self._clock = make_clock(device)
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans: list[tuple[Any, Any] | None] = []
         self._last: Any = None
         """The end of what the device was given last."""
         self._leads = 0
@@ -93,8 +93,8 @@ class Recorder(ForwardMode):
 
     def finish(self) -> None:
         """Takes down how long the operations took; the device has passed them."""
-        for operation, (start, end) in zip(self.graph.operations, self._spans, strict=True):
-            operation.seconds = self._clock.elapsed(start, end) or 0.0
+        for operation, span in zip(self.graph.operations, self._spans, strict=True):
+            operation.seconds = 0.0 if span is None else self._clock.elapsed(*span) or 0.0
         for visit, start, end in self._backward_spans:
             seconds = self._clock.elapsed(start, end) or 0.0
             self.graph.backward_seconds[visit] = self.graph.backward_seconds.get(visit, 0.0) + seconds
@@ -140,6 +140,16 @@ class Recorder(ForwardMode):
                 torch.mm(matrix, matrix, out=result)
         self._last = self._clock.now()
 
+    def _time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
+        """Runs an operation; returns its result, and when it began and ended (None: a view, which is no work)."""
+        if func.is_view:
+            return func(*args, **kwargs), None
+        self._stay_ahead()
+        start = self._clock.now()
+        result = func(*args, **kwargs)
+        self._last = self._clock.now()
+        return result, (start, self._last)
+
     def left(self, visit: Visit, output: object) -> None:
         def begins(_: object) -> None:
             self._backward_of = visit
@@ -150,13 +160,11 @@ class Recorder(ForwardMode):
 
     def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation of the backward."""
-        self._stay_ahead()
-        start = self._clock.now()
-        result = func(*args, **kwargs)
-        self._last = self._clock.now()
+        result, span = self._time(func, args, kwargs)
         visit = self._backward_of
         assert visit is not None
-        self._backward_spans.append((visit, start, self._last))
+        if span is not None:
+            self._backward_spans.append((visit, *span))
         self.graph.transients.at(visit, backward=True)
         read = {storage._cdata for storage in _read((args, kwargs))}
         for storage in _read(result):
@@ -176,11 +184,8 @@ class Recorder(ForwardMode):
         for storage in _written(func, args, kwargs):
             if (number := self._known(storage)) is not None:
                 self.graph.buffers[number].changed = True
-        self._stay_ahead()
-        start = self._clock.now()
-        result = func(*args, **kwargs)
-        self._last = self._clock.now()
-        self._spans.append((start, self._last))
+        result, span = self._time(func, args, kwargs)
+        self._spans.append(span)
         for position, value in enumerate(tensors_of(result)):
             if value.layout is not torch.strided or value.is_quantized:
                 continue

@@ -33,6 +33,7 @@ from lightning_ssd.planning import (
     make_plan,
     make_report,
     plan_for_least_memory,
+    plan_with_coefficient,
     render_report,
     render_summary,
     resident_bytes,
@@ -69,9 +70,10 @@ class SwapPlanner(StepProfiling):
     """Plans what becomes of everything that autograd saves, from what the first steps are measured to do.
 
     Training begins with the placement that takes least memory: all saved tensors leave. After `warm_up` steps some are
-    measured; then, between two steps, a plan is made and put in force: each saved tensor of each unit is kept, goes to
-    host memory or to the SSDs, or is dropped and computed again in backward. All of these steps are ordinary steps:
-    losses, gradients and weights stay as they are, bit for bit.
+    measured, and then some more in which what can be is computed again: what bounds a step is busy all the time there,
+    and shows the pace that it keeps. Then, between two steps, a plan is made and put in force: each saved tensor of
+    each unit is kept, goes to host memory or to the SSDs, or is dropped and computed again in backward. All of these
+    steps are ordinary steps: losses, gradients and weights stay as they are, bit for bit.
 
     From then on steps are timed on the device's clock, and nobody waits for it. `SwapPlanner/...` in the loggers:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
@@ -99,7 +101,7 @@ class SwapPlanner(StepProfiling):
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: as many as
             it takes.
         warm_up: steps before some are measured.
-        steps: steps that are measured.
+        steps: steps that are measured, once with all saved tensors leaving, and once with them computed again.
         tolerance: share of the step time by which it may drift from what it was before there is another plan.
 
     Raises:
@@ -160,6 +162,8 @@ class SwapPlanner(StepProfiling):
         self.profile = self.plan = self.prediction = self.comparison = None
         self._measured_machine = self._measure(self._cache)
         self._clock = make_clock(self._cache.device)
+        self._trying = False
+        """Whether the plan in force is there to be measured."""
         self._moved = False
         """Whether model states went elsewhere in this training: once is enough."""
         self._begun: Any = None
@@ -199,15 +203,15 @@ class SwapPlanner(StepProfiling):
         if self._begun is not None:
             self._taken.append((self._begun, now))
         self._begun = now
-        if len(self._taken) >= self.WINDOW:
-            self._compare(trainer)
+        if len(self._taken) >= self._window:
+            self._compare(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
         self._begun = None  # this one takes longer
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.plan is None:
+        if self.plan is None or self._trying:
             log.warning("training ended before %d steps were measured: there was no plan", self._steps)
 
     def _end(self) -> None:
@@ -240,8 +244,18 @@ class SwapPlanner(StepProfiling):
         if self._director is not None:
             self._director.pace = 1.0
         self._learned = False
+        trial = plan_with_coefficient(profile, hardware, 0.0, settled)
+        self._trying = self.pinned is None and not simulate(profile, hardware, trial).excess_bytes(hardware)
+        if self._trying:
+            self._put_in_force(trainer, trial)
+        else:
+            self._decide(trainer, pl_module)
+
+    def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Makes the plan, and puts it in force."""
+        assert self.profile is not None and self.hardware is not None
         plan = self._make_plan()
-        elsewhere = self._look_elsewhere(simulate(profile, hardware, plan))
+        elsewhere = self._look_elsewhere(simulate(self.profile, self.hardware, plan))
         if elsewhere is not None and self._move(trainer, pl_module, elsewhere):
             return
         self._put_in_force(trainer, plan)
@@ -411,21 +425,32 @@ class SwapPlanner(StepProfiling):
 
     # ---- comparing ----
 
-    def _compare(self, trainer: pl.Trainer) -> None:
+    @property
+    def _window(self) -> int:
+        """Steps whose median is compared with the prediction."""
+        return self._steps if self._trying else self.WINDOW
+
+    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compares the last steps with the prediction, once the device has passed them."""
         # Of the first ones: where nothing makes the host wait, the device has never passed the last.
-        window = [self._clock.elapsed(start, end) for start, end in islice(self._taken, self.WINDOW)]
+        window = [self._clock.elapsed(start, end) for start, end in islice(self._taken, self._window)]
         if None in window:
             return  # the device is not there yet
         assert self.prediction is not None
         self._taken.clear()
         cuda = self._cache.device.type == "cuda"
-        comparison = self.comparison = Comparison(
+        comparison = Comparison(
             self.prediction,
             statistics.median(value for value in window if value is not None),
             torch.cuda.max_memory_allocated(self._cache.device) if cuda else 0,
             self._cache.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes),
         )
+        if self._trying:
+            self._trying = False
+            self._correct(comparison)
+            self._decide(trainer, pl_module)
+            return
+        self.comparison = comparison
         self._tell(trainer, comparison)
         measured, usual = comparison.step_seconds, self._usual
         if usual is None:
@@ -442,30 +467,17 @@ class SwapPlanner(StepProfiling):
             self._plan_again(trainer)
 
     def _learn(self, trainer: pl.Trainer, comparison: Comparison) -> None:
-        """Corrects what was measured by what the first steps under the plan took, and plans again if that helps.
-
-        A device that waits now and then, as it does while steps are measured, is cooler, and faster, than one that
-        never does; drives are slower when all of it reads and writes; and memory is taken that nobody had seen.
-        """
-        assert self.profile is not None and self.hardware is not None and self.plan is not None
-        predicted, measured = comparison.predicted, comparison.step_seconds
-        if comparison.gpu_peak_bytes:
-            unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
-            self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
-        corrected = correct(self.profile, self.hardware, self.plan, measured)
-        if corrected is not None:
-            assert self._director is not None
-            self._director.pace *= corrected[0].forward_seconds / self.profile.forward_seconds
-            self.profile, self.hardware = corrected
-        elif abs(measured / predicted.step_seconds - 1) > self._tolerance:
+        """Corrects what was measured by what the first steps under the plan took, and plans again if that helps."""
+        if not self._correct(comparison):
             if self.pinned is None and not self._retried:
                 self._retried = True
                 pl.utilities.rank_zero_info(
-                    f"SwapPlanner: a step takes {measured:.3f} s instead of {predicted.step_seconds:.3f}: "
-                    "measuring again."
+                    f"SwapPlanner: a step takes {comparison.step_seconds:.3f} s instead of "
+                    f"{comparison.predicted.step_seconds:.3f}: measuring again."
                 )
                 self._plan_again(trainer)
             return
+        assert self.profile is not None and self.hardware is not None and self.plan is not None
         before = self.prediction = simulate(self.profile, self.hardware, self.plan)
         plan = self._make_plan()
         after = simulate(self.profile, self.hardware, plan)
@@ -475,6 +487,26 @@ class SwapPlanner(StepProfiling):
         if excess[1] < excess[0] or (excess[1] == excess[0] and (faster or smaller)):
             self._put_in_force(trainer, plan)
             self._report(plan)
+
+    def _correct(self, comparison: Comparison) -> bool:
+        """Corrects what was measured by what steps under the plan took; returns whether that explains it.
+
+        A device that waits now and then, as it does while all leaves, is cooler, and faster, than one that never does;
+        drives, and the CPU's memory, are slower when all of it reads and writes; and memory is taken that nobody had
+        seen.
+        """
+        assert self.profile is not None and self.hardware is not None and self.plan is not None
+        predicted, measured = comparison.predicted, comparison.step_seconds
+        if comparison.gpu_peak_bytes:
+            unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
+            self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
+        corrected = correct(self.profile, self.hardware, self.plan, measured)
+        if corrected is None:
+            return abs(measured / predicted.step_seconds - 1) <= self._tolerance
+        assert self._director is not None
+        self._director.pace *= corrected[0].forward_seconds / self.profile.forward_seconds
+        self.profile, self.hardware = corrected
+        return True
 
     def _swap_coefficient(self) -> float:
         assert self.profile is not None and self.plan is not None

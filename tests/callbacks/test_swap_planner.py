@@ -359,7 +359,7 @@ class Behind(clock.HostClock):
 def test_a_host_that_is_always_ahead_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap_planner, "make_clock", lambda device: Behind())
     first = planner()
-    train(SSDOffloadStrategy(**BOTH), callbacks=[first], recorded=False)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=24, recorded=False)
     assert first.comparison is not None
 
 
@@ -391,7 +391,7 @@ def test_the_window_is_the_plans(tmp_path: Path) -> None:
             windows.append(trainer.strategy.tensor_cache.window_bytes)
 
     first = planner()
-    train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()])
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()], steps=24)
     assert first.plan is not None and windows[-1] == first.plan.window_bytes
     train(SSDOffloadStrategy(**BOTH), callbacks=[planner(), PrefetchScheduler(window_bytes=12345), Look()])
     assert windows[-1] == 12345

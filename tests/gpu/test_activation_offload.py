@@ -1,5 +1,6 @@
 """Activation offload on a CUDA device: the same numbers, whatever the timing, and less memory."""
 
+import functools
 import gc
 import random
 import time
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig, config, make_tensor_cache
-from lightning_ssd.activations.copies import CUDACopies, Mark
+from lightning_ssd.activations.copies import CUDACopies, Mark, make_copies
 from lightning_ssd.storage import Backend, BackendFile, PosixBackend
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
 
@@ -108,6 +109,22 @@ class SlowBackend(Backend):
                 file.close()
 
         return Slow()
+
+
+def test_what_is_ahead_of_the_device_does_not_hold_the_host_up() -> None:
+    copies = make_copies(torch.device("cuda"))
+    source = torch.ones(2**22, dtype=torch.uint8, device="cuda")
+    target = torch.zeros(2**22, dtype=torch.uint8, pin_memory=True)
+    torch.cuda.synchronize()
+    ran: list[int] = []
+    torch.cuda._sleep(2_000_000_000)  # a second
+    for index in range(300):
+        mark = copies.out(source, target, copies.mark())
+        copies.when_out(mark, functools.partial(ran.append, index))
+    assert mark is not None and not mark.reached() and not ran
+    copies.drain()
+    assert ran == list(range(300)) and target.min() == 1
+    copies.close()
 
 
 @pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
