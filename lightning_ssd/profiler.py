@@ -414,6 +414,11 @@ def count_samples(batch: Any) -> tuple[int, int]:
     return 1, 1
 
 
+def count_bytes(batch: Any) -> int:
+    """Returns the bytes of the tensors of a batch."""
+    return sum(value.nbytes for value in tree_leaves(batch) if isinstance(value, Tensor))
+
+
 def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer], parameter: nn.Parameter) -> int:
     """Returns the bytes that an optimizer keeps for a parameter."""
     return sum(

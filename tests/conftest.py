@@ -2,8 +2,11 @@
 
 import os
 
-import pytest
-import torch
+# Where several tests run at once, threads that have nothing to do leave the cores to others. Read as torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # Without it cuBLAS may split sums differently from call to call, and bit for bit means nothing. Read at CUDA's start.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

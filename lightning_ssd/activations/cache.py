@@ -108,6 +108,8 @@ class TensorCache:
         """Told of every record whose bytes backward is about to be given."""
         self.forward_mode: ForwardMode | None = None
         """Follows the forwards that begin from now on."""
+        self.watching = True
+        """Whether forwards that begin from now on have what autograd saves taken over."""
         self.sending_seconds = 0.0
         """Seconds of the host that it took, so far, to send what is saved, and to wait for room for it."""
         self._copy_pace: float | None = None  # seconds a byte, of the last copies out
@@ -150,6 +152,9 @@ class TensorCache:
         It belongs to the micro-batch that has begun. Where nobody begins any, as in Lightning's Tuner, which runs
         without callbacks, one begins after every backward.
         """
+        if not self.watching:
+            yield
+            return
         if self._batch is None or self._batch.ended:
             self.begin_micro_batch()
         self._forwards += 1

@@ -42,6 +42,7 @@ from lightning_ssd.planning import (
     unplanned,
 )
 from lightning_ssd.planning.plan import Where
+from lightning_ssd.profiler import count_bytes
 from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states import ModelStates
 from lightning_ssd.storage.memory import device_memory
@@ -162,6 +163,8 @@ class SwapPlanner(StepProfiling):
         self.profile = self.plan = self.prediction = self.comparison = None
         self._measured_machine = self._measure(self._cache)
         self._clock = make_clock(self._cache.device)
+        self._measured_bytes = 0
+        """Of the last batch that was measured."""
         self._trying = False
         """Whether the plan in force is there to be measured."""
         self._moved = False
@@ -180,7 +183,7 @@ class SwapPlanner(StepProfiling):
         assert cache is not None
         self._cache = cache
         self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
-        cache.placement = SendAll(tuple(cache.tiers))
+        self._send_all()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -192,6 +195,10 @@ class SwapPlanner(StepProfiling):
                 "which it can't see there. Leave `torch.compile` away, or remove the callback."
             )
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._phase == "timing":
+            self._measured_bytes = count_bytes(batch)
+        if self._keeps_all:
+            self._cache.watching = not 0 < count_bytes(batch) <= self._measured_bytes
         if self.plan is None or self.measuring or not begins:
             return
         if self._to_settle:
@@ -295,12 +302,14 @@ class SwapPlanner(StepProfiling):
         self._director.program = make_program(profiler.graph, choices, chains)
         self.plan = plan
         self.prediction = simulate(self.profile, self.hardware, plan)
+        self._send_all()
         if set(choices.values()) <= {"keep"} and self.prediction.gpu_peak_bytes <= self._roomy_bytes():
-            self._cache.forward_mode = None  # nobody has to follow the forward
+            # Nobody has to follow the forward. Nor to see what is saved, but in a batch that is larger than what was
+            # measured, and of weights that come and go.
             self._cache.placement = SendIfShort(tuple(self._cache.tiers), self._is_short)
+            self._keeps_all = set(self._settled.weights) == {"gpu"}
         else:
             self._cache.forward_mode = self._director
-            self._cache.placement = SendAll(tuple(self._cache.tiers))
         self._hold_window(trainer, plan.window_bytes)
         self._usual = None
         self._drifting = 0
@@ -310,12 +319,19 @@ class SwapPlanner(StepProfiling):
 
     def _plan_again(self, trainer: pl.Trainer) -> None:
         """Goes back to the placement of the beginning, and measures."""
-        self._cache.forward_mode = None
-        self._cache.placement = SendAll(tuple(self._cache.tiers))
+        self._send_all()
         self._hold_window(trainer, None)
         self._begun = None
         self._taken.clear()
         self.schedule(1)
+
+    def _send_all(self) -> None:
+        """Has all saved tensors leave, but for what a plan says."""
+        self._keeps_all = False
+        """Whether the plan keeps everything, and nobody has to see what."""
+        self._cache.watching = True
+        self._cache.forward_mode = None
+        self._cache.placement = SendAll(tuple(self._cache.tiers))
 
     def _is_short(self) -> bool:
         """Whether a forward that differs from the recorded one has taken more than there is ample room for."""

@@ -36,6 +36,9 @@ CORRECTIONS = 8
 MOST = 1.5
 """Factor by which a step may be off for its time to be explained so."""
 
+QUICKEST = 0.5
+"""Of the host's time, what is left of it at least in a first correction."""
+
 CLOSE_SECONDS = 0.005
 """Share of a step's time that needs no explanation."""
 
@@ -99,7 +102,8 @@ def correct(
     """Returns the profiles under which `plan` takes as long as it was measured to take.
 
     What bounds the step is faster or slower than it was measured to be alone: the GPU, the link, the SSDs, the CPU, or
-    the host's thread that gives the GPU its work.
+    the host's thread that gives the GPU its work. Where that thread was foretold to be late, and a step takes less than
+    foretold, it is faster, in the first place.
 
     Args:
         model: as profiled.
@@ -116,10 +120,29 @@ def correct(
         ratio = step_seconds / prediction.step_seconds
         if attempt == 0 and not 1 / MOST < ratio < MOST:
             return None
+        if attempt == 0 and ratio < 1 - CLOSE_SECONDS:
+            corrected = _less_late(model, hardware, plan, step_seconds)
+            continue
         if abs(ratio - 1) < CLOSE_SECONDS:
             return None if corrected == (model, hardware) else corrected
         corrected = _slow_down(*corrected, prediction.bound, ratio)
     return None
+
+
+def _less_late(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float
+) -> tuple[ModelProfile, HardwareProfile]:
+    """Returns the profiles with as quick a host as a step of so many seconds takes, if that changes anything."""
+    slow, quick = 1.0, QUICKEST
+    while slow - quick > CLOSE_SECONDS:
+        middle = (slow + quick) / 2
+        if simulate(*_slow_down(model, hardware, "launch", middle), plan).step_seconds > step_seconds:
+            slow = middle
+        else:
+            quick = middle
+    quicker = _slow_down(model, hardware, "launch", quick)
+    shorter = simulate(*quicker, plan).step_seconds < (1 - CLOSE_SECONDS) * simulate(model, hardware, plan).step_seconds
+    return quicker if shorter else (model, hardware)
 
 
 def _slow_down(

@@ -291,6 +291,41 @@ def test_a_plan_that_keeps_all_does_not_follow_the_forward() -> None:
     assert found[-1] == (None, found[8][1])
 
 
+def test_who_keeps_all_looks_after_larger_batches_only() -> None:
+    """A batch that is longer than those that were measured might have no room; all others have no hooks."""
+    lengths = [16] * 20 + [8, 24, 16]
+    texts = [torch.randn(2, length, generator=torch.Generator().manual_seed(0)) for length in lengths]
+    found = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            found.append((trainer.strategy.tensor_cache.watching, trainer.callback_metrics["loss"]))
+
+    class Logging(TinyGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    weights = []
+    for arguments in (
+        {"strategy": SSDOffloadStrategy(**BOTH), "callbacks": [planner(tolerance=1e9), Look()]},
+        {"strategy": "auto"},
+    ):
+        pl.seed_everything(0)
+        trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, **arguments,
+        )  # fmt: skip
+        module = Logging("none")
+        trainer.fit(module, torch.utils.data.DataLoader(texts, batch_size=None))
+        weights.append(list(module.parameters()))
+    assert [watching for watching, _ in found[-4:]] == [False, False, True, False]
+    assert found[0][0]
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)
+
+
 class Clock:
     """Time that passes as a test wants it."""
 

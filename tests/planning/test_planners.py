@@ -214,6 +214,23 @@ def test_a_slow_host_is_corrected() -> None:
     assert corrected[1].launch.send == pytest.approx(1.2 * 5, rel=0.01)
 
 
+def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
+    """The GPU bounds the step, and the host is late: where a step takes less, the GPU is no faster than it was."""
+    model = make_model(4, parameters=0, launch=1.0, operations=9)
+    machine = replace(H100, launch=LaunchCosts(0.05, 0.05, 0.05, 0.05, 0.05, 0.05))
+    plan = plan_with_coefficient(model, machine, 0.0, Settled(("gpu",) * 4, ("gpu",) * 4))
+    late = simulate(model, machine, plan)
+    alone = simulate(model.with_launches(0.0), replace(machine, launch=LaunchCosts()), plan).step_seconds
+    assert late.bound == "compute" and alone < 0.9 * late.step_seconds
+    for share in (0.9, 0.6):
+        seconds = alone + share * (late.step_seconds - alone)
+        corrected = correct(model, machine, plan, seconds)
+        assert corrected is not None
+        assert simulate(*corrected, plan).step_seconds == pytest.approx(seconds, rel=0.006)
+        assert corrected[0].forward_seconds == pytest.approx(model.forward_seconds, rel=0.02)
+        assert corrected[1].launch.follow < 0.95 * machine.launch.follow
+
+
 def test_settled_states_stay() -> None:
     model = make_model(4)
     settled = Settled(("host", "ssd", "gpu", "host"), ("ssd", "ssd", "gpu", "host"))
