@@ -163,8 +163,8 @@ class SwapPlanner(StepProfiling):
         self.profile = self.plan = self.prediction = self.comparison = None
         self._measured_machine = self._measure(self._cache)
         self._clock = make_clock(self._cache.device)
-        self._measured_bytes = 0
-        """Of the last batch that was measured."""
+        self._recorded_bytes = 0
+        """Of the batch that was recorded."""
         self._trying = False
         """Whether the plan in force is there to be measured."""
         self._moved = False
@@ -195,10 +195,10 @@ class SwapPlanner(StepProfiling):
                 "which it can't see there. Leave `torch.compile` away, or remove the callback."
             )
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._phase == "timing":
-            self._measured_bytes = count_bytes(batch)
+        if self._phase == "recording":
+            self._recorded_bytes = count_bytes(batch)
         if self._keeps_all:
-            self._cache.watching = not 0 < count_bytes(batch) <= self._measured_bytes
+            self._cache.watching = not 0 < count_bytes(batch) <= self._recorded_bytes
         if self.plan is None or self.measuring or not begins:
             return
         if self._to_settle:
@@ -303,9 +303,9 @@ class SwapPlanner(StepProfiling):
         self.plan = plan
         self.prediction = simulate(self.profile, self.hardware, plan)
         self._send_all()
-        if set(choices.values()) <= {"keep"} and self.prediction.gpu_peak_bytes <= self._roomy_bytes():
-            # Nobody has to follow the forward. Nor to see what is saved, but in a batch that is larger than what was
-            # measured, and of weights that come and go.
+        if plan.keeps_all and self.prediction.gpu_peak_bytes <= self._roomy_bytes():
+            # Nobody has to follow the forward. Nor to see what is saved, but in a batch that is larger than the one
+            # that was recorded, and of weights that come and go.
             self._cache.placement = SendIfShort(tuple(self._cache.tiers), self._is_short)
             self._keeps_all = set(self._settled.weights) == {"gpu"}
         else:
@@ -484,14 +484,14 @@ class SwapPlanner(StepProfiling):
 
     def _learn(self, trainer: pl.Trainer, comparison: Comparison) -> None:
         """Corrects what was measured by what the first steps under the plan took, and plans again if that helps."""
-        if not self._correct(comparison):
-            if self.pinned is None and not self._retried:
-                self._retried = True
-                pl.utilities.rank_zero_info(
-                    f"SwapPlanner: a step takes {comparison.step_seconds:.3f} s instead of "
-                    f"{comparison.predicted.step_seconds:.3f}: measuring again."
-                )
-                self._plan_again(trainer)
+        explained = self._correct(comparison)
+        if not explained and self.pinned is None and not self._retried:
+            self._retried = True
+            pl.utilities.rank_zero_info(
+                f"SwapPlanner: a step takes {comparison.step_seconds:.3f} s instead of "
+                f"{comparison.predicted.step_seconds:.3f}: measuring again."
+            )
+            self._plan_again(trainer)
             return
         assert self.profile is not None and self.hardware is not None and self.plan is not None
         before = self.prediction = simulate(self.profile, self.hardware, self.plan)
@@ -500,7 +500,7 @@ class SwapPlanner(StepProfiling):
         excess = before.excess_bytes(self.hardware), after.excess_bytes(self.hardware)
         faster = after.step_seconds < (1 - _WORTH) * before.step_seconds
         smaller = self._gpu_memory == "least" and after.gpu_peak_bytes < (1 - _WORTH) * before.gpu_peak_bytes
-        if excess[1] < excess[0] or (excess[1] == excess[0] and (faster or smaller)):
+        if excess[1] < excess[0] or (explained and excess[1] == excess[0] and (faster or smaller)):
             self._put_in_force(trainer, plan)
             self._report(plan)
 

@@ -54,6 +54,11 @@ class Plan:
     staging_bytes: int
     clip: ClipMode = "off"
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether everything that is saved stays on the GPU: nobody has to follow the forward."""
+        return all({unit.input, *unit.operators.values()} == {"keep"} for unit in self.units.values())
+
     def check(self, model: ModelProfile) -> None:
         """Raises ValueError unless the plan is one for `model`; the message names the entry."""
         for name in ("window_bytes", "staging_bytes"):

@@ -37,7 +37,7 @@ MOST = 1.5
 """Factor by which a step may be off for its time to be explained so."""
 
 QUICKEST = 0.5
-"""Of the host's time, what is left of it at least in a first correction."""
+"""Of the host's time to follow a plan, what is left at least in a first correction."""
 
 CLOSE_SECONDS = 0.005
 """Share of a step's time that needs no explanation."""
@@ -102,8 +102,8 @@ def correct(
     """Returns the profiles under which `plan` takes as long as it was measured to take.
 
     What bounds the step is faster or slower than it was measured to be alone: the GPU, the link, the SSDs, the CPU, or
-    the host's thread that gives the GPU its work. Where that thread was foretold to be late, and a step takes less than
-    foretold, it is faster, in the first place.
+    the host's thread that gives the GPU its work. Where following the plan was foretold to make that thread late, and a
+    step takes less than foretold, it is that in the first place.
 
     Args:
         model: as profiled.
@@ -120,33 +120,39 @@ def correct(
         ratio = step_seconds / prediction.step_seconds
         if attempt == 0 and not 1 / MOST < ratio < MOST:
             return None
-        if attempt == 0 and ratio < 1 - CLOSE_SECONDS:
-            corrected = _less_late(model, hardware, plan, step_seconds)
+        if attempt == 0 and ratio < 1 - CLOSE_SECONDS and not plan.keeps_all:
+            corrected = model, _less_late(model, hardware, plan, step_seconds)
             continue
         if abs(ratio - 1) < CLOSE_SECONDS:
             return None if corrected == (model, hardware) else corrected
-        corrected = _slow_down(*corrected, prediction.bound, ratio)
+        corrected = _slow_down(*corrected, plan, prediction.bound, ratio)
     return None
 
 
-def _less_late(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float
-) -> tuple[ModelProfile, HardwareProfile]:
-    """Returns the profiles with as quick a host as a step of so many seconds takes, if that changes anything."""
+def _less_late(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> HardwareProfile:
+    """Returns the machine with a host that follows a plan as quickly as a step of so many seconds takes.
+
+    If that changes anything. What its own forward takes the host was measured in training, what following a plan does,
+    apart from it.
+    """
+
+    def with_costs(factor: float) -> tuple[HardwareProfile, float]:
+        machine = replace(hardware, launch=hardware.launch.times(factor))
+        return machine, simulate(model, machine, plan).step_seconds
+
     slow, quick = 1.0, QUICKEST
     while slow - quick > CLOSE_SECONDS:
         middle = (slow + quick) / 2
-        if simulate(*_slow_down(model, hardware, "launch", middle), plan).step_seconds > step_seconds:
+        if with_costs(middle)[1] > step_seconds:
             slow = middle
         else:
             quick = middle
-    quicker = _slow_down(model, hardware, "launch", quick)
-    shorter = simulate(*quicker, plan).step_seconds < (1 - CLOSE_SECONDS) * simulate(model, hardware, plan).step_seconds
-    return quicker if shorter else (model, hardware)
+    quicker, seconds = with_costs(quick)
+    return quicker if seconds < (1 - CLOSE_SECONDS) * with_costs(1.0)[1] else hardware
 
 
 def _slow_down(
-    model: ModelProfile, hardware: HardwareProfile, resource: str, factor: float
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, resource: str, factor: float
 ) -> tuple[ModelProfile, HardwareProfile]:
     match resource:
         case "compute":
@@ -156,6 +162,8 @@ def _slow_down(
         case "ssd":
             return model, hardware.with_ssds(1 / factor)
         case "launch":
-            return model.with_launches(factor), replace(hardware, launch=hardware.launch.times(factor))
+            # Where nothing is followed, nothing is learnt of what that takes.
+            launch = hardware.launch if plan.keeps_all else hardware.launch.times(factor)
+            return model.with_launches(factor), replace(hardware, launch=launch)
         case _:
             return model, hardware.with_link(1 / factor)
