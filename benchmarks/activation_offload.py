@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--path", help="where scratch files go (default: the system's temporary directory)")
     parser.add_argument("--out", default="activation_offload.json")
     parser.add_argument("--report", help="print the table of earlier results instead of measuring")

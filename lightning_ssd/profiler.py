@@ -191,6 +191,10 @@ class Profiler:
             self._ended = None
             self.between_bytes = max(self.between_bytes, self._take_peak())
 
+    def resume(self) -> None:
+        """Training goes on: the memory that was taken meanwhile is no part of it."""
+        self._take_peak()
+
     def end_timing(self) -> None:
         """No step is timed any more."""
         self.pause()
@@ -414,9 +418,12 @@ def count_samples(batch: Any) -> tuple[int, int]:
     return 1, 1
 
 
-def count_bytes(batch: Any) -> int:
-    """Returns the bytes of the tensors of a batch."""
-    return sum(value.nbytes for value in tree_leaves(batch) if isinstance(value, Tensor))
+def count_bytes(batch: Any) -> int | None:
+    """Returns the bytes of the tensors of a batch; None: they don't tell its size."""
+    tensors = [value for value in tree_leaves(batch) if isinstance(value, Tensor)]
+    if not tensors or any(value.layout is not torch.strided for value in tensors):
+        return None
+    return sum(value.nbytes for value in tensors)
 
 
 def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer], parameter: nn.Parameter) -> int:

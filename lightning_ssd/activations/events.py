@@ -116,14 +116,16 @@ class _Waiter:
     def __init__(self, driver: Any) -> None:
         self._driver = driver
         self._blocking = _declared(ctypes.CDLL("libcuda.so.1"))  # others run meanwhile
-        stream = ctypes.c_void_p()
-        _check(driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "cuStreamCreate")
-        self._stream = stream.value
+        self._stream = ctypes.c_void_p()
+        self._event: int | None = None
+        _check(driver.cuStreamCreate(ctypes.byref(self._stream), _NON_BLOCKING), "cuStreamCreate")
         self._event = _new_event(driver, _BLOCKING_SYNC | _DISABLE_TIMING)
 
     def __del__(self) -> None:
-        self._driver.cuEventDestroy_v2(self._event)
-        self._driver.cuStreamDestroy_v2(self._stream)
+        if self._event is not None:
+            self._driver.cuEventDestroy_v2(self._event)
+        if self._stream:
+            self._driver.cuStreamDestroy_v2(self._stream)
 
     def sleep_until(self, handle: int) -> None:
         """Returns when the device has passed the event."""

@@ -1,6 +1,7 @@
 """Records one forward and backward: what was made of what, what autograd saved, and how long everything took."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -142,7 +143,7 @@ class Recorder(ForwardMode):
 
     def _time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
         """Runs an operation; returns its result, and when it began and ended (None: a view, which is no work)."""
-        if func.is_view:
+        if _only_shows(func):
             return func(*args, **kwargs), None
         self._stay_ahead()
         start = self._clock.now()
@@ -239,6 +240,13 @@ class _BackwardMode(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **(kwargs or {}))
         return self._recorder.time_backward(func, args, kwargs or {})
+
+
+@functools.cache
+def _only_shows(func: Any) -> bool:
+    """Whether an operation returns views only. Composite ones, which inference mode shows whole, may copy."""
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return func.is_view and not composite
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:

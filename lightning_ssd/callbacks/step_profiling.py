@@ -144,6 +144,11 @@ class StepProfiling(pl.Callback):
             assert self._profiler is not None
             self._profiler.pause()
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._phase == "timing":
+            assert self._profiler is not None
+            self._profiler.resume()
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._end()
 

@@ -154,6 +154,8 @@ class SwapPlanner(StepProfiling):
         self.comparison: Comparison | None = None
         """Of its last steps, once there were some."""
         self._director: Director | None = None
+        self._unwatched = False
+        """Whether the plan keeps everything, and nobody has to see what."""
 
     # ---- a training ----
 
@@ -163,8 +165,14 @@ class SwapPlanner(StepProfiling):
         self.profile = self.plan = self.prediction = self.comparison = None
         self._measured_machine = self._measure(self._cache)
         self._clock = make_clock(self._cache.device)
-        self._recorded_bytes = 0
+        self._recorded_bytes: int | None = None
         """Of the batch that was recorded."""
+        self._recorded_trained = 0
+        """Parameters that wanted gradients then."""
+        self._pace = 1.0
+        """Seconds that the forward takes now, of one that was recorded."""
+        self._peak_bytes = 0
+        """The most device memory that was allocated in steps before the last validation."""
         self._trying = False
         """Whether the plan in force is there to be measured."""
         self._moved = False
@@ -197,14 +205,19 @@ class SwapPlanner(StepProfiling):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._phase == "recording":
             self._recorded_bytes = count_bytes(batch)
-        if self._keeps_all:
-            self._cache.watching = not 0 < count_bytes(batch) <= self._recorded_bytes
+            self._recorded_trained = _count_trained(pl_module)
+        if self._unwatched and batch_idx == 0 and _count_trained(pl_module) != self._recorded_trained:
+            self._unwatched, self._cache.watching = False, True  # more may be saved than was
+        if self._unwatched:
+            here, recorded = count_bytes(batch), self._recorded_bytes
+            self._cache.watching = here is None or recorded is None or here > recorded
         if self.plan is None or self.measuring or not begins:
             return
         if self._to_settle:
             self._to_settle -= 1
-            if not self._to_settle and self._cache.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self._cache.device)
+            if not self._to_settle:
+                self._peak_bytes = 0
+                self._reset_peak()
             return
         now = self._clock.now()
         if self._begun is not None:
@@ -216,6 +229,13 @@ class SwapPlanner(StepProfiling):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
         self._begun = None  # this one takes longer
+        if self.plan is not None:
+            self._peak_bytes = self._peak()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if self.plan is not None:
+            self._reset_peak()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.plan is None or self._trying:
@@ -223,6 +243,9 @@ class SwapPlanner(StepProfiling):
 
     def _end(self) -> None:
         super()._end()
+        self._close_director()
+
+    def _close_director(self) -> None:
         director, self._director = self._director, None
         if director is not None:
             director.close()
@@ -248,8 +271,7 @@ class SwapPlanner(StepProfiling):
             between = max(0, profiler.between_bytes - resident - other)
             profile = replace(profile, other_gpu_bytes=other, between_gpu_bytes=between)
         self.profile, self.hardware = profile, hardware
-        if self._director is not None:
-            self._director.pace = 1.0
+        self._pace = 1.0
         self._learned = False
         trial = plan_with_coefficient(profile, hardware, 0.0, settled)
         self._trying = self.pinned is None and not simulate(profile, hardware, trial).excess_bytes(hardware)
@@ -296,19 +318,21 @@ class SwapPlanner(StepProfiling):
             choices[item.buffer] = unit.input if item.inbound else unit.operators[item.name]
             if choices[item.buffer] == "recompute":
                 chains[item.buffer] = item.chain
-        if self._director is None:
-            modules = [unit.modules for unit in profiler.units]
-            self._director = Director(modules, self._cache.device, self._cache.pack, self._cache.unpack)
-        self._director.program = make_program(profiler.graph, choices, chains)
         self.plan = plan
         self.prediction = simulate(self.profile, self.hardware, plan)
         self._send_all()
-        if plan.keeps_all and self.prediction.gpu_peak_bytes <= self._roomy_bytes():
-            # Nobody has to follow the forward. Nor to see what is saved, but in a batch that is larger than the one
-            # that was recorded, and of weights that come and go.
+        if plan.keeps_all:  # nobody has to follow the forward
+            self._close_director()
             self._cache.placement = SendIfShort(tuple(self._cache.tiers), self._is_short)
-            self._keeps_all = set(self._settled.weights) == {"gpu"}
+            # Nor to see what is saved, where there is ample room: but of weights that come and go, and larger batches.
+            ample = self.prediction.gpu_peak_bytes <= _AMPLE * self._there()
+            self._unwatched = ample and set(self._settled.weights) == {"gpu"}
         else:
+            if self._director is None:
+                modules = [unit.modules for unit in profiler.units]
+                self._director = Director(modules, self._cache.device, self._cache.pack, self._cache.unpack)
+            self._director.pace = self._pace
+            self._director.program = make_program(profiler.graph, choices, chains)
             self._cache.forward_mode = self._director
         self._hold_window(trainer, plan.window_bytes)
         self._usual = None
@@ -327,22 +351,24 @@ class SwapPlanner(StepProfiling):
 
     def _send_all(self) -> None:
         """Has all saved tensors leave, but for what a plan says."""
-        self._keeps_all = False
-        """Whether the plan keeps everything, and nobody has to see what."""
+        self._unwatched = False
         self._cache.watching = True
         self._cache.forward_mode = None
         self._cache.placement = SendAll(tuple(self._cache.tiers))
 
     def _is_short(self) -> bool:
-        """Whether a forward that differs from the recorded one has taken more than there is ample room for."""
+        """Whether a forward that differs from the recorded one has taken more than there is room for."""
         device = self._cache.device
-        return device.type == "cuda" and torch.cuda.memory_allocated(device) > self._roomy_bytes()
+        if device.type != "cuda":
+            return False
+        assert self.prediction is not None
+        return torch.cuda.memory_allocated(device) > max(self.prediction.gpu_peak_bytes, _ROOMY * self._there())
 
-    def _roomy_bytes(self) -> float:
+    def _there(self) -> float:
+        """Returns the bytes of the device that may be taken."""
         assert self.hardware is not None
         device = self._cache.device
-        there = device_memory(device) if device.type == "cuda" else math.inf
-        return _ROOMY * min(self.hardware.gpu_bytes, there)
+        return min(self.hardware.gpu_bytes, device_memory(device) if device.type == "cuda" else math.inf)
 
     def _hold_window(self, trainer: pl.Trainer, window_bytes: int | None) -> None:
         for callback in trainer_callbacks(trainer):
@@ -368,6 +394,7 @@ class SwapPlanner(StepProfiling):
             return False
         assert self.profile is not None and self.hardware is not None
         self._moved = True
+        self.plan = self.prediction = None
         self._end()
         try:
             strategy.move_states(plan)
@@ -454,11 +481,10 @@ class SwapPlanner(StepProfiling):
             return  # the device is not there yet
         assert self.prediction is not None
         self._taken.clear()
-        cuda = self._cache.device.type == "cuda"
         comparison = Comparison(
             self.prediction,
             statistics.median(value for value in window if value is not None),
-            torch.cuda.max_memory_allocated(self._cache.device) if cuda else 0,
+            self._peak(),
             self._cache.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes),
         )
         if self._trying:
@@ -481,6 +507,16 @@ class SwapPlanner(StepProfiling):
                 f"SwapPlanner: a step takes {measured:.3f} s, and took {usual:.3f}: planning again."
             )
             self._plan_again(trainer)
+
+    def _peak(self) -> int:
+        """Returns the most device memory that was allocated since steps are compared, validations left aside."""
+        if self._cache.device.type != "cuda":
+            return 0
+        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self._cache.device))
+
+    def _reset_peak(self) -> None:
+        if self._cache.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._cache.device)
 
     def _learn(self, trainer: pl.Trainer, comparison: Comparison) -> None:
         """Corrects what was measured by what the first steps under the plan took, and plans again if that helps."""
@@ -519,8 +555,9 @@ class SwapPlanner(StepProfiling):
         corrected = correct(self.profile, self.hardware, self.plan, measured)
         if corrected is None:
             return abs(measured / predicted.step_seconds - 1) <= self._tolerance
-        assert self._director is not None
-        self._director.pace *= corrected[0].forward_seconds / self.profile.forward_seconds
+        self._pace *= corrected[0].forward_seconds / self.profile.forward_seconds
+        if self._director is not None:
+            self._director.pace = self._pace
         self.profile, self.hardware = corrected
         return True
 
@@ -567,8 +604,16 @@ _FILLED = 0.85
 _ROOMY = 0.8
 """Of the device's memory that may be taken: the rest is for what backward allocates."""
 
+_AMPLE = 0.5
+"""Of it: who takes no more than that is not looked after."""
+
 _USABLE = 0.9
 """Of the device's memory: the rest is lost between blocks of different sizes."""
+
+
+def _count_trained(module: pl.LightningModule) -> int:
+    """Returns how many parameters want gradients."""
+    return sum(parameter.requires_grad for parameter in module.parameters())
 
 
 def _compiled_frames() -> int:

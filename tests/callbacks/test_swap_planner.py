@@ -13,11 +13,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
-from lightning_ssd.activations import clock
+from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner, profiler
+from lightning_ssd.activations import cache, clock
+from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import swap_planner
-from lightning_ssd.planning import HardwareProfile, Plan
-from tests.parity import SharedStorages, TinyGPT, assert_same, train
+from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate
+from tests.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
 from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner
 from tests.states.test_training import Model
 from tests.states.test_training import train as train_states
@@ -299,13 +300,7 @@ def test_who_keeps_all_looks_after_larger_batches_only() -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            found.append((trainer.strategy.tensor_cache.watching, trainer.callback_metrics["loss"]))
-
-    class Logging(TinyGPT):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
+            found.append(trainer.strategy.tensor_cache.watching)
 
     weights = []
     for arguments in (
@@ -317,13 +312,75 @@ def test_who_keeps_all_looks_after_larger_batches_only() -> None:
             accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, **arguments,
         )  # fmt: skip
-        module = Logging("none")
+        module = TinyGPT("none")
         trainer.fit(module, torch.utils.data.DataLoader(texts, batch_size=None))
         weights.append(list(module.parameters()))
-    assert [watching for watching, _ in found[-4:]] == [False, False, True, False]
-    assert found[0][0]
+    assert found[0] and found[-4:] == [False, False, True, False]
     for one, other in zip(*weights, strict=True):
         assert torch.equal(one, other)
+
+
+def test_who_trains_more_than_before_is_looked_after() -> None:
+    """From the epoch on in which a part of the model is unfrozen."""
+
+    class Unfreeze(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.model.transformer.h[0].requires_grad_(trainer.current_epoch > 1)
+
+    found = {}
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            found[trainer.current_epoch, batch_idx] = trainer.strategy.tensor_cache.watching
+
+    callbacks = [planner(tolerance=1e9), Unfreeze(), Look()]
+    train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, steps=3 * BATCHES, recorded=False)
+    assert not found[1, BATCHES - 1]
+    assert found[2, 0] and found[2, BATCHES - 1]
+
+
+def test_sparse_batches_are_looked_after() -> None:
+    class Sparse(TinyGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch.to_dense(), batch_idx)
+
+    texts = [torch.randn(2, 16).to_sparse() for _ in range(20)]
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first := planner(tolerance=1e9)],
+    )  # fmt: skip
+    trainer.fit(Sparse("none"), torch.utils.data.DataLoader(texts, batch_size=None))
+    assert first.plan is not None and first.plan.keeps_all
+
+
+class Puts(SwapPlanner):
+    """Remembers the plans that were in force."""
+
+    def _put_in_force(self, trainer: Any, plan: Plan) -> None:
+        super()._put_in_force(trainer, plan)
+        vars(self).setdefault("plans", []).append(plan)
+
+    @property
+    def recompute(self) -> list[bool]:
+        """Of each plan, whether it has anything computed again."""
+        found = []
+        for plan in vars(self)["plans"]:
+            found.append(any("recompute" in unit.operators.values() for unit in plan.units.values()))
+        return found
+
+
+def test_a_plan_is_tried_before_there_is_one(tmp_path: Path) -> None:
+    """With everything computed again; but not where a plan is given, and not where that has no room."""
+    how: Any = {"machine": MACHINE, "warm_up": 2, "steps": 1}
+    first = Puts(**how, save=tmp_path / "plan.yaml")
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=12)
+    assert first.recompute == [True, False]
+    pinned = Puts(**how, plan=tmp_path / "plan.yaml")
+    train(SSDOffloadStrategy(**BOTH), callbacks=[pinned], steps=12)
+    assert pinned.recompute == [False]
+    small = Puts(**how, gpu_memory=1)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[small], steps=7)
+    assert len(small.recompute) == 1
 
 
 class Clock:
@@ -353,6 +410,76 @@ class Taking(TinyGPT):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.time.now += 3.0 if self.global_step >= self.slow_from else 1.0
         return super().training_step(batch, batch_idx)
+
+
+def test_what_the_trial_takes_is_learnt(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps take a fifth longer than foretold, and a byte more than nothing that anybody knows of."""
+    monkeypatch.setattr(Tried, "time", time, raising=False)
+    tried = Tried(machine=MACHINE, warm_up=2, steps=1)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[tried], model=lambda _: SlowTrial(tried), steps=12, recorded=False)
+    foretold, measured = tried.foretold, tried.learnt
+    assert measured.step_seconds == pytest.approx(1.2 * foretold.step_seconds, rel=0.02)
+    assert measured.gpu_peak_bytes == foretold.gpu_peak_bytes + 12345
+
+
+class Tried(SwapPlanner):
+    """Remembers what was foretold of the trial, before and after it."""
+
+    time: Clock
+    foretold: Prediction
+    learnt: Prediction
+
+    def _decide(self, trainer: Any, pl_module: Any) -> None:
+        assert self.profile is not None and self.hardware is not None and self.plan is not None
+        assert self.prediction is not None
+        self.foretold, self.learnt = self.prediction, simulate(self.profile, self.hardware, self.plan)
+        super()._decide(trainer, pl_module)
+
+    def _peak(self) -> int:
+        assert self.prediction is not None
+        return self.prediction.gpu_peak_bytes + 12345
+
+
+class SlowTrial(TinyGPT):
+    def __init__(self, tried: Tried) -> None:
+        super().__init__("none")
+        vars(self)["tried"] = tried
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.tried._trying:
+            self.tried.time.now += 1.2 * self.tried.prediction.step_seconds  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+def test_memory_is_learnt_where_time_is_not_explained(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Peaks(SwapPlanner):
+        def _peak(self) -> int:
+            return 123_456_789
+
+    monkeypatch.setattr(Taking, "time", time, raising=False)
+    peaks = Peaks(machine=MACHINE, warm_up=2, steps=1)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[peaks], model=Taking, steps=50, recorded=False)
+    assert peaks.prediction is not None and peaks.prediction.gpu_peak_bytes == 123_456_789
+    assert peaks.comparison is not None and peaks.comparison.step_seconds == pytest.approx(1.0, rel=0.05)
+
+
+def test_sending_is_no_part_of_what_a_forward_takes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that leaves takes it a second."""
+    made = Clock()
+    store = SSDTier.store
+
+    def slow(self: SSDTier, *args: Any, **kwargs: Any) -> Any:
+        made.now += 1.0
+        return store(self, *args, **kwargs)
+
+    monkeypatch.setattr(SSDTier, "store", slow)
+    for module in (cache, profiler):
+        monkeypatch.setattr(module, "time", made)
+    first = planner()
+    train(SSDOffloadStrategy(**BOTH | {"host_memory": 0}), callbacks=[first], steps=8, recorded=False)
+    assert first.profile is not None
+    assert 0 < sum(item.launch_seconds for unit in first.profile.units for item in unit.operators) < 1.0
+    assert made.now > 10.0
 
 
 class Plans(SwapPlanner):

@@ -79,6 +79,35 @@ def test_model_states_move_to_where_there_is_room(tmp_path: Path, monkeypatch: p
     assert swaps.plan is not None and {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
 
 
+class Validated(TinyGPT):
+    """Takes half a GiB when it is validated, and next to nothing in training."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        torch.ones(2**29, dtype=torch.uint8, device=self.device).sum()
+
+
+def test_what_validations_take_is_no_part_of_training(tmp_path: Path) -> None:
+    swaps = planner()
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_steps=40,
+        val_check_interval=3,
+        strategy=SSDOffloadStrategy(**BOTH),
+        callbacks=[swaps],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    texts = [torch.randn(2, 16) for _ in range(60)]
+    loaders = [DataLoader(texts[:count], batch_size=None) for count in (60, 1)]
+    trainer.fit(Validated("none"), *loaders)
+    assert swaps.comparison is not None and 0 < swaps.comparison.gpu_peak_bytes < 2**29
+    assert swaps.profile is not None and swaps.profile.other_gpu_bytes < 2**29
+
+
 @pytest.mark.parametrize("states", ["gpu", "host"])
 def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
     class Tokens(torch.utils.data.Dataset[Tensor]):
