@@ -57,21 +57,26 @@ class Copies(ABC):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     @abstractmethod
-    def mark(self) -> Mark:
-        """Returns a mark for everything issued on the compute stream so far."""
+    def mark(self, *, awaited: bool = False) -> Mark:
+        """Returns a mark for everything issued on the compute stream so far.
 
-    @abstractmethod
-    def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
-        """Copies device bytes `src` to the beginning of host bytes `dst` once `after` is reached.
-
-        The caller keeps both buffers until the returned mark, the copy's, is reached.
+        Args:
+            awaited: it is given to `when_out` or `when_in`, whose thread sleeps until it is reached. Few may be ahead
+                of the device at once (see `Events.record`).
         """
 
     @abstractmethod
-    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+    def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+        """Copies device bytes `src` to the beginning of host bytes `dst` once `after` is reached.
+
+        The caller keeps both buffers until the returned mark, the copy's, is reached. `awaited`: as in `mark`.
+        """
+
+    @abstractmethod
+    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         """Fills device bytes `dst` from the beginning of host bytes `src` once `after` is reached.
 
-        The caller keeps both buffers until the returned mark, the copy's, is reached.
+        The caller keeps both buffers until the returned mark, the copy's, is reached. `awaited`: as in `mark`.
         """
 
     @abstractmethod
@@ -112,10 +117,10 @@ class CPUCopies(Copies):
         self._lock = threading.Lock()
         self._out_busy = self._in_busy = Busy(0, 0.0)
 
-    def mark(self) -> Mark:
+    def mark(self, *, awaited: bool = False) -> Mark:
         return None
 
-    def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+    def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = time.perf_counter()
         with torch._C._DisableTorchDispatch():  # no part of the forward that it may be called in
             dst[: src.numel()].copy_(src)
@@ -123,7 +128,7 @@ class CPUCopies(Copies):
             self._out_busy = self._out_busy.plus(src.numel(), time.perf_counter() - start)
         return None
 
-    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = time.perf_counter()
         with torch._C._DisableTorchDispatch():
             dst.copy_(src[: dst.numel()])
@@ -159,14 +164,14 @@ class CUDACopies(Copies):
         self._out = _Lane("copied-out", device, self._events)
         self._in = _Lane("copied-in", device, self._events)
 
-    def mark(self) -> Mark:
-        return self._events.record(self._events.compute_stream())
+    def mark(self, *, awaited: bool = False) -> Mark:
+        return self._events.record(self._events.compute_stream(), awaited=awaited)
 
-    def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
-        return self._out.copy(src, dst, src.numel(), after)
+    def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+        return self._out.copy(src, dst, src.numel(), after, awaited)
 
-    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
-        return self._in.copy(src, dst, dst.numel(), after)
+    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+        return self._in.copy(src, dst, dst.numel(), after, awaited)
 
     def wait(self, mark: Mark) -> None:
         if mark is not None:
@@ -210,7 +215,7 @@ class _Lane:
         self._spans: deque[tuple[Event, Event, int]] = deque()
         self._busy = Busy(0, 0.0)
 
-    def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark) -> Event:
+    def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark, awaited: bool) -> Event:
         # The stream keeps its order, so the marks of earlier copies on it are reached before this one's.
         stream, events = self._stream.cuda_stream, self._events
         if after is not None:
@@ -220,7 +225,7 @@ class _Lane:
             start = events.record(stream, timed=True)
         # The driver's call and not `copy_`: it needs no current stream and no views, a third of the host's time.
         events.copy(dst.data_ptr(), src.data_ptr(), nbytes, stream)
-        end = events.record(stream, timed=timed)
+        end = events.record(stream, timed=timed, awaited=awaited)
         if timed:
             self._spans.append((start, end, nbytes))
         return end

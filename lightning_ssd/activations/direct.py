@@ -24,7 +24,7 @@ class DirectTier(ScratchTier):
         if blob is None:
             return None
         copy = _DirectCopy(self, blob)
-        self._copies.when_out(self._copies.mark(), partial(copy.write, data))
+        self._copies.when_out(self._copies.mark(awaited=True), partial(copy.write, data))
         self.bytes_out += data.numel()
         return copy
 
@@ -74,7 +74,7 @@ class _DirectLoad(Load):
         self.data = copies.empty(copy.blob.nbytes)
         self._requests: Future[list[Future[None]]] = Future()
         # The memory is the compute stream's until it is done with the last owner: read into it from then on.
-        copies.when_in(copies.mark(), partial(self._read, copy, urgent))
+        copies.when_in(copies.mark(awaited=True), partial(self._read, copy, urgent))
 
     @property
     def settled(self) -> bool:

@@ -7,6 +7,7 @@ the driver's calls and a free list take a fifth of what new `torch.cuda.Event`s 
 import ctypes
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ class Event:
     Streams that were told to wait for it keep waiting for this point (the driver captures it with the call).
     """
 
-    __slots__ = ("_events", "_handle", "_timed")
+    __slots__ = ("_events", "_flags", "_handle")
 
-    def __init__(self, events: "Events", handle: int, timed: bool) -> None:
+    def __init__(self, events: "Events", handle: int, flags: int) -> None:
         self._events = events
         self._handle = handle
-        self._timed = timed
+        self._flags = flags
 
     def __del__(self) -> None:
-        self._events._free[self._timed].append(self._handle)  # atomic: finalisers run on any thread
+        self._events._free[self._flags].append(self._handle)  # atomic: finalisers run on any thread
 
     def reached(self) -> bool:
         """Whether the device has passed it."""
@@ -38,8 +39,8 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Returns when the device has passed it; the thread sleeps."""
-        self._events._sleep_until(self._handle)
+        """Returns when the device has passed it; the thread sleeps if it was recorded as awaited, else it spins."""
+        _check(self._events._blocking.cuEventSynchronize(self._handle), "cuEventSynchronize")
 
     def seconds_until(self, end: "Event") -> float:
         """Returns the seconds from this to `end`, both timed and reached."""
@@ -57,24 +58,32 @@ class Events:
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._free: tuple[deque[int], deque[int]] = (deque(), deque())  # untimed, timed
+        self._free: Mapping[int, deque[int]] = {flags: deque() for flags in range(4)}
         self._thread = threading.local()
         # These calls take a microsecond: releasing the GIL around them (as CDLL does) would take longer.
         self._driver = _declared(ctypes.PyDLL("libcuda.so.1"))
+        self._blocking = _declared(ctypes.CDLL("libcuda.so.1"))
 
     def compute_stream(self) -> int:
         """Returns the handle of the stream that is current on this thread."""
         return torch._C._cuda_getCurrentRawStream(self._device.index)
 
-    def record(self, stream: int, *, timed: bool = False) -> Event:
-        """Returns the present end of `stream` (a handle)."""
+    def record(self, stream: int, *, timed: bool = False, awaited: bool = False) -> Event:
+        """Returns the present end of `stream` (a handle).
+
+        Args:
+            stream: to record on.
+            timed: `seconds_until` will be asked.
+            awaited: a thread will wait for it, and may sleep. Who records some 56 of these ahead of the device is held
+                up until it has passed the first (driver 580, H100): others are recorded as not awaited.
+        """
         self._enter()
-        free = self._free[timed]
+        flags = (0 if timed else _DISABLE_TIMING) | (_BLOCKING_SYNC if awaited else 0)
         try:
-            handle = free.popleft()
+            handle = self._free[flags].popleft()
         except IndexError:
-            handle = _new_event(self._driver, 0 if timed else _DISABLE_TIMING)
-        event = Event(self, handle, timed)
+            handle = self._new(flags)
+        event = Event(self, handle, flags)
         _check(self._driver.cuEventRecord(handle, stream), "cuEventRecord")
         return event
 
@@ -90,12 +99,11 @@ class Events:
         if result:
             raise RuntimeError(f"cuMemcpyAsync of {nbytes} bytes failed with CUDA driver error {result}")
 
-    def _sleep_until(self, handle: int) -> None:
-        """Returns when the device has passed an event."""
-        self._enter()
-        if not hasattr(self._thread, "waiter"):
-            self._thread.waiter = _Waiter(self._driver)
-        self._thread.waiter.sleep_until(handle)
+    def _new(self, flags: int) -> int:
+        handle = ctypes.c_void_p()
+        _check(self._driver.cuEventCreate(ctypes.byref(handle), flags), "cuEventCreate")
+        assert handle.value is not None
+        return handle.value
 
     def _enter(self) -> None:
         """Makes the device's context current: I/O threads have none at first."""
@@ -105,47 +113,9 @@ class Events:
             self._thread.entered = True
 
 
-class _Waiter:
-    """Lets one thread sleep until the device has passed an event.
-
-    A thread may sleep only for events that were made for it; waiting for others, it spins. But whoever records those
-    is held up until the device is through, once some 56 of them are ahead of it (driver 580 on an H100): the host would
-    never get far ahead. So a thread has one of them, and records it on a stream of its own, that waits for the other.
-    """
-
-    def __init__(self, driver: Any) -> None:
-        self._driver = driver
-        self._blocking = _declared(ctypes.CDLL("libcuda.so.1"))  # others run meanwhile
-        self._stream = ctypes.c_void_p()
-        self._event: int | None = None
-        _check(driver.cuStreamCreate(ctypes.byref(self._stream), _NON_BLOCKING), "cuStreamCreate")
-        self._event = _new_event(driver, _BLOCKING_SYNC | _DISABLE_TIMING)
-
-    def __del__(self) -> None:
-        if self._event is not None:
-            self._driver.cuEventDestroy_v2(self._event)
-        if self._stream:
-            self._driver.cuStreamDestroy_v2(self._stream)
-
-    def sleep_until(self, handle: int) -> None:
-        """Returns when the device has passed the event."""
-        _check(self._driver.cuStreamWaitEvent(self._stream, handle, 0), "cuStreamWaitEvent")
-        _check(self._driver.cuEventRecord(self._event, self._stream), "cuEventRecord")
-        _check(self._blocking.cuEventSynchronize(self._event), "cuEventSynchronize")
-
-
 _NOT_READY = 600
 _BLOCKING_SYNC = 1
 _DISABLE_TIMING = 2
-_NON_BLOCKING = 1
-"""Of a stream: it does not wait for the default stream."""
-
-
-def _new_event(driver: Any, flags: int) -> int:
-    handle = ctypes.c_void_p()
-    _check(driver.cuEventCreate(ctypes.byref(handle), flags), "cuEventCreate")
-    assert handle.value is not None
-    return handle.value
 
 
 def _declared(driver: Any) -> Any:
@@ -157,9 +127,6 @@ def _declared(driver: Any) -> Any:
     driver.cuEventElapsedTime.argtypes = (pointer, pointer, pointer)
     driver.cuStreamWaitEvent.argtypes = (pointer, pointer, ctypes.c_uint)
     driver.cuMemcpyAsync.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
-    driver.cuStreamCreate.argtypes = (pointer, ctypes.c_uint)
-    driver.cuStreamDestroy_v2.argtypes = (pointer,)
-    driver.cuEventDestroy_v2.argtypes = (pointer,)
     return driver
 
 

@@ -62,7 +62,7 @@ class SSDTier(ScratchTier):
         for index, piece in enumerate(blob.pieces):
             buffer = taken[index] if taken else self.staging.acquire(piece.nbytes)
             source = data[piece.start : piece.start + piece.nbytes]
-            copy.begin(piece, buffer, self._copies.out(source, buffer.tensor, after=produced))
+            copy.begin(piece, buffer, self._copies.out(source, buffer.tensor, after=produced, awaited=True))
         self.bytes_out += data.numel()
         return copy
 
@@ -297,7 +297,8 @@ class _SSDLoad(Load):
         try:
             with self._lock:
                 # Issued and recorded under one lock: `_arrived` is the last copy of all on the copy-in stream.
-                self._arrived = arrived = self._copies.into(buffer.tensor, target, after=self._allocated)
+                arrived = self._copies.into(buffer.tensor, target, after=self._allocated, awaited=True)
+                self._arrived = arrived
         except Exception as error:  # a device that is lost: an I/O thread must not keep that to itself
             buffer.release()
             self.fail(error)

@@ -125,7 +125,7 @@ class Gate:
             known.set_result(1.0)
             return None
         data = torch.cat((torch.ones_like(self._not_finite) if factor is None else factor, self._not_finite))
-        mark = self._copies.out(data.view(torch.uint8), self._host.tensor, self._copies.mark())
+        mark = self._copies.out(data.view(torch.uint8), self._host.tensor, self._copies.mark(), awaited=True)
         self.forget()
 
         def arrived() -> None:

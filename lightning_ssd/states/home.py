@@ -181,7 +181,7 @@ class Home:
         def arrived(read: "Future[None]", values: Tensor, buffer: PinnedBuffer) -> None:
             try:
                 read.result()
-                mark = self._copies.into(values, target, after)
+                mark = self._copies.into(values, target, after, awaited=True)
             except BaseException as error:
                 buffer.release()
                 issued.set_exception(error)

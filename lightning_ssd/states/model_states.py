@@ -538,7 +538,7 @@ class ModelStates:
         if complete:
             self._stream.retire(flat)
         data = grad.detach().contiguous().view(-1).view(torch.uint8)
-        mark = self._copies.out(data, gradient.target(index), self._copies.mark())
+        mark = self._copies.out(data, gradient.target(index), self._copies.mark(), awaited=True)
         gradient.mark = mark
         self._leave(data, mark)
         while self._leaving_bytes > self.WINDOW and len(self._leaving) > 1:

@@ -62,10 +62,10 @@ def test_closing_before_the_device_has_caught_up(tmp_path: Path, monkeypatch: py
 class LostDevice(CPUCopies):
     """Copies in fail where no user code can catch it: on the I/O threads."""
 
-    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("the device is lost")
-        return super().into(src, dst, after)
+        return super().into(src, dst, after, awaited=awaited)
 
 
 def test_an_error_on_an_io_thread_reaches_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

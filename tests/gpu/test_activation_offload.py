@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig, config, make_tensor_cache
+from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.copies import CUDACopies, Mark, make_copies
 from lightning_ssd.storage import Backend, BackendFile, PosixBackend
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
@@ -64,18 +65,18 @@ def test_numbers_are_those_of_plain_lightning(model: Any, precision: str, accumu
 class SlowCopies(CUDACopies):
     """Every copy, and every wait of the compute stream, is held up for a random time on the GPU."""
 
-    def mark(self) -> Mark:
+    def mark(self, *, awaited: bool = False) -> Mark:
         if random.random() < 0.3:
             torch.cuda._sleep(random.randrange(2_000_000))  # the compute stream is late
-        return super().mark()
+        return super().mark(awaited=awaited)
 
-    def out(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+    def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         self._hold(self._out._stream)
-        return super().out(src, dst, after)
+        return super().out(src, dst, after, awaited=awaited)
 
-    def into(self, src: Tensor, dst: Tensor, after: Mark) -> Mark:
+    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         self._hold(self._in._stream)
-        return super().into(src, dst, after)
+        return super().into(src, dst, after, awaited=awaited)
 
     @staticmethod
     def _hold(stream: torch.cuda.Stream) -> None:
@@ -112,18 +113,22 @@ class SlowBackend(Backend):
 
 
 def test_what_is_ahead_of_the_device_does_not_hold_the_host_up() -> None:
-    copies = make_copies(torch.device("cuda"))
+    """Marks of the compute stream, points in time, and copies; and some that a thread waits for."""
+    copies, clock = make_copies(torch.device("cuda")), make_clock(torch.device("cuda"))
     source = torch.ones(2**22, dtype=torch.uint8, device="cuda")
     target = torch.zeros(2**22, dtype=torch.uint8, pin_memory=True)
     torch.cuda.synchronize()
     ran: list[int] = []
     torch.cuda._sleep(2_000_000_000)  # a second
-    for index in range(300):
+    for _ in range(300):
         mark = copies.out(source, target, copies.mark())
-        copies.when_out(mark, functools.partial(ran.append, index))
+        now = clock.now()
+    for index in range(30):
+        copies.when_out(copies.out(source, target, mark, awaited=True), functools.partial(ran.append, index))
     assert mark is not None and not mark.reached() and not ran
+    assert clock.elapsed(now, now) is None
     copies.drain()
-    assert ran == list(range(300)) and target.min() == 1
+    assert ran == list(range(30)) and target.min() == 1
     copies.close()
 
 
