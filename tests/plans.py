@@ -25,6 +25,12 @@ class Watch(pl.Callback):
         self.stats = cache.stats()
 
 
+def quiet_trainer(**arguments: Any) -> pl.Trainer:
+    """A Trainer on one device that does nothing beside training, and what `arguments` say."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(**{"accelerator": "cpu", "devices": 1} | quiet | arguments)
+
+
 def planner(**arguments: Any) -> SwapPlanner:
     """A SwapPlanner that is through with measuring after three steps."""
     return SwapPlanner(**{"machine": MACHINE, "warm_up": 2, "steps": 1} | arguments)

@@ -203,14 +203,7 @@ class SwapPlanner(StepProfiling):
                 "which it can't see there. Leave `torch.compile` away, or remove the callback."
             )
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._phase == "recording":
-            self._recorded_bytes = count_bytes(batch)
-            self._recorded_trained = _count_trained(pl_module)
-        if self._unwatched and batch_idx == 0 and _count_trained(pl_module) != self._recorded_trained:
-            self._unwatched, self._cache.watching = False, True  # more may be saved than was
-        if self._unwatched:
-            here, recorded = count_bytes(batch), self._recorded_bytes
-            self._cache.watching = here is None or recorded is None or here > recorded
+        self._look_after(pl_module, batch, batch_idx)
         if self.plan is None or self.measuring or not begins:
             return
         if self._to_settle:
@@ -225,6 +218,17 @@ class SwapPlanner(StepProfiling):
         self._begun = now
         if len(self._taken) >= self._window:
             self._compare(trainer, pl_module)
+
+    def _look_after(self, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Has what the micro-batch saves taken over, unless all of it stays, and no more of it than was recorded."""
+        if self._phase == "recording":
+            self._recorded_bytes = count_bytes(batch)
+            self._recorded_trained = _count_trained(pl_module)
+        if self._unwatched and batch_idx == 0 and _count_trained(pl_module) != self._recorded_trained:
+            self._unwatched, self._cache.watching = False, True
+        if self._unwatched:
+            here, recorded = count_bytes(batch), self._recorded_bytes
+            self._cache.watching = here is None or recorded is None or here > recorded
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
@@ -310,14 +314,7 @@ class SwapPlanner(StepProfiling):
         pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
 
     def _put_in_force(self, trainer: pl.Trainer, plan: Plan) -> None:
-        profiler = self._profiler
-        assert profiler is not None and self.profile is not None and self.hardware is not None
-        choices, chains = {}, {}
-        for item in profiler.saved():
-            unit = plan.units[profiler.name_of(item.visit)]
-            choices[item.buffer] = unit.input if item.inbound else unit.operators[item.name]
-            if choices[item.buffer] == "recompute":
-                chains[item.buffer] = item.chain
+        assert self.profile is not None and self.hardware is not None
         self.plan = plan
         self.prediction = simulate(self.profile, self.hardware, plan)
         self._send_all()
@@ -328,18 +325,30 @@ class SwapPlanner(StepProfiling):
             ample = self.prediction.gpu_peak_bytes <= _AMPLE * self._there()
             self._unwatched = ample and set(self._settled.weights) == {"gpu"}
         else:
-            if self._director is None:
-                modules = [unit.modules for unit in profiler.units]
-                self._director = Director(modules, self._cache.device, self._cache.pack, self._cache.unpack)
-            self._director.pace = self._pace
-            self._director.program = make_program(profiler.graph, choices, chains)
-            self._cache.forward_mode = self._director
+            self._cache.forward_mode = self._direct(plan)
         self._hold_window(trainer, plan.window_bytes)
         self._usual = None
         self._drifting = 0
         self._to_settle = self.SETTLING
         self._begun = None
         self._taken.clear()
+
+    def _direct(self, plan: Plan) -> Director:
+        """Returns the director, who has forwards follow the plan from now on."""
+        profiler = self._profiler
+        assert profiler is not None
+        choices, chains = {}, {}
+        for item in profiler.saved():
+            unit = plan.units[profiler.name_of(item.visit)]
+            choices[item.buffer] = unit.input if item.inbound else unit.operators[item.name]
+            if choices[item.buffer] == "recompute":
+                chains[item.buffer] = item.chain
+        if self._director is None:
+            modules = [unit.modules for unit in profiler.units]
+            self._director = Director(modules, self._cache.device, self._cache.pack, self._cache.unpack)
+        self._director.pace = self._pace
+        self._director.program = make_program(profiler.graph, choices, chains)
+        return self._director
 
     def _plan_again(self, trainer: pl.Trainer) -> None:
         """Goes back to the placement of the beginning, and measures."""

@@ -108,6 +108,10 @@ class HardwareProfile:
             ssd_mixed=factor * self.ssd_mixed,
         )
 
+    def with_launches(self, factor: float) -> "HardwareProfile":
+        """Returns the machine with a host that takes `factor` times as long to follow a plan."""
+        return replace(self, launch=self.launch.times(factor))
+
     def with_link(self, factor: float) -> "HardwareProfile":
         """Returns the machine with a link to the GPU that is `factor` times as fast, each way."""
         return replace(

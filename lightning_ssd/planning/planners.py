@@ -114,41 +114,41 @@ def correct(
     Returns:
         None: that explains nothing, or there is nothing to explain, or too much.
     """
+    foretold = simulate(model, hardware, plan).step_seconds
+    if not 1 / MOST < step_seconds / foretold < MOST:
+        return None
     corrected = model, hardware
-    for attempt in range(CORRECTIONS):
+    if step_seconds < (1 - CLOSE_SECONDS) * foretold and not plan.keeps_all:
+        corrected = model, _less_late(model, hardware, plan, foretold, step_seconds)
+    for _ in range(CORRECTIONS):
         prediction = simulate(*corrected, plan)
         ratio = step_seconds / prediction.step_seconds
-        if attempt == 0 and not 1 / MOST < ratio < MOST:
-            return None
-        if attempt == 0 and ratio < 1 - CLOSE_SECONDS and not plan.keeps_all:
-            corrected = model, _less_late(model, hardware, plan, step_seconds)
-            continue
         if abs(ratio - 1) < CLOSE_SECONDS:
             return None if corrected == (model, hardware) else corrected
         corrected = _slow_down(*corrected, plan, prediction.bound, ratio)
     return None
 
 
-def _less_late(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> HardwareProfile:
-    """Returns the machine with a host that follows a plan as quickly as a step of so many seconds takes.
+def _less_late(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, foretold: float, step_seconds: float
+) -> HardwareProfile:
+    """Returns the machine with a host that follows a plan as quickly as a step takes that was foretold to take longer.
 
     If that changes anything. What its own forward takes the host was measured in training, what following a plan does,
     apart from it.
     """
 
-    def with_costs(factor: float) -> tuple[HardwareProfile, float]:
-        machine = replace(hardware, launch=hardware.launch.times(factor))
-        return machine, simulate(model, machine, plan).step_seconds
+    def seconds(factor: float) -> float:
+        return simulate(model, hardware.with_launches(factor), plan).step_seconds
 
     slow, quick = 1.0, QUICKEST
     while slow - quick > CLOSE_SECONDS:
         middle = (slow + quick) / 2
-        if with_costs(middle)[1] > step_seconds:
+        if seconds(middle) > step_seconds:
             slow = middle
         else:
             quick = middle
-    quicker, seconds = with_costs(quick)
-    return quicker if seconds < (1 - CLOSE_SECONDS) * with_costs(1.0)[1] else hardware
+    return hardware.with_launches(quick) if seconds(quick) < (1 - CLOSE_SECONDS) * foretold else hardware
 
 
 def _slow_down(
@@ -163,7 +163,6 @@ def _slow_down(
             return model, hardware.with_ssds(1 / factor)
         case "launch":
             # Where nothing is followed, nothing is learnt of what that takes.
-            launch = hardware.launch if plan.keeps_all else hardware.launch.times(factor)
-            return model.with_launches(factor), replace(hardware, launch=launch)
+            return model.with_launches(factor), hardware if plan.keeps_all else hardware.with_launches(factor)
         case _:
             return model, hardware.with_link(1 / factor)

@@ -396,7 +396,7 @@ class _Builder:
         self._jobs: list[Task] = []  # the last task of each job that passes through staging memory
         self._over_turn = _over_turn(model, plan)
         self._launch = hardware.launch
-        self._followed = any(stage.sent or stage.recomputed for stage in self.stages)
+        self._followed = not plan.keeps_all
         self.launched = 0.0
         """Seconds of the host, in the last step, to give the GPU its work."""
         self.launches: list[tuple[Task, float]] = []

@@ -19,7 +19,7 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import swap_planner
 from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate
 from tests.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
-from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner
+from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 from tests.states.test_training import Model
 from tests.states.test_training import train as train_states
 
@@ -292,30 +292,32 @@ def test_a_plan_that_keeps_all_does_not_follow_the_forward() -> None:
     assert found[-1] == (None, found[8][1])
 
 
+class Looks(pl.Callback):
+    """Remembers of every batch whether what it saved was looked after."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.found.append(trainer.strategy.tensor_cache.watching)
+
+
 def test_who_keeps_all_looks_after_larger_batches_only() -> None:
     """A batch that is longer than those that were measured might have no room; all others have no hooks."""
     lengths = [16] * 20 + [8, 24, 16]
     texts = [torch.randn(2, length, generator=torch.Generator().manual_seed(0)) for length in lengths]
-    found = []
-
-    class Look(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            found.append(trainer.strategy.tensor_cache.watching)
-
+    looks = Looks()
     weights = []
     for arguments in (
-        {"strategy": SSDOffloadStrategy(**BOTH), "callbacks": [planner(tolerance=1e9), Look()]},
+        {"strategy": SSDOffloadStrategy(**BOTH), "callbacks": [planner(tolerance=1e9), looks]},
         {"strategy": "auto"},
     ):
         pl.seed_everything(0)
-        trainer = pl.Trainer(
-            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, **arguments,
-        )  # fmt: skip
         module = TinyGPT("none")
-        trainer.fit(module, torch.utils.data.DataLoader(texts, batch_size=None))
+        loader = torch.utils.data.DataLoader(texts, batch_size=None)
+        quiet_trainer(max_epochs=1, **arguments).fit(module, loader)
         weights.append(list(module.parameters()))
-    assert found[0] and found[-4:] == [False, False, True, False]
+    assert looks.found[0] and looks.found[-4:] == [False, False, True, False]
     for one, other in zip(*weights, strict=True):
         assert torch.equal(one, other)
 
@@ -327,16 +329,11 @@ def test_who_trains_more_than_before_is_looked_after() -> None:
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
             pl_module.model.transformer.h[0].requires_grad_(trainer.current_epoch > 1)
 
-    found = {}
-
-    class Look(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            found[trainer.current_epoch, batch_idx] = trainer.strategy.tensor_cache.watching
-
-    callbacks = [planner(tolerance=1e9), Unfreeze(), Look()]
+    looks = Looks()
+    callbacks = [planner(tolerance=1e9), Unfreeze(), looks]
     train(SSDOffloadStrategy(**BOTH), callbacks=callbacks, steps=3 * BATCHES, recorded=False)
-    assert not found[1, BATCHES - 1]
-    assert found[2, 0] and found[2, BATCHES - 1]
+    assert not looks.found[2 * BATCHES - 1]
+    assert looks.found[2 * BATCHES] and looks.found[-1]
 
 
 def test_sparse_batches_are_looked_after() -> None:
@@ -345,12 +342,10 @@ def test_sparse_batches_are_looked_after() -> None:
             return super().training_step(batch.to_dense(), batch_idx)
 
     texts = [torch.randn(2, 16).to_sparse() for _ in range(20)]
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first := planner(tolerance=1e9)],
-    )  # fmt: skip
+    first, looks = planner(tolerance=1e9), Looks()
+    trainer = quiet_trainer(max_epochs=1, strategy=SSDOffloadStrategy(**BOTH), callbacks=[first, looks])
     trainer.fit(Sparse("none"), torch.utils.data.DataLoader(texts, batch_size=None))
-    assert first.plan is not None and first.plan.keeps_all
+    assert first.plan is not None and first.plan.keeps_all and all(looks.found)
 
 
 class Puts(SwapPlanner):
@@ -526,15 +521,11 @@ def test_a_host_that_is_always_ahead_compares_too(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_it_finds_is_logged(tmp_path: Path) -> None:
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         strategy=SSDOffloadStrategy(**BOTH),
-        accelerator="cpu",
         max_steps=30,
         callbacks=[planner()],
         logger=CSVLogger(tmp_path),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     trainer.fit(TinyGPT("none"), torch.utils.data.DataLoader(torch.randn(60, 24), batch_size=2))

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
-from lightning_ssd._lightning import pl
 from lightning_ssd.activations import config
 from lightning_ssd.models.gpt import GPT
 from lightning_ssd.planning import HardwareProfile
@@ -20,7 +19,7 @@ from lightning_ssd.states import StatesConfig
 from tests.gpu.test_activation_offload import SlowCopies
 from tests.gpu.test_model_states import exact, same
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
-from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner
+from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -88,17 +87,12 @@ class Validated(TinyGPT):
 
 def test_what_validations_take_is_no_part_of_training(tmp_path: Path) -> None:
     swaps = planner()
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         accelerator="gpu",
-        devices=1,
         max_steps=40,
         val_check_interval=3,
         strategy=SSDOffloadStrategy(**BOTH),
         callbacks=[swaps],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     texts = [torch.randn(2, 16) for _ in range(60)]
@@ -123,17 +117,12 @@ def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
     for gpu_memory in ("auto", "least"):
         # A machine whose host takes no time: else it would have so much to do with so small a model that all stays.
         swaps = SwapPlanner(gpu_memory=gpu_memory, machine=MACHINE)
-        trainer = pl.Trainer(
+        trainer = quiet_trainer(
             accelerator="gpu",
-            devices=1,
             precision="bf16-mixed",
             strategy=SSDOffloadStrategy(tmp_path, tier="host", states=states, host_memory="8GiB", gpu_memory="1GiB"),
             max_epochs=1,
             callbacks=[swaps],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=tmp_path,
         )
         trainer.fit(GPT(512, 512, 1024, 8, 8), DataLoader(Tokens(), batch_size=8))
