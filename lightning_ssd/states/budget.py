@@ -83,12 +83,16 @@ def choose_places(
             order = range(len(layouts))
             for kind, of in ((weights, [layout.flat.nbytes for layout in layouts]),
                              (rest, [layout.rest_bytes for layout in layouts])):  # fmt: skip
-                # The largest first: staging memory is as large as what is left for SSDs.
-                for index in sorted(order, key=lambda index: -of[index]):  # noqa: B023
-                    if weights[index] == "host" or kind is weights:
-                        kind[index] = "host"
-                        if _places(layouts, weights, rest, shared).host > budget:
-                            kind[index] = "ssd"
+                # The largest first: staging memory is as large as what is left for SSDs, and as it shrinks there may be
+                # room for what had none.
+                largest_first, left = sorted(order, key=lambda index: -of[index]), len(layouts) + 1  # noqa: B023
+                while kind.count("ssd") < left:
+                    left = kind.count("ssd")
+                    for index in largest_first:
+                        if kind[index] == "ssd" and (weights[index] == "host" or kind is weights):
+                            kind[index] = "host"
+                            if _places(layouts, weights, rest, shared).host > budget:
+                                kind[index] = "ssd"
         places = _places(layouts, weights, rest, shared)
     if budget is not None and places.host > budget:
         raise ValueError(

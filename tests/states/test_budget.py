@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -29,6 +29,7 @@ def layouts(numels: list[int], slots: int, halves: bool) -> list[Layout]:
     budget=st.integers(1, 10**6),
     shared=st.booleans(),
 )
+@example(numels=[1, 641, 833, 1473, 1013, 641], slots=2, halves=False, budget=159734, shared=False)
 def test_auto_keeps_its_budget_and_wastes_little(
     numels: list[int], slots: int, halves: bool, budget: int, shared: bool
 ) -> None:
