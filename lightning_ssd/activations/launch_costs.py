@@ -100,17 +100,26 @@ class _Costs:
         graph = recorder.graph
         saved = graph.saved(self._cache.min_bytes)
 
-        def run(choice: Choice, items: Sequence[Saved]) -> _Spent:
+        def under(choice: Choice, items: Sequence[Saved]) -> Callable[[], AbstractContextManager[object]]:
             choices: Mapping[int, Choice] = {item.buffer: choice if item in items else "keep" for item in saved}
             chains = {item.buffer: item.chain for item in items} if choice == "recompute" else {}
-            self._director.program = make_program(graph, choices, chains)
-            return self._run(self._cache.hooks)
+            program = make_program(graph, choices, chains)
+
+            def follow() -> AbstractContextManager[object]:
+                self._director.program = program
+                return self._cache.hooks()
+
+            return follow
 
         again = [item for item in saved if item.again]
         repeated = {index for item in again for index in item.chain}
-        alone = self._run(contextlib.nullcontext)
-        kept, dropped, sent = run("keep", []), run("recompute", again), run("host", saved)
-        followed = self._run(lambda: self._director)
+        alone, kept, dropped, sent, followed = self._compare(
+            contextlib.nullcontext,
+            under("keep", []),
+            under("recompute", again),
+            under("host", saved),
+            lambda: self._director,
+        )
         return LaunchCosts(
             follow=_share(followed.forward - alone.forward, len(graph.operations)),
             save=_share(sum(kept) - followed.forward - alone.backward, len(saved)),
@@ -120,11 +129,17 @@ class _Costs:
             fetch=_share(sent.backward - kept.backward, len(saved)),
         )
 
-    def _run(self, following: Callable[[], AbstractContextManager[object]]) -> _Spent:
-        """Returns what a forward takes that runs in what `following` returns, and its backward."""
-        spent = [self._once(following) for _ in range(REPEATS)]
+    def _compare(self, *ways: Callable[[], AbstractContextManager[object]]) -> list[_Spent]:
+        """Returns what forwards take that run in what each of `ways` returns, and their backwards.
+
+        They take turns: a host that is slow for a while is so for all of them.
+        """
+        rounds = [[self._once(following) for following in ways] for _ in range(REPEATS)]
         # The lower quartile: other threads get their turns, too.
-        return _Spent(*(statistics.quantiles(seconds)[0] for seconds in zip(*spent, strict=True)))
+        return [
+            _Spent(*(statistics.quantiles(seconds)[0] for seconds in zip(*spent, strict=True)))
+            for spent in zip(*rounds, strict=True)
+        ]
 
     def _once(self, following: Callable[[], AbstractContextManager[object]]) -> _Spent:
         self._cache.begin_micro_batch()

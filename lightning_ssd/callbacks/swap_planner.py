@@ -44,7 +44,7 @@ from lightning_ssd.planning import (
 from lightning_ssd.planning.plan import Where
 from lightning_ssd.profiler import count_bytes
 from lightning_ssd.sizes import format_bytes, parse_bytes
-from lightning_ssd.states import ModelStates
+from lightning_ssd.states import ModelStates, Stepped
 from lightning_ssd.storage.memory import device_memory
 
 log = logging.getLogger(__name__)
@@ -175,6 +175,8 @@ class SwapPlanner(StepProfiling):
         """The most device memory that was allocated in steps before the last validation."""
         self._trying = False
         """Whether the plan in force is there to be measured."""
+        self._stepped = Stepped()
+        """Of the CPU optimizer, when steps under the plan began to be compared."""
         self._moved = False
         """Whether model states went elsewhere in this training: once is enough."""
         self._begun: Any = None
@@ -211,6 +213,8 @@ class SwapPlanner(StepProfiling):
             if not self._to_settle:
                 self._peak_bytes = 0
                 self._reset_peak()
+                if self._states is not None:
+                    self._stepped = self._states.stepped()
             return
         now = self._clock.now()
         if self._begun is not None:
@@ -457,7 +461,8 @@ class SwapPlanner(StepProfiling):
 
     def _budget(self, profile: ModelProfile, settled: Settled) -> HardwareProfile:
         """Returns the machine with the bytes of it that this training may take."""
-        cache, machine = self._cache, self._measured_machine
+        cache, machine, profiler = self._cache, self._measured_machine, self._profiler
+        assert profiler is not None
         if self._gpu_memory not in ("auto", "least"):
             gpu = parse_bytes(self._gpu_memory, "gpu_memory")
         elif cache.device.type == "cuda":
@@ -473,6 +478,7 @@ class SwapPlanner(StepProfiling):
             host_bytes=kept.host_peak_bytes + self._capacity("host") + self._staging_bytes(),
             ssd_bytes=kept.ssd_peak_bytes + self._capacity("ssd"),
             ssd_bytes_per_day=machine.ssd_bytes_per_day if self._per_day is None else self._per_day,
+            cpu_step_rate=profiler.step_rate or machine.cpu_step_rate,
         )
 
     # ---- comparing ----
@@ -554,16 +560,19 @@ class SwapPlanner(StepProfiling):
 
         A device that waits now and then, as it does while all leaves, is cooler, and faster, than one that never does;
         drives, and the CPU's memory, are slower when all of it reads and writes; and memory is taken that nobody had
-        seen.
+        seen. How long the CPU's optimizer takes is measured, the rest is inferred from the step's time.
         """
         assert self.profile is not None and self.hardware is not None and self.plan is not None
         predicted, measured = comparison.predicted, comparison.step_seconds
         if comparison.gpu_peak_bytes:
             unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
             self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
+        if self._states is not None and (rate := self._states.stepped().rate_since(self._stepped)):
+            self.hardware = replace(self.hardware, cpu_step_rate=rate)
         corrected = correct(self.profile, self.hardware, self.plan, measured)
         if corrected is None:
-            return abs(measured / predicted.step_seconds - 1) <= self._tolerance
+            foretold = simulate(self.profile, self.hardware, self.plan).step_seconds
+            return abs(measured / foretold - 1) <= self._tolerance
         self._pace *= corrected[0].forward_seconds / self.profile.forward_seconds
         if self._director is not None:
             self._director.pace = self._pace

@@ -37,7 +37,7 @@ from lightning_ssd.states.optimizers import Rule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter, hook_gradient
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.state_dicts import StateDicts
-from lightning_ssd.states.step import Step
+from lightning_ssd.states.step import Step, StepClock, Stepped
 from lightning_ssd.states.stream import WeightStream
 from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import IOStats
@@ -175,6 +175,7 @@ class ModelStates:
         self._gate = Gate(copies, clip=terms.clip, gated=terms.gated, scaled=terms.scaled)
         self._lent = False
         self._closed = False
+        self._clock = StepClock()
         self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay
         self._where = {item.parameter: (flat, index) for flat in homes for index, item in enumerate(flat.slices)}
         for flat in homes:
@@ -231,6 +232,10 @@ class ModelStates:
     def io_stats(self) -> IOStats | None:
         """Returns what was written to SSDs and read from them; None: nothing is there."""
         return None if self.scratch is None else self.scratch.store.stats()
+
+    def stepped(self) -> Stepped:
+        """Returns what the CPU has stepped so far."""
+        return self._clock.total
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
@@ -663,6 +668,7 @@ class ModelStates:
             self._gate.known,
             self._clip_value,
             self._stepper,
+            self._clock,
             self._order[flat],
         )
         if flat in self._unrecorded:

@@ -1,9 +1,10 @@
 """The optimizer step of one flat, from its gradient's arrival until it counts."""
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
@@ -12,6 +13,29 @@ from lightning_ssd.states.gradient import Gradient
 from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.optimizers import Options, Rule
 from lightning_ssd.states.worker import Worker
+
+
+class Stepped(NamedTuple):
+    """What the CPU has stepped so far, and the seconds that it took."""
+
+    parameters: int = 0
+    seconds: float = 0.0
+
+    def rate_since(self, before: "Stepped") -> float | None:
+        """Returns parameters/s since then; None: nothing was stepped."""
+        seconds = self.seconds - before.seconds
+        return (self.parameters - before.parameters) / seconds if seconds > 0 else None
+
+
+class StepClock:
+    """Counts what is stepped. The stepper's jobs alone set `total`, and whole: any thread may read it."""
+
+    def __init__(self) -> None:
+        self.total = Stepped()
+
+    def add(self, parameters: int, seconds: float) -> None:
+        """So much was stepped."""
+        self.total = Stepped(self.total.parameters + parameters, self.total.seconds + seconds)
 
 
 @dataclass(frozen=True)
@@ -31,6 +55,7 @@ class Step:
         factor: what to multiply the gradient with, or None if the step is skipped.
         limit: what elements of the gradient are clamped to, after that.
         stepper: runs the jobs.
+        clock: is told what they take.
         priority: of the jobs, and of what is read for them.
     """
 
@@ -42,6 +67,7 @@ class Step:
     factor: "Future[float | None]"
     limit: float | None
     stepper: Worker
+    clock: StepClock
     priority: int
 
     def early(self, guess: float, arrived: "Future[None]", ready: "Sequence[Future[None]]") -> "Future[None]":
@@ -87,9 +113,13 @@ class Step:
         if self.limit is not None:
             whole, factor = (whole.float() * factor).clamp_(-self.limit, self.limit), 1.0
         changed = False
+        has = self._has()
         try:
+            begun = time.perf_counter()
             with record_function(f"step {self.home.flat.name}"):
-                self.rule.step(self.options, opened, whole, self._has(), factor)
+                self.rule.step(self.options, opened, whole, has, factor)
+            slices = zip(self.home.flat.slices, has, strict=True)
+            self.clock.add(sum(item.numel for item, stepped in slices if stepped), time.perf_counter() - begun)
             changed = True
         finally:
             self.home.close(opened, changed=changed, step=True)

@@ -18,6 +18,7 @@ from lightning_ssd.activations import cache, clock
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import swap_planner
 from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate
+from lightning_ssd.states import step
 from tests.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
 from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 from tests.states.test_training import Model
@@ -475,6 +476,40 @@ def test_sending_is_no_part_of_what_a_forward_takes_the_host(monkeypatch: pytest
     assert first.profile is not None
     assert 0 < sum(item.launch_seconds for unit in first.profile.units for item in unit.operators) < 1.0
     assert made.now > 10.0
+
+
+class Slower:
+    """Time in which each job of the CPU's optimizer takes so many seconds."""
+
+    now, job = 0.0, 1.0
+
+    def perf_counter(self) -> float:
+        self.now += self.job
+        return self.now
+
+
+class Rates(SwapPlanner):
+    """Remembers, of each plan, how quickly the CPU was said to step; it takes twice as long from the first one on."""
+
+    time: Slower
+
+    def _put_in_force(self, trainer: Any, plan: Plan) -> None:
+        super()._put_in_force(trainer, plan)
+        assert self.hardware is not None
+        flats = trainer.strategy.model_states.rules
+        jobs = len(flats) / sum(item.numel for flat in flats for item in flat.slices)
+        vars(self).setdefault("found", []).append(jobs * self.hardware.cpu_step_rate)
+        self.time.job = 2.0
+
+
+def test_how_quickly_the_cpu_steps_is_measured_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was said of the machine: by its jobs in the steps that are timed, and then by those of the trial."""
+    monkeypatch.setattr(Rates, "time", Slower(), raising=False)
+    monkeypatch.setattr(step, "time", Rates.time)
+    rates = Rates(machine=MACHINE, warm_up=2, steps=1)
+    strategy = SSDOffloadStrategy(states="host", overlap="none", min_bytes=1, host_memory="64MiB", gpu_memory=1)
+    train_states(tmp_path, strategy, Model(), callbacks=[rates], limit_val_batches=0)
+    assert vars(rates)["found"][:2] == pytest.approx([1.0, 0.5])
 
 
 class Plans(SwapPlanner):
