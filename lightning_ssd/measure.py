@@ -28,6 +28,9 @@ STEPPED = 2**26
 
 REPEATS = 5
 
+BESIDE = 64
+"""Copies each way that run beside optimizer steps: they take longer than those."""
+
 
 def measure_machine(path: Path | None) -> HardwareProfile:
     """Returns what the machine does, its GPU if it has one, and the drive that `path` is on.
@@ -54,7 +57,10 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         [torch.cuda.current_device()] if cuda else []
     ):  # who measures amid a training draws none of its random numbers
         flops = _products(device)
-        step = _seconds(torch.device("cpu"), adam_step(STEPPED))
+        stepping = adam_step(STEPPED)
+        step = _seconds(torch.device("cpu"), stepping)
+        beside = _beside_copies(device, stepping) if cuda else step
+    slower = 1 - step / beside
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
         gpu_flops=flops,
@@ -71,6 +77,8 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         host_bytes=host,
         ssd_bytes=ssd_bytes,
         launch=measure_launches(device),
+        # As many bytes of copies as would leave nothing of it to the optimizer.
+        host_memory_bandwidth=2 * min(copy_in, copy_out, both) / slower if slower > 0 else None,
     )
 
 
@@ -105,6 +113,25 @@ def _bandwidth(device: torch.device) -> float:
     values = torch.empty(COPIED, dtype=torch.uint8, device=device)
     other = torch.empty_like(values)
     return 2 * COPIED / _seconds(device, lambda: other.copy_(values))
+
+
+def _beside_copies(device: torch.device, run: Callable[[], None]) -> float:
+    """Returns the least seconds that `run`, on the CPU, takes while copies run both ways."""
+    slabs = [Slab(COPIED, pin=True) for _ in range(2)]
+    others = [torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    for _ in range(BESIDE):
+        for stream, target, source in (
+            (streams[0], others[0], slabs[0].tensor),
+            (streams[1], slabs[1].tensor, others[1]),
+        ):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+    seconds = _seconds(torch.device("cpu"), run)
+    torch.cuda.synchronize(device)
+    for slab in slabs:
+        slab.close()
+    return seconds
 
 
 def _copies(device: torch.device) -> tuple[float, float, float]:

@@ -27,7 +27,7 @@ from lightning_ssd.activations.transients import Interval
 from lightning_ssd.planning import LaunchCosts, ModelProfile, OperatorProfile, Settled, UnitProfile
 from lightning_ssd.planning.model import visit_name
 from lightning_ssd.planning.plan import Tier
-from lightning_ssd.states import ModelStates, Stepped, Unit
+from lightning_ssd.states import ModelStates, Unit
 
 QUEUE = 128
 """Operations that a GPU takes before it has done the first, at least, with the copies of what they save."""
@@ -67,8 +67,6 @@ class Profiler:
         """The most between them, where steps are made (CUDA)."""
         self.resting_bytes = 0
         """What was allocated before, with all gradients (CUDA)."""
-        self.step_rate: float | None = None
-        """Parameters/s of the optimizer on the CPU in the steps that were timed; None: it stepped nothing."""
         self._cache = cache
         self._states = states
         self._optimizers = optimizers
@@ -81,7 +79,6 @@ class Profiler:
         self._clock = make_clock(cache.device)
         self._between: list[tuple[Any, Any]] = []
         self._ended: Any = None
-        self._stepped = Stepped()
         self._begun = self._ahead = 0
         """Steps that began after others, and those of them that the host began before the device was through."""
         self._launches: dict[Visit, list[float]] = defaultdict(list)
@@ -169,8 +166,6 @@ class Profiler:
         self._ended = None
         self._begun = self._ahead = 0
         self._launches.clear()
-        if self._states is not None:
-            self._stepped = self._states.stepped()
         for index, unit in enumerate(self.units):
             for module in unit.modules:
                 self._handles.append(module.register_forward_pre_hook(self._begin_visit(index), prepend=True))
@@ -204,8 +199,6 @@ class Profiler:
         """No step is timed any more."""
         self.pause()
         self.peak_bytes = max(self.peak_bytes, self._take_peak())
-        if self._states is not None:
-            self.step_rate = self._states.stepped().rate_since(self._stepped)
         self._unhook()
 
     def _begin_visit(self, index: int) -> Callable[[nn.Module, object], None]:

@@ -53,6 +53,12 @@ class ForwardMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch puts a switch of its compiler's round every operation, which is a third of what following one
+        # takes. Nothing that is compiled is followed.
+        return False
+
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = []

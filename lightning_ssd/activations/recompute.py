@@ -9,6 +9,7 @@ is built anew. Same kernel, same bytes, same strides: same numbers.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Recipe:
                 recipes.add(self)
             return _Packed(packed)
 
-        with _version_counters_shared():
+        with _share_version_counters():
             self._args = _mapped(args, Tensor, pack_argument)
             self._kwargs = {name: _mapped(value, Tensor, pack_argument) for name, value in kwargs.items()}
 
@@ -229,13 +230,12 @@ def _as_it_was(random: RandomState | None) -> Iterator[None]:
         generator.set_state(now)
 
 
-@contextlib.contextmanager
-def _version_counters_shared() -> Iterator[None]:
+def _share_version_counters() -> AbstractContextManager[object]:
     """Lets `detach` share the counter of changes in place, which below autograd it does not."""
     included = torch._C._dispatch_tls_local_include_set().add(DispatchKey.ADInplaceOrView)
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.ADInplaceOrView)
-    with torch._C._ForceDispatchKeyGuard(included, excluded):
-        yield
+    guard: AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(included, excluded)
+    return guard
 
 
 _RECOMPUTED = "_lightning_ssd_recomputed"

@@ -30,6 +30,7 @@ from lightning_ssd.planning import (
     Prediction,
     Settled,
     correct,
+    correct_step_rate,
     make_plan,
     make_report,
     plan_for_least_memory,
@@ -461,8 +462,7 @@ class SwapPlanner(StepProfiling):
 
     def _budget(self, profile: ModelProfile, settled: Settled) -> HardwareProfile:
         """Returns the machine with the bytes of it that this training may take."""
-        cache, machine, profiler = self._cache, self._measured_machine, self._profiler
-        assert profiler is not None
+        cache, machine = self._cache, self._measured_machine
         if self._gpu_memory not in ("auto", "least"):
             gpu = parse_bytes(self._gpu_memory, "gpu_memory")
         elif cache.device.type == "cuda":
@@ -478,7 +478,6 @@ class SwapPlanner(StepProfiling):
             host_bytes=kept.host_peak_bytes + self._capacity("host") + self._staging_bytes(),
             ssd_bytes=kept.ssd_peak_bytes + self._capacity("ssd"),
             ssd_bytes_per_day=machine.ssd_bytes_per_day if self._per_day is None else self._per_day,
-            cpu_step_rate=profiler.step_rate or machine.cpu_step_rate,
         )
 
     # ---- comparing ----
@@ -568,7 +567,7 @@ class SwapPlanner(StepProfiling):
             unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
             self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
         if self._states is not None and (rate := self._states.stepped().rate_since(self._stepped)):
-            self.hardware = replace(self.hardware, cpu_step_rate=rate)
+            self.hardware = correct_step_rate(self.profile, self.hardware, self.plan, rate, measured)
         corrected = correct(self.profile, self.hardware, self.plan, measured)
         if corrected is None:
             foretold = simulate(self.profile, self.hardware, self.plan).step_seconds

@@ -5,7 +5,7 @@ from lightning_ssd.planning.hardware import HardwareProfile, LaunchCosts
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.placement import Settled, plan_with_coefficient, unplanned
 from lightning_ssd.planning.plan import Choice, Plan, UnitPlan
-from lightning_ssd.planning.planners import PLANNERS, correct, make_plan, plan_for_least_memory
+from lightning_ssd.planning.planners import PLANNERS, correct, correct_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
 from lightning_ssd.planning.simulator import LATE, Prediction, replay, resident_bytes, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
@@ -29,6 +29,7 @@ __all__ = [
     "UnitPlan",
     "UnitProfile",
     "correct",
+    "correct_step_rate",
     "endurance_bytes",
     "large_write_endurance",
     "make_plan",

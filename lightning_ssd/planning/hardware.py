@@ -58,12 +58,14 @@ class HardwareProfile:
         ssd_read: bytes/s of all SSDs together, reading alone.
         ssd_write: bytes/s of all SSDs together, writing alone.
         ssd_mixed: bytes/s of reads and writes together while there are both.
-        cpu_step_rate: parameters/s of the optimizer on the CPU while the GPU trains.
+        cpu_step_rate: parameters/s of the optimizer on the CPU while nothing else uses host memory.
         gpu_bytes: bytes of GPU memory for us.
         host_bytes: bytes of host memory for us.
         ssd_bytes: bytes on SSDs for us.
         ssd_bytes_per_day: bytes that may be written to SSDs in a day of training; None: as many as it takes.
         launch: what plans cost the host's thread that gives the GPU its work; nothing where that is not known.
+        host_memory_bandwidth: bytes/s of host memory, which the optimizer on the CPU and copies share; None: they are
+            not in each other's way.
     """
 
     name: str
@@ -82,12 +84,16 @@ class HardwareProfile:
     ssd_bytes: int
     ssd_bytes_per_day: float | None = None
     launch: LaunchCosts = LaunchCosts()
+    host_memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.name == "ssd_bytes_per_day":
                 if self.ssd_bytes_per_day is not None:
                     check_not_negative(field.name, self.ssd_bytes_per_day)
+            elif field.name == "host_memory_bandwidth":
+                if self.host_memory_bandwidth is not None:
+                    check_positive(field.name, self.host_memory_bandwidth)
             elif field.name in ("host_bytes", "ssd_bytes"):
                 check_not_negative(field.name, getattr(self, field.name))
             elif field.name not in ("name", "launch"):
@@ -149,7 +155,8 @@ class HardwareProfile:
                 f"{self.copy_out_both / 1e9:.1f} and {self.copy_in_both / 1e9:.1f} GB/s",
                 f"  SSD     read {self.ssd_read / 1e9:.1f} GB/s, write {self.ssd_write / 1e9:.1f} GB/s, mixed "
                 f"{self.ssd_mixed / 1e9:.1f} GB/s, {format_bytes(self.ssd_bytes)}",
-                f"  CPU     {self.cpu_step_rate / 1e9:.2f} G parameters/s, {format_bytes(self.host_bytes)}",
+                f"  CPU     {self.cpu_step_rate / 1e9:.2f} G parameters/s, {format_bytes(self.host_bytes)}"
+                + ("" if (memory := self.host_memory_bandwidth) is None else f" at {memory / 1e9:.0f} GB/s"),
                 f"  launch  {1e6 * self.launch.follow:.0f} us an operation under a plan, "
                 f"{1e6 * self.launch.save:.0f} us a tensor saved; "
                 f"{1e6 * (self.launch.note + self.launch.repeat):.0f} us more where it is computed again, "

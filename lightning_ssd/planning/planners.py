@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import log
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import plan_holistic
@@ -27,6 +28,10 @@ def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Plann
 SLACK = 0.02
 """Share of a step's time that less memory may cost."""
 
+CAUTION = 1.5
+"""Factor by which the host may take longer to follow a plan that less memory is bought with: its pace comes and goes,
+and what stays on the GPU does not depend on it."""
+
 CLOSE_BYTES = 0.01
 """Share of the memory that is not looked for any more."""
 
@@ -36,8 +41,11 @@ CORRECTIONS = 8
 MOST = 1.5
 """Factor by which a step may be off for its time to be explained so."""
 
-QUICKEST = 0.5
-"""Of the host's time to follow a plan, what is left at least in a first correction."""
+QUICKEST, SLOWEST = 0.5, 4.0
+"""Of the host's time to follow a plan, what it may be instead of what was measured: the least certain of all times."""
+
+FOLLOWING_DOUBT, BOUND_DOUBT = 2.0, 1.05
+"""Factors by which it, and what bounds a step, are as likely to be off."""
 
 CLOSE_SECONDS = 0.005
 """Share of a step's time that needs no explanation."""
@@ -84,11 +92,12 @@ def plan_for_least_memory(
     best = make_plan(model, hardware, planner, settled)
     prediction = simulate(model, hardware, best)
     limit = (1 + SLACK) * prediction.step_seconds
+    slower = hardware.with_launches(CAUTION)
     low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)
     while high - low > CLOSE_BYTES * high:
         budget = (low + high) // 2
-        plan = make_plan(model, replace(hardware, gpu_bytes=max(1, budget)), planner, settled)
-        prediction = simulate(model, hardware, plan)
+        plan = make_plan(model, replace(slower, gpu_bytes=max(1, budget)), planner, settled)
+        prediction = simulate(model, slower, plan)
         if prediction.gpu_peak_bytes <= budget and prediction.step_seconds <= limit:
             best, high = plan, prediction.gpu_peak_bytes
         else:
@@ -102,8 +111,8 @@ def correct(
     """Returns the profiles under which `plan` takes as long as it was measured to take.
 
     What bounds the step is faster or slower than it was measured to be alone: the GPU, the link, the SSDs, the CPU, or
-    the host's thread that gives the GPU its work. Where following the plan was foretold to make that thread late, and a
-    step takes less than foretold, it is that in the first place.
+    the host's thread that gives the GPU its work. Or that thread takes another time to follow the plan, where this is
+    the less surprising of the two.
 
     Args:
         model: as profiled.
@@ -114,12 +123,15 @@ def correct(
     Returns:
         None: that explains nothing, or there is nothing to explain, or too much.
     """
-    foretold = simulate(model, hardware, plan).step_seconds
-    if not 1 / MOST < step_seconds / foretold < MOST:
+    foretold = simulate(model, hardware, plan)
+    off = step_seconds / foretold.step_seconds
+    if not 1 / MOST < off < MOST:
         return None
     corrected = model, hardware
-    if step_seconds < (1 - CLOSE_SECONDS) * foretold and not plan.keeps_all:
-        corrected = model, _less_late(model, hardware, plan, foretold, step_seconds)
+    if abs(off - 1) > CLOSE_SECONDS and foretold.bound != "launch":  # that would be slow in all that it does
+        following = _following(model, hardware, plan, step_seconds)
+        if abs(log(following, FOLLOWING_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
+            corrected = model, hardware.with_launches(following)
     for _ in range(CORRECTIONS):
         prediction = simulate(*corrected, plan)
         ratio = step_seconds / prediction.step_seconds
@@ -129,26 +141,51 @@ def correct(
     return None
 
 
-def _less_late(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, foretold: float, step_seconds: float
+def correct_step_rate(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_rate: float, step_seconds: float
 ) -> HardwareProfile:
-    """Returns the machine with a host that follows a plan as quickly as a step takes that was foretold to take longer.
+    """Returns the machine whose CPU's optimizer steps as quickly under `plan` as it was measured to.
 
-    If that changes anything. What its own forward takes the host was measured in training, what following a plan does,
-    apart from it.
+    Beside copies, that is: what they took of the host's memory while it stepped is not the optimizer's.
+
+    Args:
+        model: as profiled.
+        hardware: as measured.
+        plan: that was in force.
+        step_rate: parameters/s of the CPU's jobs meanwhile.
+        step_seconds: of steps.
+    """
+    places = zip(model.units, plan.units.values(), strict=True)
+    stepped = sum(profile.parameters for profile, unit in places if unit.states != "gpu")
+    if not stepped:  # single small tensors of units that stay
+        return hardware
+    seconds = stepped / step_rate
+    shared = 0.0
+    if hardware.host_memory_bandwidth is not None:
+        copied = simulate(model, hardware, plan).copied_bytes
+        shared = copied / hardware.host_memory_bandwidth * min(1.0, seconds / step_seconds)
+    return replace(hardware, cpu_step_rate=stepped / max(seconds - shared, seconds / 2))
+
+
+def _following(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> float:
+    """Returns the factor by which the host takes longer to follow `plan` if a step takes so long; 1: it isn't that.
+
+    What its own forward takes the host was measured in training, what following a plan does, apart from it.
     """
 
     def seconds(factor: float) -> float:
         return simulate(model, hardware.with_launches(factor), plan).step_seconds
 
-    slow, quick = 1.0, QUICKEST
+    if seconds(SLOWEST) < step_seconds or seconds(SLOWEST) - seconds(QUICKEST) < CLOSE_SECONDS * step_seconds:
+        return 1.0
+    quick, slow = QUICKEST, SLOWEST
     while slow - quick > CLOSE_SECONDS:
         middle = (slow + quick) / 2
         if seconds(middle) > step_seconds:
             slow = middle
         else:
             quick = middle
-    return hardware.with_launches(quick) if seconds(quick) < (1 - CLOSE_SECONDS) * foretold else hardware
+    return quick
 
 
 def _slow_down(

@@ -66,6 +66,7 @@ class Prediction:
         ssd_peak_bytes: stored on SSDs.
         ssd_read_bytes: of a step.
         ssd_written_bytes: of a step.
+        copied_bytes: of a step, to the GPU and from it.
         bound: the busiest resource.
         memory: of the last step, (seconds, GPU bytes, host bytes, SSD bytes) at its begin and after each change.
     """
@@ -78,6 +79,7 @@ class Prediction:
     ssd_peak_bytes: int
     ssd_read_bytes: int
     ssd_written_bytes: int
+    copied_bytes: int
     bound: str
     memory: tuple[tuple[float, int, int, int], ...] = field(repr=False)
 
@@ -261,7 +263,8 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     is room for them. Swapped tensors leave after their stage's forward and come back, in the order in which backward
     wants them, as far ahead as the window reaches. Gradients leave when a unit's backward ends; then its optimizer job
     reads states, steps on the CPU and writes them back, and the next step's forward of the unit waits for that job
-    only. Where the window or the staging memory is full, compute and copies wait. The GPU computes nothing that the
+    only. Copies take time from those jobs: of the host's memory. Where the window or the staging memory is full,
+    compute and copies wait. The GPU computes nothing that the
     host's thread has not given it, with what the plan adds to that. Not simulated: adding up gradients of several
     micro-batches on the CPU, and speculative steps that have to be made again.
 
@@ -288,6 +291,7 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
         stall_seconds=max(0.0, seconds - busy["compute"]),
         ssd_read_bytes=round(extend(fewer.ssd_read_bytes, few.ssd_read_bytes)),
         ssd_written_bytes=round(extend(fewer.ssd_written_bytes, few.ssd_written_bytes)),
+        copied_bytes=round(extend(fewer.copied_bytes, few.copied_bytes)),
         bound=max(busy, key=lambda resource: busy[resource]),
     )
 
@@ -297,6 +301,8 @@ def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pre
     builder = _Builder(model, hardware, plan)
     steps = count_steps(model, plan)
     ends = [builder.add_step(step) for step in range(steps)]
+    if hardware.host_memory_bandwidth is not None:
+        builder.share_host_memory(hardware.host_memory_bandwidth)
     memory = run(builder.tasks, hardware)
     return _prediction(builder, memory, ends[-2].end, ends[-1].end)
 
@@ -418,6 +424,21 @@ class _Builder:
                 self._add_jobs(step, landed, turn)
         assert self._compute is not None
         return self._compute
+
+    def copied_bytes(self) -> float:
+        """Returns the bytes that the last step's copies bring to the GPU, and take from it."""
+        last = self.tasks[-1].step
+        return sum(task.amount for task in self.tasks if task.step == last and task.resource in (COPY_IN, COPY_OUT))
+
+    def share_host_memory(self, bandwidth: float) -> None:
+        """Lets the jobs of the CPU take longer by what copies need of the host's memory meanwhile: at most all."""
+        last = self.tasks[-1].step
+        jobs = sum(task.amount for task in self.tasks if task.step == last and task.resource == CPU)
+        if jobs:
+            longer = 1 + self.copied_bytes() / bandwidth / jobs
+            for task in self.tasks:
+                if task.resource == CPU:
+                    task.amount *= longer
 
     def _task(self, resource: int, amount: float, step: int, *after: Task | None, write: bool = False,
               priority: int = NORMAL) -> Task:  # fmt: skip
@@ -652,6 +673,7 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
         ssd_peak_bytes=ssd + max(sample[3] for sample in memory.samples),
         ssd_read_bytes=round(read),
         ssd_written_bytes=round(written),
+        copied_bytes=round(builder.copied_bytes()),
         bound=max(busy, key=lambda resource: busy[resource]),
         memory=samples,
     )

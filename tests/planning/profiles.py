@@ -138,4 +138,5 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         draw(st.integers(0, 200 * GB)),
         draw(st.integers(0, 1000 * GB)),
         launch=LaunchCosts(*(draw(st.floats(0, 1e-4)) for _ in range(6))),
+        host_memory_bandwidth=draw(st.one_of(st.none(), st.floats(1e10, 1e12))),
     )

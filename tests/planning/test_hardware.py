@@ -24,6 +24,7 @@ def test_round_trip(tmp_path_factory: pytest.TempPathFactory, machine: HardwareP
     [
         ({"ssd_read": 0.0}, "`ssd_read=0.0` must be a finite number above 0. Measure it"),
         ({"gpu_flops": float("nan")}, "gpu_flops"),
+        ({"host_memory_bandwidth": 0.0}, "`host_memory_bandwidth=0.0` must be a finite number above 0"),
         ({"host_bytes": -1}, "`host_bytes=-1` must be a finite number, and not below 0"),
         ({"copy_in_both": 60e9}, "`copy_in_both=60000000000.0` is more than `copy_in=53900000000.0`"),
     ],

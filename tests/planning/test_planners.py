@@ -13,9 +13,11 @@ from lightning_ssd.planning import (
     LaunchCosts,
     ModelProfile,
     Plan,
+    Prediction,
     Settled,
     UnitPlan,
     correct,
+    correct_step_rate,
     make_plan,
     plan_for_least_memory,
     plan_with_coefficient,
@@ -23,6 +25,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.placement import default_window
 from lightning_ssd.planning.plan import Choice
+from lightning_ssd.planning.planners import CAUTION
 from lightning_ssd.planning.transformer import transformer_profile
 from tests.planning.profiles import GB, GIB, H100, machines, make_model, models
 
@@ -214,6 +217,58 @@ def test_a_slow_host_is_corrected() -> None:
         assert corrected[0].forward_seconds == model.forward_seconds
         assert corrected[0].units[0].operators[0].launch_seconds == pytest.approx(1.2 * 4, rel=0.01)
         assert corrected[1].launch.send == pytest.approx(factor * 5, rel=0.01)
+
+
+def test_a_late_host_or_a_slow_gpu() -> None:
+    """Whichever is less surprising: what following a plan costs the host is known least, but not by any factor."""
+    model = make_model(4, parameters=0, launch=1.0, operations=9)
+    settled = Settled(("gpu",) * 4, ("gpu",) * 4)
+    for cost, slow in ((0.05, "host"), (0.004, "gpu")):
+        machine = replace(H100, launch=LaunchCosts(*6 * [cost]))
+        plan = plan_with_coefficient(model, machine, 0.0, settled)
+        before = simulate(model, machine, plan)
+        assert before.bound == "compute"
+        corrected = correct(model, machine, plan, 1.04 * before.step_seconds)
+        assert corrected is not None
+        assert simulate(*corrected, plan).step_seconds == pytest.approx(1.04 * before.step_seconds, rel=0.006)
+        assert (corrected[0] == model) == (slow == "host")
+        assert (corrected[1] == machine) == (slow == "gpu")
+
+
+@given(models(), machines(), st.floats(1.01, 3.0))
+@settings(max_examples=30, deadline=None)
+def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: HardwareProfile, factor: float) -> None:
+    """A CPU that is busy all the time steps under the plan as it was measured to; alone it is no slower than that."""
+    plan = make_plan(model, machine)
+    before = simulate(model, machine, plan)
+    stepped = sum(profile.parameters for profile in model.units if plan.units[profile.name].states != "gpu")
+    seconds = factor * before.busy_seconds["cpu"]
+    if not stepped:
+        assert correct_step_rate(model, machine, plan, 1e9, 1.0) == machine
+        return
+    corrected = correct_step_rate(model, machine, plan, stepped / seconds, seconds)
+    assert corrected.cpu_step_rate >= stepped / seconds
+    assert simulate(model, corrected, plan).busy_seconds["cpu"] >= seconds * (1 - 1e-6)
+    if before.copied_bytes / (machine.host_memory_bandwidth or 1e99) < seconds / 2:
+        assert simulate(model, corrected, plan).busy_seconds["cpu"] == pytest.approx(seconds)
+
+
+def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
+    """Where following a plan would just cost nothing, all stays: it would if the host took but a third longer."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
+    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+
+    def least(cost: float) -> tuple[Prediction, Prediction]:
+        machine = replace(H100, launch=LaunchCosts(follow=cost))
+        plan = plan_for_least_memory(model, machine, settled=settled)
+        return simulate(model, machine, plan), simulate(model, machine.with_launches(CAUTION), plan)
+
+    limit = 1.02 * simulate(model, H100, make_plan(model, H100, settled=settled)).step_seconds
+    for cost in (0.0, 0.1, 0.15, 0.2, 0.4):
+        nominal, slower = least(cost)
+        assert nominal.step_seconds <= slower.step_seconds <= limit
+    assert least(0.0)[0].gpu_peak_bytes < 20 * GB
+    assert least(0.4)[0].gpu_peak_bytes == 40 * GB
 
 
 def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:

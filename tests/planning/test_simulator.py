@@ -196,6 +196,16 @@ def test_the_optimizer_runs_under_backward_and_the_next_forward() -> None:
     assert 40 <= deferred.step_seconds <= 43
 
 
+def test_copies_take_host_memory_from_the_optimizer() -> None:
+    """Of 20 s of jobs; copies of 10 units: 200 bytes of weights in, twice, 200 of gradients and 10 saved out, 10 in."""
+    model = make_model(10, inputs=0)
+    machine = replace(FAST, cpu_step_rate=50.0, host_memory_bandwidth=62.0)
+    keep, swap = (simulate(model, machine, plan_of(model, "host", "host", "keep", how)) for how in ("keep", "host"))
+    assert (keep.copied_bytes, swap.copied_bytes) == (6000, 6000 + 2 * 9 * 10 + 10)
+    for prediction in (keep, swap):
+        assert prediction.busy_seconds["cpu"] == pytest.approx(20 + prediction.copied_bytes / 62)
+
+
 def test_a_small_window_stalls() -> None:
     """Weights that come in only when the unit before is done leave the GPU idle."""
     model = make_model(10, parameters=100)
@@ -249,6 +259,8 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
     model = data.draw(models())
     plan = data.draw(plans(model))
     rates = {name: factor * getattr(machine, name) for name in (*RATES, "gpu_memory_bandwidth")}
+    if machine.host_memory_bandwidth is not None:
+        rates["host_memory_bandwidth"] = factor * machine.host_memory_bandwidth
     faster = replace(
         model,
         units=tuple(
