@@ -41,7 +41,7 @@ CORRECTIONS = 8
 MOST = 1.5
 """Factor by which a step may be off for its time to be explained so."""
 
-QUICKEST, SLOWEST = 0.5, 4.0
+QUICKEST, SLOWEST = 0.5, 3.0
 """Of the host's time to follow a plan, what it may be instead of what was measured: the least certain of all times."""
 
 FOLLOWING_DOUBT, BOUND_DOUBT = 2.0, 1.05
