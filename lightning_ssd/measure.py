@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -27,9 +28,6 @@ STEPPED = 2**26
 """Parameters of an optimizer step: more than caches hold."""
 
 REPEATS = 5
-
-BESIDE = 64
-"""Copies each way that run beside optimizer steps: they take longer than those."""
 
 
 def measure_machine(path: Path | None) -> HardwareProfile:
@@ -59,7 +57,9 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         flops = _products(device)
         stepping = adam_step(STEPPED)
         step = _seconds(torch.device("cpu"), stepping)
-        beside = _beside_copies(device, stepping) if cuda else step
+        # Twice as many copies as fit into that time: steps take longer beside them.
+        count = ceil(2 * (REPEATS + 1) * step * max(copy_in, copy_out) / COPIED)
+        beside = _beside_copies(device, count, stepping) if cuda else step
     slower = 1 - step / beside
     return HardwareProfile(
         name=torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
@@ -115,12 +115,12 @@ def _bandwidth(device: torch.device) -> float:
     return 2 * COPIED / _seconds(device, lambda: other.copy_(values))
 
 
-def _beside_copies(device: torch.device, run: Callable[[], None]) -> float:
-    """Returns the least seconds that `run`, on the CPU, takes while copies run both ways."""
+def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) -> float:
+    """Returns the least seconds that `run`, on the CPU, takes while `count` copies run each way."""
     slabs = [Slab(COPIED, pin=True) for _ in range(2)]
     others = [torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
-    for _ in range(BESIDE):
+    for _ in range(count):
         for stream, target, source in (
             (streams[0], others[0], slabs[0].tensor),
             (streams[1], slabs[1].tensor, others[1]),

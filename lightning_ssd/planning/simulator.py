@@ -264,9 +264,9 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     wants them, as far ahead as the window reaches. Gradients leave when a unit's backward ends; then its optimizer job
     reads states, steps on the CPU and writes them back, and the next step's forward of the unit waits for that job
     only. Copies take time from those jobs: of the host's memory. Where the window or the staging memory is full,
-    compute and copies wait. The GPU computes nothing that the
-    host's thread has not given it, with what the plan adds to that. Not simulated: adding up gradients of several
-    micro-batches on the CPU, and speculative steps that have to be made again.
+    compute and copies wait. The GPU computes nothing that the host has not given it, with what the plan adds to that.
+    Not simulated: adding up gradients of several micro-batches on the CPU, and speculative steps that have to be made
+    again.
 
     Raises:
         ValueError: the plan is not one for the model.

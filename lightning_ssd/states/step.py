@@ -114,15 +114,16 @@ class Step:
             whole, factor = (whole.float() * factor).clamp_(-self.limit, self.limit), 1.0
         changed = False
         has = self._has()
+        begun = time.perf_counter()
         try:
-            begun = time.perf_counter()
             with record_function(f"step {self.home.flat.name}"):
                 self.rule.step(self.options, opened, whole, has, factor)
-            slices = zip(self.home.flat.slices, has, strict=True)
-            self.clock.add(sum(item.numel for item, stepped in slices if stepped), time.perf_counter() - begun)
             changed = True
+            seconds = time.perf_counter() - begun
         finally:
             self.home.close(opened, changed=changed, step=True)
+        slices = zip(self.home.flat.slices, has, strict=True)
+        self.clock.add(sum(item.numel for item, stepped in slices if stepped), seconds)
 
     def _settle(self, guess: float | None) -> "Future[None]":
         """Lets the step count that was made with a guess, if that was right; else it is made now."""
