@@ -53,12 +53,6 @@ class ForwardMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Else torch has every operation switch its compiler off and on, an eighth of what following one takes. Nothing
-        # that is compiled is followed.
-        return False
-
     def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = []

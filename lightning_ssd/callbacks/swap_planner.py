@@ -559,14 +559,15 @@ class SwapPlanner(StepProfiling):
 
         A device that waits now and then, as it does while all leaves, is cooler, and faster, than one that never does;
         drives, and the CPU's memory, are slower when all of it reads and writes; and memory is taken that nobody had
-        seen. How long the CPU's optimizer takes is measured, the rest is inferred from the step's time.
+        seen. How long the CPU's optimizer takes is measured; what that leaves open is inferred from the step's time.
         """
         assert self.profile is not None and self.hardware is not None and self.plan is not None
         predicted, measured = comparison.predicted, comparison.step_seconds
         if comparison.gpu_peak_bytes:
             unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
             self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
-        if self._states is not None and (rate := self._states.stepped().rate_since(self._stepped)):
+        rate = None if self._states is None else self._states.stepped().rate_since(self._stepped)
+        if rate is not None:
             self.hardware = correct_step_rate(self.profile, self.hardware, self.plan, rate, measured)
         corrected = correct(self.profile, self.hardware, self.plan, measured)
         if corrected is None:

@@ -29,8 +29,8 @@ SLACK = 0.02
 """Share of a step's time that less memory may cost."""
 
 CAUTION = 1.5
-"""Factor by which the host may take longer to follow a plan that less memory is bought with: its pace comes and goes,
-and what stays on the GPU does not depend on it."""
+"""Factor by which the host may take longer to follow plans, and one that takes less memory still costs no more: the
+host's pace comes and goes, and what stays on the GPU does not depend on it."""
 
 CLOSE_BYTES = 0.01
 """Share of the memory that is not looked for any more."""
@@ -42,7 +42,7 @@ MOST = 1.5
 """Factor by which a step may be off for its time to be explained so."""
 
 QUICKEST, SLOWEST = 0.5, 3.0
-"""Of the host's time to follow a plan, what it may be instead of what was measured: the least certain of all times."""
+"""Of the host's time to follow a plan, what one correction may make it: it is the least certain of all times."""
 
 FOLLOWING_DOUBT, BOUND_DOUBT = 2.0, 1.05
 """Factors by which it, and what bounds a step, are as likely to be off."""
@@ -91,14 +91,16 @@ def plan_for_least_memory(
     """
     best = make_plan(model, hardware, planner, settled)
     prediction = simulate(model, hardware, best)
-    limit = (1 + SLACK) * prediction.step_seconds
     slower = hardware.with_launches(CAUTION)
+    machines = hardware, slower
+    limits = [(1 + SLACK) * simulate(model, machine, best).step_seconds for machine in machines]
     low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)
     while high - low > CLOSE_BYTES * high:
         budget = (low + high) // 2
         plan = make_plan(model, replace(slower, gpu_bytes=max(1, budget)), planner, settled)
-        prediction = simulate(model, slower, plan)
-        if prediction.gpu_peak_bytes <= budget and prediction.step_seconds <= limit:
+        prediction, cautious = (simulate(model, machine, plan) for machine in machines)
+        quick = prediction.step_seconds <= limits[0] and cautious.step_seconds <= limits[1]
+        if prediction.gpu_peak_bytes <= budget and quick:
             best, high = plan, prediction.gpu_peak_bytes
         else:
             low = budget
@@ -128,7 +130,7 @@ def correct(
     if not 1 / MOST < off < MOST:
         return None
     corrected = model, hardware
-    if abs(off - 1) > CLOSE_SECONDS and foretold.bound != "launch":  # that would be slow in all that it does
+    if abs(off - 1) > CLOSE_SECONDS and foretold.bound != "launch":  # else the host is slow in all it does
         following = _following(model, hardware, plan, step_seconds)
         if abs(log(following, FOLLOWING_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
             corrected = model, hardware.with_launches(following)
@@ -153,7 +155,7 @@ def correct_step_rate(
         hardware: as measured.
         plan: that was in force.
         step_rate: parameters/s of the CPU's jobs meanwhile.
-        step_seconds: of steps.
+        step_seconds: of steps. Copies are made all the time, jobs only for a part of it.
     """
     places = zip(model.units, plan.units.values(), strict=True)
     stepped = sum(profile.parameters for profile, unit in places if unit.states != "gpu")
@@ -195,7 +197,9 @@ def _slow_down(
         case "compute":
             return model.with_time(factor), hardware
         case "cpu":
-            return model, replace(hardware, cpu_step_rate=hardware.cpu_step_rate / factor)
+            memory = hardware.host_memory_bandwidth
+            slower = replace(hardware, cpu_step_rate=hardware.cpu_step_rate / factor)
+            return model, slower if memory is None else replace(slower, host_memory_bandwidth=memory / factor)
         case "ssd":
             return model, hardware.with_ssds(1 / factor)
         case "launch":

@@ -431,14 +431,21 @@ class _Builder:
         return sum(task.amount for task in self.tasks if task.step == last and task.resource in (COPY_IN, COPY_OUT))
 
     def share_host_memory(self, bandwidth: float) -> None:
-        """Lets the jobs of the CPU take longer by what copies need of the host's memory meanwhile: at most all."""
-        last = self.tasks[-1].step
-        jobs = sum(task.amount for task in self.tasks if task.step == last and task.resource == CPU)
-        if jobs:
-            longer = 1 + self.copied_bytes() / bandwidth / jobs
-            for task in self.tasks:
-                if task.resource == CPU:
-                    task.amount *= longer
+        """Lets the jobs of the CPU take longer by what copies need of the host's memory meanwhile.
+
+        That is all that they need where jobs run all the time, and less where a step takes longer than those.
+        """
+        last = [task for task in self.tasks if task.step == self.tasks[-1].step]
+        jobs, compute = (sum(task.amount for task in last if task.resource == of) for of in (CPU, COMPUTE))
+        needed = self.copied_bytes() / bandwidth
+        if not jobs:
+            return
+        longer = 1 + needed / jobs
+        if needed < compute:
+            longer = min(longer, 1 / (1 - needed / compute))
+        for task in self.tasks:
+            if task.resource == CPU:
+                task.amount *= longer
 
     def _task(self, resource: int, amount: float, step: int, *after: Task | None, write: bool = False,
               priority: int = NORMAL) -> Task:  # fmt: skip

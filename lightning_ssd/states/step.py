@@ -23,8 +23,8 @@ class Stepped(NamedTuple):
 
     def rate_since(self, before: "Stepped") -> float | None:
         """Returns parameters/s since then; None: nothing was stepped."""
-        seconds = self.seconds - before.seconds
-        return (self.parameters - before.parameters) / seconds if seconds > 0 else None
+        parameters, seconds = self.parameters - before.parameters, self.seconds - before.seconds
+        return parameters / seconds if parameters and seconds else None
 
 
 class StepClock:
@@ -108,13 +108,13 @@ class Step:
 
     def _make(self, opened: Opened, factor: float) -> None:
         """Steps what is opened, and has it written."""
+        begun = time.perf_counter()
         whole = self.gradient.landing if self.landed is not None else self.gradient.total
         assert whole is not None
         if self.limit is not None:
             whole, factor = (whole.float() * factor).clamp_(-self.limit, self.limit), 1.0
         changed = False
         has = self._has()
-        begun = time.perf_counter()
         try:
             with record_function(f"step {self.home.flat.name}"):
                 self.rule.step(self.options, opened, whole, has, factor)

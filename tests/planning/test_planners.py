@@ -253,6 +253,35 @@ def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: Hardwar
         assert simulate(model, corrected, plan).busy_seconds["cpu"] == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 4, 16])
+def test_the_rate_of_a_cpu_that_is_busy_for_a_part_of_the_step(micro_batches: int) -> None:
+    """Copies of the rest of the step take nothing from it."""
+    model = replace(make_model(8, parameters=10**9, forward=0.5), micro_batches=micro_batches)
+    machine = replace(H100, host_memory_bandwidth=60e9, cpu_step_rate=4e9, host_bytes=300 * GB)
+    states = Settled(("host",) * 8, ("host",) * 8)
+    plan = plan_with_coefficient(model, machine, 0.0, states)
+    before = simulate(model, machine, plan)
+    alone = 8e9 / 4e9
+    assert alone < before.busy_seconds["cpu"] < 1.25 * alone
+    corrected = correct_step_rate(model, machine, plan, 8e9 / 3, before.step_seconds)
+    assert corrected.cpu_step_rate > 8e9 / 3
+    assert simulate(model, corrected, plan).busy_seconds["cpu"] == pytest.approx(3, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.7, 0.9, 1.2, 1.4])
+@pytest.mark.parametrize("bandwidth", [None, 100e9, 20e9])
+def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None:
+    """Whatever share of its time is that of copies."""
+    model = make_model(8, parameters=10**9, forward=0.01)
+    machine = replace(H100, host_memory_bandwidth=bandwidth, host_bytes=300 * GB)
+    plan = plan_with_coefficient(model, machine, 0.0, Settled(("host",) * 8, ("host",) * 8))
+    before = simulate(model, machine, plan)
+    assert before.bound == "cpu"
+    corrected = correct(model, machine, plan, factor * before.step_seconds)
+    assert corrected is not None
+    assert simulate(*corrected, plan).step_seconds == pytest.approx(factor * before.step_seconds, rel=0.006)
+
+
 def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
     """Where following a plan would just cost nothing, all stays: it would if the host took but a third longer."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
@@ -269,6 +298,17 @@ def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
         assert nominal.step_seconds <= slower.step_seconds <= limit
     assert least(0.0)[0].gpu_peak_bytes < 20 * GB
     assert least(0.4)[0].gpu_peak_bytes == 40 * GB
+
+
+def test_less_memory_where_not_all_fits() -> None:
+    """The plan that is quickest is followed, too: less memory is compared with that, on a host as slow."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
+    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, launch=LaunchCosts(follow=0.15), gpu_bytes=38 * GB)
+    best = simulate(model, machine, make_plan(model, machine, settled=settled))
+    least = simulate(model, machine, plan_for_least_memory(model, machine, settled=settled))
+    assert least.gpu_peak_bytes < 20 * GB < 30 * GB < best.gpu_peak_bytes
+    assert least.step_seconds <= 1.02 * best.step_seconds
 
 
 def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
