@@ -238,7 +238,7 @@ def test_a_late_host_or_a_slow_gpu() -> None:
 @given(models(), machines(), st.floats(1.01, 3.0))
 @settings(max_examples=30, deadline=None)
 def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: HardwareProfile, factor: float) -> None:
-    """A CPU that is busy all the time steps under the plan as it was measured to; alone it is no slower than that."""
+    """Alone it is no slower; under the plan it is no quicker, and as quick where it was busy all the time."""
     plan = make_plan(model, machine)
     before = simulate(model, machine, plan)
     stepped = sum(profile.parameters for profile in model.units if plan.units[profile.name].states != "gpu")
@@ -246,10 +246,11 @@ def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: Hardwar
     if not stepped:
         assert correct_step_rate(model, machine, plan, 1e9, 1.0) == machine
         return
-    corrected = correct_step_rate(model, machine, plan, stepped / seconds, seconds)
+    step_seconds = max(seconds, before.step_seconds)
+    corrected = correct_step_rate(model, machine, plan, stepped / seconds, step_seconds)
     assert corrected.cpu_step_rate >= stepped / seconds
     assert simulate(model, corrected, plan).busy_seconds["cpu"] >= seconds * (1 - 1e-6)
-    if before.copied_bytes / (machine.host_memory_bandwidth or 1e99) < seconds / 2:
+    if seconds == step_seconds and before.copied_bytes / (machine.host_memory_bandwidth or 1e99) < seconds / 2:
         assert simulate(model, corrected, plan).busy_seconds["cpu"] == pytest.approx(seconds)
 
 
