@@ -57,7 +57,7 @@ class Comparison:
 
     Attributes:
         predicted: by the simulation.
-        step_seconds: of a step, the median of some.
+        step_seconds: of a step, the median of some; of the trial, the least.
         gpu_peak_bytes: most bytes of the device that were allocated (CUDA; else 0).
         host_peak_bytes: most bytes of host memory that activations and states took.
     """
@@ -495,9 +495,11 @@ class SwapPlanner(StepProfiling):
             return  # the device is not there yet
         assert self.prediction is not None
         self._taken.clear()
+        # A host that has something else to do now and then is no slower for that: of few steps the least tells more.
+        typical = min if self._trying else statistics.median
         comparison = Comparison(
             self.prediction,
-            statistics.median(value for value in window if value is not None),
+            typical([value for value in window if value is not None]),
             self._peak(),
             self._cache.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes),
         )

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import config
 from lightning_ssd.models.gpt import GPT
-from lightning_ssd.planning import HardwareProfile
+from lightning_ssd.planning import HardwareProfile, Settled, simulate, unplanned
 from lightning_ssd.states import StatesConfig
 from tests.gpu.test_activation_offload import SlowCopies
 from tests.gpu.test_model_states import exact, same
@@ -113,7 +113,6 @@ def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
         def __getitem__(self, index: int) -> Tensor:
             return self.ids[index]
 
-    peaks = []
     for gpu_memory in ("auto", "least"):
         # A machine whose host takes no time: else it would have so much to do with so small a model that all stays.
         swaps = SwapPlanner(gpu_memory=gpu_memory, machine=MACHINE)
@@ -131,5 +130,7 @@ def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
         print(states, gpu_memory, predicted, measured, swaps.comparison.predicted.step_seconds,
               swaps.comparison.step_seconds)  # fmt: skip
         assert measured == pytest.approx(predicted, rel=0.1)
-        peaks.append(measured)
-    assert peaks[1] < 0.9 * peaks[0]
+    # Not than "auto" took: where the CPU bounds the step, as with other tests beside this one, that may be as little.
+    assert swaps.profile is not None and swaps.hardware is not None and swaps.plan is not None
+    kept = simulate(swaps.profile, swaps.hardware, unplanned(swaps.profile, Settled.of(swaps.plan), {}, 0))
+    assert measured < 0.9 * kept.gpu_peak_bytes
