@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 
@@ -121,12 +121,7 @@ def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) ->
     others = [torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     for _ in range(count):
-        for stream, target, source in (
-            (streams[0], others[0], slabs[0].tensor),
-            (streams[1], slabs[1].tensor, others[1]),
-        ):
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
+        _copy_both_ways([slab.tensor for slab in slabs], others, streams)
     seconds = float("inf")
     for _ in range(REPEATS):
         begin = time.perf_counter()
@@ -141,6 +136,13 @@ def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) ->
     return seconds
 
 
+def _copy_both_ways(hosts: Sequence[Tensor], others: Sequence[Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
+    """Has a copy made to the device, from the first of `hosts`, and one from it, to the second, on a stream each."""
+    for stream, target, source in zip(streams, (others[0], hosts[1]), (hosts[0], others[1]), strict=True):
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+
 def _copies(device: torch.device) -> tuple[float, float, float]:
     """Returns bytes/s to the device, from it, and each way with both at once."""
     pin = device.type == "cuda"
@@ -152,10 +154,7 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
         target.copy_(source, non_blocking=True)
 
     def both() -> None:
-        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        for stream, (target, source) in zip(streams, ((others[0], hosts[0]), (hosts[1], others[1])), strict=True):
-            with torch.cuda.stream(stream):
-                into(target, source)
+        _copy_both_ways(hosts, others, [torch.cuda.Stream(), torch.cuda.Stream()])
 
     alone_in = COPIED / _seconds(device, lambda: into(others[0], hosts[0]))
     alone_out = COPIED / _seconds(device, lambda: into(hosts[1], others[1]))

@@ -460,8 +460,8 @@ class TensorCache:
         """Learns how long the last copies out took: while plans change, and in backward, they take longer."""
         busy = self.copies.busy()[_OUT]
         recent = busy.since(self._busy_before)
-        if recent.seconds and (recent.nbytes >= self.TELLING or self._copy_pace is None):
-            self._copy_pace = recent.seconds / recent.nbytes
+        if recent.seconds and (recent.amount >= self.TELLING or self._copy_pace is None):
+            self._copy_pace = recent.seconds / recent.amount
             self._busy_before = busy
 
 

@@ -30,17 +30,17 @@ Mark = Event | None
 
 
 class Busy(NamedTuple):
-    """What one direction has carried: bytes, and the seconds in which it carried them."""
+    """What a direction has carried, in bytes, or an optimizer stepped, in parameters; and the seconds that it took."""
 
-    nbytes: int
+    amount: int
     seconds: float
 
-    def plus(self, nbytes: int, seconds: float) -> "Busy":
-        return Busy(self.nbytes + nbytes, self.seconds + seconds)
+    def plus(self, amount: int, seconds: float) -> "Busy":
+        return Busy(self.amount + amount, self.seconds + seconds)
 
     def since(self, earlier: "Busy") -> "Busy":
-        """Returns what was carried after `earlier`."""
-        return Busy(self.nbytes - earlier.nbytes, self.seconds - earlier.seconds)
+        """Returns what was done after `earlier`."""
+        return Busy(self.amount - earlier.amount, self.seconds - earlier.seconds)
 
 
 class Copies(ABC):

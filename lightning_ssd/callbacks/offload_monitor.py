@@ -160,7 +160,7 @@ def _totals(cache: TensorCache) -> dict[str, float]:
         "load_stall_s": stats.load_stall,
     }
     for lane, busy in zip(("copy_out", "copy_in"), cache.copies.busy(), strict=True):
-        totals |= {f"{lane}_busy_bytes": busy.nbytes, f"{lane}_busy_s": busy.seconds}
+        totals |= {f"{lane}_busy_bytes": busy.amount, f"{lane}_busy_s": busy.seconds}
     for name, tier in cache.tiers.items():
         totals |= {f"{name}_bytes_out": tier.bytes_out, f"{name}_bytes_in": tier.bytes_in}
     if (io := cache.io_stats()) is not None:

@@ -15,6 +15,7 @@ import torch
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import Director, SendAll, SendIfShort, TensorCache, make_program
 from lightning_ssd.activations.clock import make_clock
+from lightning_ssd.activations.copies import Busy
 from lightning_ssd.activations.scratch_tier import ScratchTier
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import TierName
@@ -45,7 +46,7 @@ from lightning_ssd.planning import (
 from lightning_ssd.planning.plan import Where
 from lightning_ssd.profiler import count_bytes
 from lightning_ssd.sizes import format_bytes, parse_bytes
-from lightning_ssd.states import ModelStates, Stepped
+from lightning_ssd.states import ModelStates
 from lightning_ssd.storage.memory import device_memory
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class SwapPlanner(StepProfiling):
         """The most device memory that was allocated in steps before the last validation."""
         self._trying = False
         """Whether the plan in force is there to be measured."""
-        self._stepped = Stepped()
+        self._stepped = Busy(0, 0.0)
         """Of the CPU optimizer, when steps under the plan began to be compared."""
         self._moved = False
         """Whether model states went elsewhere in this training: once is enough."""
@@ -568,8 +569,9 @@ class SwapPlanner(StepProfiling):
         if comparison.gpu_peak_bytes:
             unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
             self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
-        rate = None if self._states is None else self._states.stepped().rate_since(self._stepped)
-        if rate is not None:
+        stepped = Busy(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
+        if stepped.amount and stepped.seconds:
+            rate = stepped.amount / stepped.seconds
             self.hardware = correct_step_rate(self.profile, self.hardware, self.plan, rate, measured)
         corrected = correct(self.profile, self.hardware, self.plan, measured)
         if corrected is None:

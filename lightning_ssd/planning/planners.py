@@ -90,15 +90,14 @@ def plan_for_least_memory(
         settled: as in `make_plan`.
     """
     best = make_plan(model, hardware, planner, settled)
-    prediction = simulate(model, hardware, best)
     slower = hardware.with_launches(CAUTION)
-    machines = hardware, slower
-    limits = [(1 + SLACK) * simulate(model, machine, best).step_seconds for machine in machines]
+    prediction, cautious = (simulate(model, machine, best) for machine in (hardware, slower))
+    limits = (1 + SLACK) * prediction.step_seconds, (1 + SLACK) * cautious.step_seconds
     low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)
     while high - low > CLOSE_BYTES * high:
         budget = (low + high) // 2
         plan = make_plan(model, replace(slower, gpu_bytes=max(1, budget)), planner, settled)
-        prediction, cautious = (simulate(model, machine, plan) for machine in machines)
+        prediction, cautious = (simulate(model, machine, plan) for machine in (hardware, slower))
         quick = prediction.step_seconds <= limits[0] and cautious.step_seconds <= limits[1]
         if prediction.gpu_peak_bytes <= budget and quick:
             best, high = plan, prediction.gpu_peak_bytes
@@ -130,7 +129,8 @@ def correct(
     if not 1 / MOST < off < MOST:
         return None
     corrected = model, hardware
-    if abs(off - 1) > CLOSE_SECONDS and foretold.bound != "launch":  # else the host is slow in all it does
+    # Where the host bounds the step, it is slow in all that it does.
+    if abs(off - 1) > CLOSE_SECONDS and foretold.bound != "launch" and not plan.keeps_all:
         following = _following(model, hardware, plan, step_seconds)
         if abs(log(following, FOLLOWING_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
             corrected = model, hardware.with_launches(following)
@@ -178,7 +178,8 @@ def _following(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_
     def seconds(factor: float) -> float:
         return simulate(model, hardware.with_launches(factor), plan).step_seconds
 
-    if seconds(SLOWEST) < step_seconds or seconds(SLOWEST) - seconds(QUICKEST) < CLOSE_SECONDS * step_seconds:
+    most = seconds(SLOWEST)
+    if most < step_seconds or most - seconds(QUICKEST) < CLOSE_SECONDS * step_seconds:
         return 1.0
     quick, slow = QUICKEST, SLOWEST
     while slow - quick > CLOSE_SECONDS:

@@ -425,24 +425,22 @@ class _Builder:
         assert self._compute is not None
         return self._compute
 
-    def copied_bytes(self) -> float:
-        """Returns the bytes that the last step's copies bring to the GPU, and take from it."""
-        last = self.tasks[-1].step
-        return sum(task.amount for task in self.tasks if task.step == last and task.resource in (COPY_IN, COPY_OUT))
-
     def share_host_memory(self, bandwidth: float) -> None:
         """Lets the jobs of the CPU take longer by what copies need of the host's memory meanwhile.
 
         That is all that they need where jobs run all the time, and less where a step takes longer than those.
         """
-        last = [task for task in self.tasks if task.step == self.tasks[-1].step]
-        jobs, compute = (sum(task.amount for task in last if task.resource == of) for of in (CPU, COMPUTE))
-        needed = self.copied_bytes() / bandwidth
-        if not jobs:
+        last = self.tasks[-1].step
+        amounts = [0.0] * len(RESOURCES)
+        for task in self.tasks:
+            if task.step == last:
+                amounts[task.resource] += task.amount
+        if not amounts[CPU]:
             return
-        longer = 1 + needed / jobs
-        if needed < compute:
-            longer = min(longer, 1 / (1 - needed / compute))
+        needed = (amounts[COPY_IN] + amounts[COPY_OUT]) / bandwidth
+        longer = 1 + needed / amounts[CPU]
+        if needed < amounts[COMPUTE]:
+            longer = min(longer, 1 / (1 - needed / amounts[COMPUTE]))
         for task in self.tasks:
             if task.resource == CPU:
                 task.amount *= longer
@@ -650,7 +648,7 @@ class _Builder:
 def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) -> Prediction:
     model, plan = builder.model, builder.plan
     busy = dict.fromkeys(RESOURCES, 0.0)
-    read = written = 0.0
+    read = written = copied = 0.0
     last = builder.tasks[-1].step
     for task in builder.tasks:
         if task.step == last:
@@ -660,6 +658,8 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
                     written += task.amount
                 else:
                     read += task.amount
+            elif task.resource in (COPY_IN, COPY_OUT):
+                copied += task.amount
     busy["launch"] = builder.launched
     gpu, host, ssd = resident_bytes(model, plan)
     # Where the host waits for the end of a step, all is late by the most that anything is given too late.
@@ -680,7 +680,7 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
         ssd_peak_bytes=ssd + max(sample[3] for sample in memory.samples),
         ssd_read_bytes=round(read),
         ssd_written_bytes=round(written),
-        copied_bytes=round(builder.copied_bytes()),
+        copied_bytes=round(copied),
         bound=max(busy, key=lambda resource: busy[resource]),
         memory=samples,
     )

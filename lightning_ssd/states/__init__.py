@@ -6,14 +6,12 @@ from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_me
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states
 from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
-from lightning_ssd.states.step import Stepped
 from lightning_ssd.states.units import Unit, find_units
 
 __all__ = [
     "ModelStates",
     "Setup",
     "StatesConfig",
-    "Stepped",
     "Unborn",
     "Unit",
     "find_units",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.activations.copies import Copies, Mark
+from lightning_ssd.activations.copies import Busy, Copies, Mark
 from lightning_ssd.activations.weights import mark_streamed
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, finished, then
@@ -37,7 +37,7 @@ from lightning_ssd.states.optimizers import Rule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter, hook_gradient
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.state_dicts import StateDicts
-from lightning_ssd.states.step import Step, StepClock, Stepped
+from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
 from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import IOStats
@@ -175,7 +175,8 @@ class ModelStates:
         self._gate = Gate(copies, clip=terms.clip, gated=terms.gated, scaled=terms.scaled)
         self._lent = False
         self._closed = False
-        self._clock = StepClock()
+        self._stepped = Busy(0, 0.0)
+        """Set, and whole, by the stepper's thread alone: any may read it."""
         self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay
         self._where = {item.parameter: (flat, index) for flat in homes for index, item in enumerate(flat.slices)}
         for flat in homes:
@@ -233,9 +234,9 @@ class ModelStates:
         """Returns what was written to SSDs and read from them; None: nothing is there."""
         return None if self.scratch is None else self.scratch.store.stats()
 
-    def stepped(self) -> Stepped:
+    def stepped(self) -> Busy:
         """Returns what the CPU has stepped so far."""
-        return self._clock.total
+        return self._stepped
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
@@ -668,7 +669,7 @@ class ModelStates:
             self._gate.known,
             self._clip_value,
             self._stepper,
-            self._clock,
+            self._count,
             self._order[flat],
         )
         if flat in self._unrecorded:
@@ -693,6 +694,10 @@ class ModelStates:
         gradient.settle(done)
         home.reserve(done)
         self._launched[flat] = done
+
+    def _count(self, parameters: int, seconds: float) -> None:
+        """A job of the stepper has stepped so many parameters."""
+        self._stepped = self._stepped.plus(parameters, seconds)
 
     def _settle(self) -> None:
         """Makes the steps that have begun, before values are read."""

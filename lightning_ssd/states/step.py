@@ -1,10 +1,10 @@
 """The optimizer step of one flat, from its gradient's arrival until it counts."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.profiler import record_function
 
@@ -13,29 +13,6 @@ from lightning_ssd.states.gradient import Gradient
 from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.optimizers import Options, Rule
 from lightning_ssd.states.worker import Worker
-
-
-class Stepped(NamedTuple):
-    """What the CPU has stepped so far, and the seconds that it took."""
-
-    parameters: int = 0
-    seconds: float = 0.0
-
-    def rate_since(self, before: "Stepped") -> float | None:
-        """Returns parameters/s since then; None: nothing was stepped."""
-        parameters, seconds = self.parameters - before.parameters, self.seconds - before.seconds
-        return parameters / seconds if parameters and seconds else None
-
-
-class StepClock:
-    """Counts what is stepped. The stepper's jobs alone set `total`, and whole: any thread may read it."""
-
-    def __init__(self) -> None:
-        self.total = Stepped()
-
-    def add(self, parameters: int, seconds: float) -> None:
-        """So much was stepped."""
-        self.total = Stepped(self.total.parameters + parameters, self.total.seconds + seconds)
 
 
 @dataclass(frozen=True)
@@ -55,7 +32,7 @@ class Step:
         factor: what to multiply the gradient with, or None if the step is skipped.
         limit: what elements of the gradient are clamped to, after that.
         stepper: runs the jobs.
-        clock: is told what they take.
+        count: is told of each job, on its thread, how many parameters it has stepped, and in how many seconds.
         priority: of the jobs, and of what is read for them.
     """
 
@@ -67,7 +44,7 @@ class Step:
     factor: "Future[float | None]"
     limit: float | None
     stepper: Worker
-    clock: StepClock
+    count: Callable[[int, float], None]
     priority: int
 
     def early(self, guess: float, arrived: "Future[None]", ready: "Sequence[Future[None]]") -> "Future[None]":
@@ -123,7 +100,7 @@ class Step:
         finally:
             self.home.close(opened, changed=changed, step=True)
         slices = zip(self.home.flat.slices, has, strict=True)
-        self.clock.add(sum(item.numel for item, stepped in slices if stepped), seconds)
+        self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
 
     def _settle(self, guess: float | None) -> "Future[None]":
         """Lets the step count that was made with a guess, if that was right; else it is made now."""
