@@ -22,6 +22,12 @@ _TREES = {
     "pytorch_lightning.strategies": "pytorch_lightning",
 }
 
+STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ssd_offload": ("Offloads to SSD, with host memory as the tier before it", {}),
+    "cpu_offload": ("Offloads to host memory only", {"tier": "host"}),
+}
+"""The strategies' names, with their descriptions and the arguments of `SSDOffloadStrategy` that they stand for."""
+
 # The tree of the Trainer that last asked for a strategy by name.
 asking: str | None = None
 
@@ -66,12 +72,9 @@ def _add_strategies_after_exec(loader: Any) -> None:
 def _add_strategies(module: ModuleType) -> None:
     with suppress(Exception):
         registry, create = module.StrategyRegistry, partial(_create, _TREES[module.__name__])
-        if "ssd_offload" not in registry:
-            registry.register(
-                "ssd_offload", create, description="Offloads to SSD, with host memory as the tier before it"
-            )
-        if "cpu_offload" not in registry:
-            registry.register("cpu_offload", create, description="Offloads to host memory only", tier="host")
+        for name, (description, arguments) in STRATEGIES.items():
+            if name not in registry:
+                registry.register(name, create, description=description, **arguments)
 
 
 def _create(tree: str, **init_params: Any) -> object:

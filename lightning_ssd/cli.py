@@ -4,14 +4,16 @@ Torch and Lightning are imported inside the functions that need them, so that `-
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import lightning_ssd
+from lightning_ssd._autoload import STRATEGIES
 from lightning_ssd.sizes import format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
@@ -121,7 +123,7 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
                 super()._run_subcommand(subcommand)
 
     cli = RecipeCLI(
-        args=["fit", "--config", recipe, *overrides],
+        args=["fit", *_with_class_path(["--config", recipe, *overrides])],
         seed_everything_default=0,
         # Without a logger the log directory is the working directory, where the last run's file may be.
         save_config_kwargs={"overwrite": True},
@@ -129,11 +131,56 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
     return cli.config["fit"]
 
 
+def _with_class_path(args: Sequence[str]) -> list[str]:
+    """Returns `args` with our strategies' names replaced by the class where arguments of it follow.
+
+    LightningCLI takes `--trainer.strategy=NAME`, and arguments only beside a class path.
+    """
+    key, rest, result = "--trainer.strategy", list(args), list[str]()
+    name: object = None  # of the strategy, as far as `args` have been read
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        given = [option + equals + value]
+        if not equals and rest and option in (key, "--config", "-c"):
+            value = rest.pop(0)
+            given.append(value)
+        if option in ("--config", "-c"):
+            strategy = _strategy_in(value)
+        elif option == key:
+            strategy = value
+        else:
+            strategy = {} if option.startswith(f"{key}.") else None
+        if isinstance(name, str) and name in STRATEGIES and isinstance(strategy, dict):
+            if "class_path" not in strategy:
+                named = {"class_path": "lightning_ssd.SSDOffloadStrategy", "init_args": STRATEGIES[name][1]}
+                result += ["--config", json.dumps({"trainer": {"strategy": named}})]
+        name = name if strategy is None else strategy
+        result += given
+    return result
+
+
+def _strategy_in(config: str) -> object:
+    """Returns `trainer.strategy` of a YAML file; None: there is none, or the file is for the parser to refuse."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(config).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    trainer = content.get("trainer") if isinstance(content, dict) else None
+    return trainer.get("strategy") if isinstance(trainer, dict) else None
+
+
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--machine", type=_file, metavar="FILE.json", help="what the machine does, as measured")
     options.add_argument(
-        "--measure", type=_directory, metavar="DIR", help="measure this machine, and the drive that DIR is on"
+        "--machine", type=_file, metavar="FILE.json", help="a machine's figures, as measured (default: this machine's)"
+    )
+    options.add_argument(
+        "--measure",
+        type=_directory,
+        metavar="DIR",
+        help="measure this machine with the drive that DIR is on (default: that of the strategy's `path`)",
     )
     options.add_argument("--save-machine", type=Path, metavar="FILE.json", help="where to keep what was measured")
     options.add_argument("--profile", type=_file, metavar="FILE.json", help="of the model, instead of a calculated one")
@@ -141,7 +188,10 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="where to keep the plan")
     options.add_argument("--tbw", type=float, metavar="TB", help="TB that the drives are rated for, all together")
     options.add_argument(
-        "--ssd-per-day", type=_size, metavar="BYTES", help="most that may be written to SSDs in a day, such as 1TB"
+        "--ssd-per-day",
+        type=_size("--ssd-per-day"),
+        metavar="BYTES",
+        help="most that may be written to SSDs in a day, such as 1TB",
     )
     options.add_argument("--price", type=float, metavar="N", help="of an hour of the machine")
     options.add_argument(
@@ -182,14 +232,17 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             return
         if not Path(args.recipe).is_file():
             parser.error(f"there is no recipe file {args.recipe!r} (looked in {Path.cwd()})")
-        if (args.machine is None) == (args.measure is None):
-            parser.error("give the machine with --machine FILE.json, or have this one measured with --measure DIR")
-        if args.measure is not None:
+        if args.machine is not None and args.measure is not None:
+            parser.error("--machine FILE.json and --measure DIR exclude each other: give one, or none for this machine")
+        config = None if args.profile is not None else _read_recipe(args.recipe, overrides, run=False)
+        if args.machine is not None:
+            hardware = HardwareProfile.from_json(args.machine)
+        else:
             from lightning_ssd.measure import measure_machine
 
-            hardware = measure_machine(args.measure)
-        else:
-            hardware = HardwareProfile.from_json(args.machine)
+            if config is None and args.measure is None:
+                config = _read_recipe(args.recipe, overrides, run=False)
+            hardware = measure_machine(args.measure or _scratch_path(config))
         if args.save_machine is not None:
             hardware.to_json(args.save_machine)
         if args.ssd_per_day is not None:
@@ -199,7 +252,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         else:
             from lightning_ssd.dry_run import profile_recipe
 
-            model = profile_recipe(_read_recipe(args.recipe, overrides, run=False), hardware)
+            model = profile_recipe(config, hardware)
         plan = make_plan(model, hardware, args.planner)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
         report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
@@ -213,6 +266,22 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         print("\nmigration at   throughput, 1 where the GPU never waits")
         for bandwidth, throughput in replay(model, hardware, plan, [2.0**power * 1e9 for power in range(8)]):
             print(f"{bandwidth / 1e9:>7.0f} GB/s   {throughput:.3f}")
+
+
+def _scratch_path(config: Any) -> Path:
+    """Returns the directory in which a recipe's scratch files would be: the first of `path`, or `default_root_dir`.
+
+    Raises:
+        ValueError: there is no such directory.
+    """
+    trainer = config["trainer"]
+    strategy = trainer["strategy"]
+    arguments = {} if isinstance(strategy, str) else strategy.get("init_args") or {}
+    paths = arguments.get("path") or trainer["default_root_dir"] or "."
+    path = Path(paths if isinstance(paths, str | Path) else paths[0]).expanduser()
+    if not path.is_dir():
+        raise ValueError(f"{str(path)!r} is not a directory: create it, or name another with --measure DIR.")
+    return path
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -235,7 +304,7 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument(
         "--size",
-        type=_size,
+        type=_size("--size"),
         default="4GiB",
         help="bytes to write and read, such as 512MiB (default: %(default)s)",
     )
@@ -253,7 +322,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--prefix", default="", help="weights whose names begin so, without it: `model.` for `self.model` of a module"
     )
-    parser.add_argument("--shard", type=_size, default="4GiB", help="bytes of a file (default: %(default)s)")
+    parser.add_argument("--shard", type=_size("--shard"), default="4GiB", help="bytes of a file (default: %(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast the weights to")
     parser.add_argument("--like", type=_directory, help="a folder whose configuration and tokenizer to copy")
     parser.add_argument("--trust", action="store_true", help="load what is not tensors, too, as pickles run code")
@@ -301,8 +370,13 @@ def _directory(text: str) -> Path:
     return path
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text, "--size")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _size(option: str) -> Callable[[str], int]:
+    """Returns the parser of the sizes that `option` takes."""
+
+    def parse(text: str) -> int:
+        try:
+            return parse_bytes(text, option)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse

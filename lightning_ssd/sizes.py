@@ -1,10 +1,96 @@
 """Byte counts, times and other numbers as people write and read them."""
 
+import math
 import re
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Rational, Real
+from typing import NoReturn
 
 _UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
-_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+_UNITS |= {f"{prefix}{end}": 1000**power for power, prefix in enumerate("kmgt", start=1) for end in ("", "b")}
+_UNITS |= {f"{prefix}{end}": 1024**power for power, prefix in enumerate("kmgt", start=1) for end in ("i", "ib")}
+
+_LONGEST = 200
+"""Characters of a refused value that its message shows."""
+
+
+@dataclass(frozen=True)
+class SizeArgument:
+    """An argument that is a number of bytes: its legal forms, and the parser of all of them.
+
+    Legal are an integer, and a number with a unit: `"10GB"` or `"10G"` (powers of 1000), `"10GiB"` or `"10Gi"` (powers
+    of 1024), in any case.
+
+    Attributes:
+        name: the argument's name, for messages.
+        words: words that are legal, too, such as `"auto"`.
+        share_of: the quantity that a percentage (`"50%"`) is a share of; `None`: percentages are refused.
+        fractions: a number from 0 to 1 without a unit is a share, too.
+        least: smallest positive number that needs no unit. A budget of `24` bytes is a forgotten unit, or a forgotten
+            percent sign: who means 24 bytes writes `"24B"`.
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    share_of: str | None = None
+    fractions: bool = False
+    least: int = 0
+
+    def parse(self, value: object) -> int | float | str:
+        """Returns bytes as `int`, a share from 0 to 1 as `float`, or one of the words.
+
+        Raises:
+            TypeError: `value` is neither a number nor a string.
+            ValueError: `value` has no legal form, or is out of range. Either message names the argument and its legal
+                forms.
+        """
+        if isinstance(value, str):
+            if value in self.words:
+                return value
+            # No more digits than any machine has bytes.
+            match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})\s*(%|[a-z]*)\s*", value.lower())
+            if match is None or match[2] not in {*_UNITS, "%"}:
+                self._refuse(value, "is not a number of bytes")
+            number, unit = Fraction(match[1]), match[2]
+        elif isinstance(value, Real):
+            if isinstance(value, bool) or not (isinstance(value, Rational) or math.isfinite(value)):
+                self._refuse(value, "is not a number of bytes")
+            number, unit = Fraction(value if isinstance(value, Rational) else float(value)), ""
+        else:
+            raise TypeError(f"{self._shown(value)} is not a number of bytes. {self._legal}")
+        if unit == "%":
+            if self.share_of is None:
+                self._refuse(value, "is a percentage")
+            if number > 100:
+                self._refuse(value, "is more than all")
+            return float(number / 100)
+        if not unit and self.fractions and 0 <= number <= 1:
+            return float(number)
+        nbytes = int(number * _UNITS[unit])
+        if number < 0 or (number and not nbytes) or (not unit and nbytes != number):
+            self._refuse(value, "is not a number of bytes")
+        if not unit and 0 < nbytes < self.least:
+            self._refuse(value, f"would be {nbytes} bytes; write '{nbytes}B' if they are meant")
+        if nbytes >= 2**63:
+            self._refuse(value, "is more bytes than any machine has")
+        return nbytes
+
+    def _refuse(self, value: object, problem: str) -> NoReturn:
+        raise ValueError(f"{self._shown(value)} {problem}. {self._legal}")
+
+    def _shown(self, value: object) -> str:
+        return show_argument(self.name, value)
+
+    @property
+    def _legal(self) -> str:
+        forms = [repr(word) for word in self.words]
+        if self.fractions:
+            forms.append("a share from 0.0 to 1.0 such as 0.5 or '50%'")
+        elif self.share_of is not None:
+            forms.append(f"a share of {self.share_of} such as '50%'")
+        forms.append("bytes such as 8589934592 or '8GiB'")
+        return f"Give {', '.join(forms[:-1])}, or {forms[-1]}." if len(forms) > 1 else f"Give {forms[0]}."
 
 
 def parse_bytes(value: int | str, argument: str) -> int:
@@ -15,12 +101,21 @@ def parse_bytes(value: int | str, argument: str) -> int:
         argument: name of the argument that it was given for, for the message.
 
     Raises:
+        TypeError: `value` is neither a number nor a string.
         ValueError: `value` is not a byte count.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"`{argument}={value!r}` is not a number of bytes. Write it like 8589934592 or '8GiB'.")
-    return int(float(match[1]) * _UNITS[match[2]]) if match[2] else int(float(match[1]))
+    nbytes = SizeArgument(argument).parse(value)
+    assert isinstance(nbytes, int)
+    return nbytes
+
+
+def show_argument(name: str, value: object) -> str:
+    """Returns `` `name=value` `` for a message, whatever the value is, at a bounded length."""
+    try:
+        text = repr(value)
+    except Exception:  # of user classes, and of integers with thousands of digits
+        text = f"<{type(value).__name__}>"
+    return f"`{name}={text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}`"
 
 
 def format_bytes(nbytes: float) -> str:

@@ -56,13 +56,15 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             `default_root_dir`. Files live in a directory of their own, which goes away with the training.
         tier: `"ssd"`, or `"host"` for host memory alone.
         offload: how much goes out of each micro-batch. `"auto"`: as much as the bandwidth carries while the device
-            computes, measured in the first steps (SSDTrain's rule). A `float`: that share of the bytes, 0.0 to 1.0. An
-            `int`, or a string like `"8GiB"`: that many bytes (but 1 is everything, like 1.0). `"none"`: nothing.
-        host_memory: bytes of host memory (or `"32GiB"`) that states and, in what they leave, activations may take.
-            `"auto"`: for activations half of what is free when training starts; on a CPU device, where they are in
-            host memory already, none (with `tier="ssd"`).
-        ssd_capacity: bytes of scratch space (or `"500GB"`) for both, taken before the first step; `None`: taken as
-            needed.
+            computes, measured in the first steps (SSDTrain's rule). A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is
+            everything, like 1.0). Bytes: `"8GiB"`. `"none"`: nothing.
+        host_memory: bytes of host memory that states and, in what they leave, activations may take: `"32GiB"`, or
+            `"50%"` of what is free when training starts. As in all arguments that are bytes, `32GB` and `32G` are
+            powers of 1000, `32GiB` and `32Gi` of 1024, and in a budget a bare number under 1 MB is refused, as a unit
+            that was forgotten (write `"24B"` for 24 bytes). `"auto"`: for activations half of what is free when
+            training starts; on a CPU device, where they are in host memory already, none (with `tier="ssd"`).
+        ssd_capacity: bytes of scratch space for both, `"500GB"` or `"50%"` of what is free on the drives, taken before
+            the first step; `None`: taken as needed.
         spill: with both tiers, which one is filled first: `"host_first"` or `"ssd_first"`.
         min_bytes: saved tensors whose storage is smaller stay on the device.
         staging_memory: bytes of pinned memory that pass data to and from the SSDs.
@@ -80,8 +82,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             would cast them, and in fp32 elsewhere; a weight that one forward uses several times has its gradients
             summed in 16 bits. Under `bf16-true` all weights compute in bf16 and are stepped in fp32 (Lightning's own
             bf16-true steps them in bf16, and loses what is smaller than a 256th of a weight).
-        gpu_memory: unless `states="gpu"`, bytes of the device that weights may take, and what stays there with them;
-            the units in use at one time stay whatever it is. `"auto"`: a tenth of the device's memory, 1 GiB on a CPU.
+        gpu_memory: unless `states="gpu"`, bytes of the device that weights may take, and what stays there with them:
+            `"20GiB"`, or `"50%"` of its memory (of a CPU's free memory). The units in use at one time stay whatever it
+            is. `"auto"`: a tenth of the device's memory, 1 GiB on a CPU.
         units: what is fetched and stepped together: class names of modules. `None`: the repeated blocks of the model.
         overlap: `"optimized"`: a unit is stepped as soon as its gradient is complete, and reads, steps and writes of
             several overlap. `"naive"`: one after the other. `"none"`: when backward has ended, and the training step
@@ -147,6 +150,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
+        self._budgets = self.config
+        """The same with byte counts in place of percentages, once a training or evaluation is set up."""
         check_choice("checkpoints", checkpoints, ("file", "sharded"))
         self._save = save if checkpoints == "file" else save_sharded
         self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip, recover)
@@ -215,6 +220,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         assert self.model is not None
+        self._budgets = self.config.resolve(trainer.default_root_dir)
         if self._leave():
             self._setup_with_states(trainer, fitting=fitting)
         else:
@@ -241,7 +247,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
             self._setup = Setup(
                 config=config,
-                storage=self.config,
+                storage=self._budgets,
                 default_path=trainer.default_root_dir,
                 autocast=autocast,
                 clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
@@ -340,7 +346,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     def _left_for_activations(self) -> OffloadConfig:
         """Returns what of the budgets the states leave."""
-        config, states = self.config, self.model_states
+        config, states = self._budgets, self.model_states
         if states is None:
             return config
         if config.host_memory != "auto":

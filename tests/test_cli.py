@@ -75,6 +75,13 @@ class TestRun:
             (["--trainer.strategy.offload=0.5"], 0.5),
             (["--trainer.strategy.init_args.offload", "0.5"], 0.5),
             (["--trainer.strategy=SSDOffloadStrategy", "--trainer.strategy.offload=0.5"], 0.5),
+            (["--trainer.strategy=ssd_offload", "--trainer.strategy.offload=0.5"], 0.5),
+            (["--trainer.strategy", "cpu_offload", "--trainer.strategy.offload", "0.5"], 0.5),
+            (["--trainer.strategy=ssd_offload", "--trainer.strategy.init_args.offload=0.5"], 0.5),
+            (["-c", "named.yaml", "--trainer.strategy.offload=0.5"], 0.5),
+            (["--config=named.yaml", "-c", "more.yaml"], 0.75),
+            (["-c", "named.yaml", "-c", "whole.yaml"], 0.125),
+            (["-c", "more.yaml", "--trainer.strategy=cpu_offload"], "cpu_offload"),
             (["-c", "more.yaml"], 0.75),
             (["-c", "more.yaml", "--trainer.strategy.offload=0.5"], 0.5),
         ],
@@ -83,6 +90,9 @@ class TestRun:
         self, recipe: str, overrides: list[str], strategy: str | float, capsys: pytest.CaptureFixture[str]
     ) -> None:
         Path("more.yaml").write_text("trainer: {strategy: {init_args: {offload: 0.75}}}")
+        Path("named.yaml").write_text("trainer: {strategy: ssd_offload}")
+        whole = "{class_path: lightning_ssd.SSDOffloadStrategy, init_args: {offload: 0.125}}"
+        Path("whole.yaml").write_text(f"trainer: {{strategy: {whole}}}")
         assert _exit(["run", recipe, *overrides, "--print_config"]) == 0
         printed = yaml.safe_load(capsys.readouterr().out)["trainer"]["strategy"]
         if isinstance(strategy, str):
@@ -90,6 +100,11 @@ class TestRun:
         else:
             assert printed["class_path"] == "lightning_ssd.SSDOffloadStrategy"
             assert printed["init_args"]["offload"] == strategy
+            assert printed["init_args"]["tier"] == ("host" if "cpu_offload" in overrides else "ssd")
+
+    def test_a_name_with_arguments_trains(self, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        overrides = ["--trainer.strategy=ssd_offload", "--trainer.strategy.offload=0.5", "--trainer.fast_dev_run=1"]
+        assert _lightning(["run", recipe, *overrides], monkeypatch) == 0
 
     @pytest.mark.parametrize("strategy", ["auto", "ssd_offload", "cpu_offload"])
     def test_trains_with_a_strategy_by_name(self, recipe: str, strategy: str) -> None:
@@ -210,7 +225,7 @@ class TestPlan:
         assert capsys.readouterr().out.strip() in printed
 
     def test_measures_this_machine(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["plan", "--measure", str(tmp_path), "--save-machine", "here.json", self.RECIPE]) == 0
+        assert cli.main(["plan", "--save-machine", "here.json", self.RECIPE]) == 0
         assert cli.main(["plan", "--machine", "here.json", self.RECIPE, "--planner", "lohan"]) == 0
         assert capsys.readouterr().out.count("It fits.") == 2
         assert {path.name for path in tmp_path.iterdir()} == {"here.json", "recipe.yaml"}
@@ -219,7 +234,8 @@ class TestPlan:
         ("argv", "message"),
         [
             (["plan", "missing.yaml"], "there is no recipe file 'missing.yaml'"),
-            (["plan", RECIPE], "give the machine with --machine FILE.json, or have this one measured"),
+            (["plan", RECIPE, "--machine", MACHINE, "--measure", "."], "exclude each other"),
+            (["plan", RECIPE, "--trainer.default_root_dir=missing"], "'missing' is not a directory.*--measure DIR"),
             (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "`planner='guess'` must be one of"),
             (["plan", "recipe.yaml", "--machine", MACHINE], "the recipe has .*BoringModel. Give the profile"),
             (["plan", RECIPE, "--machine", RECIPE], "is not JSON"),

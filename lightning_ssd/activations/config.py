@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-import re
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Plac
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import Tier, TierName
 from lightning_ssd.planning import TierSpeed
-from lightning_ssd.sizes import format_bytes, parse_bytes
+from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
 from lightning_ssd.storage.memory import available_memory
 
@@ -46,40 +47,47 @@ class OffloadConfig:
     checksum: bool = False
 
     def __post_init__(self) -> None:
+        check_paths(self.path)
         check_choice("tier", self.tier, ("ssd", "host"))
-        check_choice("spill", self.spill, ("host_first", "ssd_first"))
-        if not isinstance(self.backend, Backend):
-            check_choice("backend", self.backend, ("auto", "posix", "kvikio"))
-        self.amount()
-        parse_bytes(self.min_bytes, "min_bytes")
-        if self.host_memory != "auto":
-            parse_bytes(self.host_memory, "host_memory")
+        OFFLOAD.parse(self.offload)
+        HOST_MEMORY.parse(self.host_memory)
         if self.ssd_capacity is not None:
-            parse_bytes(self.ssd_capacity, "ssd_capacity")
-        if parse_bytes(self.staging_memory, "staging_memory") < _PIECE_BYTES:
+            SSD_CAPACITY.parse(self.ssd_capacity)
+        check_choice("spill", self.spill, ("host_first", "ssd_first"))
+        MIN_BYTES.parse(self.min_bytes)
+        staging = STAGING_MEMORY.parse(self.staging_memory)
+        if isinstance(staging, int) and staging < _PIECE_BYTES:
             raise ValueError(
                 f"`staging_memory={self.staging_memory!r}` is too small: it must hold at least one piece of "
-                f"{format_bytes(_PIECE_BYTES)}."
+                f"{format_bytes(_PIECE_BYTES)}. Give bytes such as '1GiB'."
             )
+        if not isinstance(self.backend, Backend):
+            check_choice("backend", self.backend, ("auto", "posix", "kvikio"))
+        check_flag("checksum", self.checksum)
 
     def amount(self) -> float | int | Literal["auto", "none"]:
         """Returns `offload` as a share of the bytes (`float`), bytes a micro-batch (`int`), or one of the words."""
-        value = self.offload
-        if value == "auto":
-            return "auto"
-        if value == "none":
-            return "none"
-        if isinstance(value, str):
-            if not re.fullmatch(r"\d+\.\d*|\.\d+", value):
-                value = parse_bytes(value, "offload")
-            else:
-                value = float(value)
-        if isinstance(value, bool) or not value >= 0 or (isinstance(value, float) and value > 1):
-            raise ValueError(
-                f"`offload={self.offload!r}` is neither 'auto', 'none', a share from 0.0 to 1.0, nor a number of bytes "
-                "a micro-batch (an int, or a string like '8GiB')."
-            )
-        return float(value) if value in (0, 1) else value
+        amount = OFFLOAD.parse(self.offload)
+        if isinstance(amount, str):
+            return "auto" if amount == "auto" else "none"
+        return amount
+
+    def resolve(self, default_path: str | Path, processes: int = 1) -> "OffloadConfig":
+        """Returns the same with byte counts in place of percentages, of what is free now.
+
+        Args:
+            default_path: directory for scratch files where the user named none.
+            processes: processes of this training on this machine, which share what is free.
+        """
+        memory = available_memory() // processes
+        host = _bytes_of(HOST_MEMORY, self.host_memory, memory)
+        staging = _bytes_of(STAGING_MEMORY, self.staging_memory, memory)
+        capacity = self.ssd_capacity
+        if capacity is not None and isinstance(SSD_CAPACITY.parse(capacity), float):
+            paths = self.paths(default_path)
+            free = len(paths) * min(shutil.disk_usage(path).free for path in paths)  # striped
+            capacity = _bytes_of(SSD_CAPACITY, capacity, free // processes)
+        return replace(self, host_memory=host, staging_memory=staging, ssd_capacity=capacity)
 
     def paths(self, default: str | Path) -> list[Path]:
         """Returns the directories of the scratch files. `default` is made if it is missing, as nobody named it."""
@@ -90,9 +98,7 @@ class OffloadConfig:
                 )
             Path(default).mkdir(parents=True, exist_ok=True)
             return [Path(default)]
-        paths = [self.path] if isinstance(self.path, str | Path) else list(self.path)
-        if not paths:
-            raise ValueError("`path=[]` names no directory. Give one or more, or leave it out.")
+        paths = [self.path] if isinstance(self.path, str | os.PathLike) else list(self.path)
         return [Path(path).expanduser() for path in paths]
 
 
@@ -112,6 +118,7 @@ def make_tensor_cache(
         ValueError: an argument does not fit this device.
         StorageError: the scratch space can't be had.
     """
+    config = config.resolve(default_path, processes)
     names = _tier_names(config, device)
     if config.host_memory == "auto" and "host" in names:
         budget = available_memory() // (2 * processes)
@@ -240,7 +247,60 @@ SMALLEST_TIER = 64 * 2**20
 """Bytes: copies of so many show the bandwidth."""
 
 
+LEAST_BUDGET = 10**6
+"""Bytes: a budget of fewer, without a unit, is a mistake."""
+
+OFFLOAD = SizeArgument(
+    "offload", ("auto", "none"), share_of="the bytes of a micro-batch", fractions=True, least=LEAST_BUDGET
+)
+HOST_MEMORY = SizeArgument("host_memory", ("auto",), share_of="the free host memory", least=LEAST_BUDGET)
+SSD_CAPACITY = SizeArgument("ssd_capacity", share_of="the free space of `path`", least=LEAST_BUDGET)
+STAGING_MEMORY = SizeArgument("staging_memory", share_of="the free host memory", least=LEAST_BUDGET)
+MIN_BYTES = SizeArgument("min_bytes")
+
+
+def _bytes_of(argument: SizeArgument, value: int | str, free: int) -> int | str:
+    """Returns `value`, or the bytes that it stands for if it is a percentage of `free`."""
+    share = argument.parse(value)
+    if not isinstance(share, float):
+        return value
+    nbytes = int(share * free)
+    if share and nbytes < LEAST_BUDGET:
+        raise ValueError(
+            f"`{argument.name}={value!r}` of {format_bytes(free)} is {format_bytes(nbytes)}, which is too little. Free "
+            "some, or give bytes such as '8GiB'."
+        )
+    return nbytes
+
+
+def check_paths(path: object) -> None:
+    """Raises an error that names `path`, unless it is None, a local path, or several."""
+    legal = "Give a directory such as '/nvme0', or a list of several."
+    paths = [path] if isinstance(path, str | os.PathLike) else path
+    if paths is None:
+        return
+    if not isinstance(paths, Sequence) or isinstance(paths, bytes | bytearray):
+        raise TypeError(f"{show_argument('path', path)} is no directory. {legal}")
+    if not paths:
+        raise ValueError(f"{show_argument('path', path)} names no directory. {legal} Or leave it out.")
+    for one in paths:
+        if not isinstance(one, str | os.PathLike) or not isinstance(text := os.fspath(one), str):
+            raise TypeError(f"{show_argument('path', path)} is no directory. {legal}")
+        if not text.strip():
+            raise ValueError(f"{show_argument('path', path)} names no directory. {legal} Or leave it out.")
+        if "://" in text:
+            raise ValueError(f"{show_argument('path', path)} is not local: scratch files need a drive. {legal}")
+        if "\0" in text:
+            raise ValueError(f"{show_argument('path', path)} is no directory. {legal}")
+
+
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises a ValueError that names the argument, unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"`{argument}={value!r}` is not one of {', '.join(map(repr, choices))}.")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{show_argument(argument, value)} is not one of {', '.join(map(repr, choices))}.")
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Raises a TypeError that names the argument, unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{show_argument(argument, value)} is neither True nor False.")

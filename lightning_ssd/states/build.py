@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ssd.activations.config import OffloadConfig, check_choice
+from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, check_choice, check_flag
 from lightning_ssd.activations.copies import Copies, make_copies
 from lightning_ssd.planning.plan import Tier
-from lightning_ssd.sizes import format_bytes, parse_bytes
+from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.gate import Clip
@@ -29,7 +29,7 @@ from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimiz
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.storage import Blob, BlobStore, Kept, StorageFullError
-from lightning_ssd.storage.memory import device_memory, usable_memory
+from lightning_ssd.storage.memory import available_memory, device_memory, usable_memory
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,37 @@ STAGED_FLAT_ELEMENTS = 2**24
 
 Groups = dict[nn.Parameter, tuple[Optimizer, int]]
 """Of parameters, their optimizer and the index of their group."""
+
+
+GPU_MEMORY = SizeArgument("gpu_memory", ("auto",), share_of="the GPU's memory", least=LEAST_BUDGET)
+
+
+def gpu_bytes(gpu_memory: int | str, device: torch.device) -> int:
+    """Returns the bytes of a `gpu_memory` other than "auto"; a percentage is of `device`, of a CPU's free memory."""
+    size = GPU_MEMORY.parse(gpu_memory)
+    assert not isinstance(size, str)
+    if isinstance(size, int):
+        return size
+    return int(size * (device_memory(device) if device.type == "cuda" else available_memory()))
+
+
+def bytes_on_device(module: nn.Module, *, fitting: bool) -> int:
+    """Returns the bytes that weights take, and with `fitting` gradients, Adam's two states and autocast's copies."""
+    return sum(
+        parameter.numel() * (parameter.element_size() * (4 if fitting and parameter.requires_grad else 1) + 2)
+        for parameter in module.parameters()
+    )
+
+
+def check_units(units: object) -> None:
+    """Raises an error that names `units`, unless it is None, or names classes of modules."""
+    legal = "Give class names of modules, such as ['GPT2Block'], or None."
+    if units is None:
+        return
+    if isinstance(units, str | bytes) or not isinstance(units, Sequence):
+        raise TypeError(f"{show_argument('units', units)} is no list of class names. {legal}")
+    if not units or not all(isinstance(name, str) and name for name in units):
+        raise ValueError(f"{show_argument('units', units)} names no classes. {legal}")
 
 
 @dataclass(frozen=True)
@@ -67,13 +98,20 @@ class StatesConfig:
         check_choice("overlap", self.overlap, ("optimized", "naive", "none"))
         check_choice("clip", self.clip, ("auto", "deferred", "speculative"))
         check_choice("state_format", self.state_format, ("fp32", "split"))
-        if self.gpu_memory != "auto":
-            parse_bytes(self.gpu_memory, "gpu_memory")
+        check_flag("recover", self.recover)
+        check_units(self.units)
+        GPU_MEMORY.parse(self.gpu_memory)
         if self.recover and self.states in ("gpu", "host"):
             raise ValueError(
                 f"`recover=True` takes up what a killed run has on SSDs, and `states={self.states!r}` puts nothing "
                 "there. Set `states='ssd'`, or `recover=False`."
             )
+
+    def room(self, device: torch.device) -> float | None:
+        """Returns the bytes of `device` that states may take to stay there with "auto"; None: there is no limit."""
+        if self.gpu_memory != "auto":
+            return gpu_bytes(self.gpu_memory, device)
+        return SHARE * device_memory(device) if device.type == "cuda" else None  # a CPU's memory is the host's
 
     def leave(self, module: nn.Module, device: torch.device, *, fitting: bool) -> bool:
         """Whether anything leaves `device`: with "auto", if not all has room there.
@@ -87,17 +125,10 @@ class StatesConfig:
             return self.states != "gpu"
         if self.recover and fitting:
             return True
-        if self.gpu_memory != "auto":
-            budget: float = parse_bytes(self.gpu_memory, "gpu_memory")
-        elif device.type == "cuda":
-            budget = SHARE * device_memory(device)
-        else:  # its memory is the host's
+        budget = self.room(device)
+        if budget is None:
             return False
-        # Weights, gradients and Adam's two states, and a 16-bit copy that autocast makes.
-        need = sum(
-            parameter.numel() * (parameter.element_size() * (4 if fitting and parameter.requires_grad else 1) + 2)
-            for parameter in module.parameters()
-        )
+        need = bytes_on_device(module, fitting=fitting)
         if need <= budget:
             return False
         log.info("weights, gradients and states would take %s of the device: they leave it", format_bytes(need))
@@ -106,7 +137,7 @@ class StatesConfig:
     def budget(self, device: torch.device) -> int:
         """Returns the bytes of `device` that weights, and what stays there with them, may take."""
         if self.gpu_memory != "auto":
-            return parse_bytes(self.gpu_memory, "gpu_memory")
+            return gpu_bytes(self.gpu_memory, device)
         if device.type == "cuda":
             return int(torch.cuda.get_device_properties(device).total_memory // 10)
         return 2**30

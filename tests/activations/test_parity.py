@@ -133,7 +133,7 @@ def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str,
         ("shared", "bf16-mixed", 3, {"offload": "auto", "host_memory": "64MiB"}),
         ("gpt", "bf16-mixed", 3, {"offload": 0.5}),
         ("shared", "32-true", 1, {"offload": 0.5, "tier": "host", "host_memory": "64MiB"}),
-        ("gpt", "32-true", 1, {"offload": 50_000}),
+        ("gpt", "32-true", 1, {"offload": "50kB"}),
         ("shared", "bf16-mixed", 3, {"offload": "30KiB", "checksum": True}),
     ],
 )

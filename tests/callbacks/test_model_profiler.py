@@ -30,7 +30,7 @@ class Saved(pl.Callback):
 @pytest.mark.parametrize("states", ["gpu", "host"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_profile_is_what_the_model_does(tmp_path: Path, states: Any, accumulate: int) -> None:
-    strategy = SSDOffloadStrategy(states=states, min_bytes=1, offload=0.5, gpu_memory=1)
+    strategy = SSDOffloadStrategy(states=states, min_bytes=1, offload=0.5, gpu_memory="1B")
     saved = Saved()
     callbacks = [ModelProfiler(tmp_path / "profile.json", warm_up=2, steps=2), saved]
     how: Any = dict(accumulate_grad_batches=accumulate, gradient_clip_val=1.0, limit_val_batches=0)

@@ -62,7 +62,7 @@ def test_numbers_stay_when_weights_leave_too(states: Any, tmp_path: Path) -> Non
     first = planner()
 
     def strategy() -> SSDOffloadStrategy:
-        return SSDOffloadStrategy(states=states, min_bytes=1, host_memory="64MiB", gpu_memory=1)
+        return SSDOffloadStrategy(states=states, min_bytes=1, host_memory="64MiB", gpu_memory="1B")
 
     train_states(tmp_path, strategy(), Model(), callbacks=[first], **how)
     assert first.plan is not None and first.profile is not None
@@ -219,7 +219,7 @@ def test_steps_between_forward_and_backward(states: Any) -> None:
     how: Any = {"model": StepsBetween, "steps": 16, "recorded": False}
     plain = train("auto", **how)
     first, watch = planner(), Watch()
-    strategy = SSDOffloadStrategy(**BOTH | {"states": states, "gpu_memory": 1})
+    strategy = SSDOffloadStrategy(**BOTH | {"states": states, "gpu_memory": "1B"})
     run = train(strategy, callbacks=[first, watch], **how)
     assert first.plan is not None and not watch.stats.recomputed
     for one, other in zip(run.losses, plain.losses, strict=True):
@@ -375,7 +375,7 @@ def test_a_plan_is_tried_before_there_is_one(tmp_path: Path) -> None:
     pinned = Puts(**how, plan=tmp_path / "plan.yaml")
     train(SSDOffloadStrategy(**BOTH), callbacks=[pinned], steps=12)
     assert pinned.recompute == [False]
-    small = Puts(**how, gpu_memory=1)
+    small = Puts(**how, gpu_memory="1B")
     train(SSDOffloadStrategy(**BOTH), callbacks=[small], steps=7)
     assert len(small.recompute) == 1
 
@@ -518,7 +518,7 @@ def test_how_quickly_the_cpu_steps_is_measured_in_training(tmp_path: Path, monke
     """By its jobs in the steps of the trial, whatever was said of the machine."""
     monkeypatch.setattr(step, "time", Seconds())
     rates = Rates(machine=MACHINE, warm_up=2, steps=1)
-    strategy = SSDOffloadStrategy(states="host", overlap="none", min_bytes=1, host_memory="64MiB", gpu_memory=1)
+    strategy = SSDOffloadStrategy(states="host", overlap="none", min_bytes=1, host_memory="64MiB", gpu_memory="1B")
     train_states(tmp_path, strategy, Model(), callbacks=[rates], limit_val_batches=0)
     assert vars(rates)["found"][0] > 1000
     assert vars(rates)["found"][1] == pytest.approx(1.0)
@@ -690,7 +690,7 @@ def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: 
     slow = {"ssd_read": 1e5, "ssd_write": 1e5, "ssd_mixed": 1e5, "cpu_step_rate": 1.0}
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
     swaps = SwapPlanner(machine=machine, save=tmp_path / "plan.yaml", warm_up=2, steps=1)
-    strategy = SSDOffloadStrategy(states="ssd", min_bytes=1, host_memory="64MiB", gpu_memory=1)
+    strategy = SSDOffloadStrategy(states="ssd", min_bytes=1, host_memory="64MiB", gpu_memory="1B")
     with caplog.at_level(logging.INFO):
         train_states(tmp_path, strategy, Model(), callbacks=[swaps], limit_val_batches=0)
     assert "with model states placed otherwise" in caplog.text

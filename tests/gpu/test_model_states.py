@@ -58,7 +58,7 @@ def same(a: Run, b: Run) -> None:
     [(TinyGPT, "32-true"), (TinyGPT, "bf16-mixed"), (TinyGPT, "16-mixed"), (SharedStorages, "32-true")],
 )
 @pytest.mark.parametrize(("accumulate", "checkpointing"), [(1, "none"), (3, "non_reentrant"), (1, "reentrant")])
-@pytest.mark.parametrize("gpu_memory", [1, "auto"])
+@pytest.mark.parametrize("gpu_memory", ["1B", "auto"])
 def test_numbers_are_those_of_plain_lightning(
     model: Any, precision: str, accumulate: int, checkpointing: Any, gpu_memory: Any
 ) -> None:
@@ -80,7 +80,7 @@ def test_numbers_are_those_of_plain_lightning(
      (SharedStorages, "bf16-mixed")],
 )  # fmt: skip
 @pytest.mark.parametrize(("limit", "clip"), [(None, "auto"), (1.0, "deferred"), (1.0, "speculative")])
-@pytest.mark.parametrize("gpu_memory", [1, 40_000])
+@pytest.mark.parametrize("gpu_memory", ["1B", "40kB"])
 def test_numbers_do_not_move_with_the_timing(
     states: str, model: Any, precision: str, limit: float | None, clip: str, gpu_memory: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -96,9 +96,9 @@ def test_numbers_do_not_move_with_the_timing(
         same(expected, train(slow, **how))
 
 
-@pytest.mark.parametrize("gpu_memory", [150_000, 400_000])
+@pytest.mark.parametrize("gpu_memory", ["150kB", "400kB"])
 @pytest.mark.parametrize("limit", [None, 1.0])
-def test_masters_that_stay_are_stepped_on_the_device(gpu_memory: int, limit: float | None) -> None:
+def test_masters_that_stay_are_stepped_on_the_device(gpu_memory: str, limit: float | None) -> None:
     """bf16-true, some units on the device with their masters: what all have whose masters are on the host."""
     how: dict[str, Any] = {"device": "cuda", "precision": "bf16-true", "model": exact(TinyGPT), "recorded": False}
     how |= {"accumulate": 2, "clip": limit}

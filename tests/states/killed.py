@@ -73,7 +73,7 @@ class DyingBackend(FaultyBackend):
 
 def recovering(path: Path, **arguments: Any) -> SSDOffloadStrategy:
     return SSDOffloadStrategy(
-        **{"path": path, "recover": True, "min_bytes": 1024, "offload": "none", "gpu_memory": 1} | arguments
+        **{"path": path, "recover": True, "min_bytes": 1024, "offload": "none", "gpu_memory": "1B"} | arguments
     )
 
 

@@ -142,7 +142,7 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, second: str) -> None
     strategies: dict[str, Any] = {
         "auto": lambda: "auto",
         "host": host,
-        "ssd": lambda: ssd(state_format="split", gpu_memory=1),
+        "ssd": lambda: ssd(state_format="split", gpu_memory="1B"),
     }
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
     how: Any = dict(accumulate_grad_batches=3, max_epochs=3, limit_train_batches=11)

@@ -38,7 +38,7 @@ def test_numbers_are_plain_lightnings(
         pytest.skip("nothing is clipped")
     arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=limit)
     expected = train(tmp_path, "auto", Model(), **arguments)
-    strategy = ssd(states=states, overlap=overlap, clip=clip, checksum=True, gpu_memory=1)
+    strategy = ssd(states=states, overlap=overlap, clip=clip, checksum=True, gpu_memory="1B")
     assert_same(train(tmp_path, strategy, Model(), **arguments), expected)
     assert_nothing_is_left(tmp_path)
 
@@ -63,13 +63,13 @@ class Deep(Model):
         self.blocks.extend(Block() for _ in range(12))
 
 
-@pytest.mark.parametrize("host_memory", [320_000, 450_000, 10**9])
-def test_what_fits_is_in_host_memory(tmp_path: Path, host_memory: int, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("host_memory", ["320kB", "450kB", "1GB"])
+def test_what_fits_is_in_host_memory(tmp_path: Path, host_memory: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = train(tmp_path, "auto", Deep())
     with caplog.at_level("INFO", "lightning_ssd"):
-        assert_same(train(tmp_path, ssd(states="auto", gpu_memory=1, host_memory=host_memory), Deep()), expected)
+        assert_same(train(tmp_path, ssd(states="auto", gpu_memory="1B", host_memory=host_memory), Deep()), expected)
     (line,) = [message for message in caplog.messages if "weights, gradients and optimizer states take" in message]
-    assert ("0 B on SSDs" in line) == (host_memory == 10**9)
+    assert ("0 B on SSDs" in line) == (host_memory == "1GB")
 
 
 class Sparing(Deep):
@@ -101,13 +101,13 @@ def test_gradients_share_memory(
     monkeypatch.setattr(budget, "LANDING_FLATS", flats)
     arguments = dict(accumulate_grad_batches=accumulate)
     expected = train(tmp_path, "auto", model(), **arguments)
-    assert_same(train(tmp_path, ssd(gpu_memory=1), model(), **arguments), expected)
+    assert_same(train(tmp_path, ssd(gpu_memory="1B"), model(), **arguments), expected)
     assert_nothing_is_left(tmp_path)
 
 
 def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
     expected = train(tmp_path, "auto", Model())
-    strategy = ssd(states="auto", gpu_memory=100_000)
+    strategy = ssd(states="auto", gpu_memory="100kB")
     left: list[int] = []
 
     class Watching(Model):
@@ -119,7 +119,7 @@ def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
     assert 0 < left[0] < len(list(Model().parameters()))
 
 
-@pytest.mark.parametrize(("gpu_memory", "leaves"), [("auto", False), (10**6, False), (10**4, True)])
+@pytest.mark.parametrize(("gpu_memory", "leaves"), [("auto", False), ("1MB", False), ("10kB", True)])
 def test_auto_leaves_what_fits_on_the_device(tmp_path: Path, gpu_memory: Any, leaves: bool) -> None:
     strategy = SSDOffloadStrategy(gpu_memory=gpu_memory, min_bytes=1)
 
@@ -152,7 +152,7 @@ def test_activations_have_what_states_leave_of_the_budgets(tmp_path: Path, budge
 
 
 def test_host_memory_alone_if_that_was_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    strategy = ssd(states="auto", tier="host", gpu_memory=1)
+    strategy = ssd(states="auto", tier="host", gpu_memory="1B")
     with caplog.at_level("INFO", "lightning_ssd"):
         assert_same(train(tmp_path, strategy, Model()), train(tmp_path, "auto", Model()))
     assert any("and 0 B on SSDs" in message for message in caplog.messages)
@@ -256,7 +256,7 @@ def test_faults_in_the_middle(
                     setattr(backend, name, value)
 
     model = Broken()
-    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(backend=backend, checksum=True, gpu_memory=1), max_epochs=2,
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(backend=backend, checksum=True, gpu_memory="1B"), max_epochs=2,
                          default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
                          enable_progress_bar=False, gradient_clip_val=clip)  # fmt: skip
     with pytest.raises(error, match=message):
@@ -271,12 +271,12 @@ def test_faults_in_the_middle(
     [
         ({"ssd_capacity": "64KiB"}, StorageFullError, "64.00 KiB"),
         (
-            {"states": "host", "host_memory": 10_000},
+            {"states": "host", "host_memory": "10kB"},
             ValueError,
             "`host_memory` of 9.77 KiB is too small.*states='auto'",
         ),
         (
-            {"states": "auto", "gpu_memory": 1, "host_memory": 10_000},
+            {"states": "auto", "gpu_memory": "1B", "host_memory": "10kB"},
             ValueError,
             "`host_memory` of 9.77 KiB is too small",
         ),
@@ -337,7 +337,7 @@ def test_evaluation_of_what_was_never_trained(tmp_path: Path, states: str) -> No
         return model.losses, predicted, model.state_dict()
 
     losses, predicted, weights = evaluate("auto")
-    actual = evaluate(ssd(states=states, gpu_memory=1))
+    actual = evaluate(ssd(states=states, gpu_memory="1B"))
     assert actual[0] == losses and len(losses) == 4
     assert all(torch.equal(a, b) for a, b in zip(actual[1], predicted, strict=True))
     assert all(torch.equal(value, weights[name]) for name, value in actual[2].items())
@@ -415,7 +415,7 @@ def test_what_has_no_values(tmp_path: Path) -> None:
 # ---- bf16-true ----
 
 
-@pytest.mark.parametrize("strategy", [{"states": "host"}, {"states": "ssd"}, {"states": "auto", "gpu_memory": 90_000}])
+@pytest.mark.parametrize("strategy", [{"states": "host"}, {"states": "ssd"}, {"states": "auto", "gpu_memory": "90kB"}])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bf16_true_has_fp32_masters(tmp_path: Path, strategy: dict[str, Any], accumulate: int) -> None:
     """Bit for bit a loop with bf16 weights whose fp32 masters torch's fused AdamW steps, with sums in fp32."""
@@ -462,7 +462,7 @@ class Residents(pl.Callback):
 
 
 def some_stay() -> SSDOffloadStrategy:
-    return ssd(states="auto", gpu_memory=90_000, tier="host")
+    return ssd(states="auto", gpu_memory="90kB", tier="host")
 
 
 def test_masters_of_parameters_that_stay(tmp_path: Path) -> None:

@@ -113,9 +113,9 @@ def assert_same(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("overlap", ["optimized", "none"])
-@pytest.mark.parametrize("gpu_memory", [1, "auto"])
+@pytest.mark.parametrize("gpu_memory", ["1B", "auto"])
 def test_numbers_are_plain_lightnings(
-    tmp_path: Path, accumulate: int, clip: float | None, overlap: Any, gpu_memory: int | str
+    tmp_path: Path, accumulate: int, clip: float | None, overlap: Any, gpu_memory: str
 ) -> None:
     """Bit for bit in 32-true: losses, validation, weights; ragged windows, clipping, one unit on the device or all."""
     arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=clip)
@@ -254,7 +254,7 @@ class UsedOutside(Model):
 
 def test_parameters_used_outside_their_modules(tmp_path: Path) -> None:
     expected = train(tmp_path, "auto", UsedOutside())
-    assert_same(train(tmp_path, host(gpu_memory=1), UsedOutside()), expected)
+    assert_same(train(tmp_path, host(gpu_memory="1B"), UsedOutside()), expected)
 
 
 class Compiled(Model):
@@ -283,7 +283,7 @@ class Checkpointed(Model):
 def test_activation_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
     monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
     expected = train(tmp_path, "auto", Checkpointed())
-    assert_same(train(tmp_path, host(gpu_memory=1), Checkpointed()), expected)
+    assert_same(train(tmp_path, host(gpu_memory="1B"), Checkpointed()), expected)
 
 
 @pytest.mark.parametrize("first", ["host", "auto"])
@@ -350,10 +350,10 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
             assert self.blocks[0].up.weight.shape == (64, 16)  # type: ignore[union-attr]
 
     one, embedding = 4 * 2240, 4 * 512
-    train(tmp_path, host(gpu_memory=1), Watching())
+    train(tmp_path, host(gpu_memory="1B"), Watching())
     assert 0 < max(most) <= one + embedding
     most.clear()
-    train(tmp_path, host(gpu_memory=2 * one), Watching())
+    train(tmp_path, host(gpu_memory=f"{2 * one}B"), Watching())
     assert one + embedding < max(most) <= 2 * one + embedding
 
 

@@ -92,7 +92,7 @@ def assert_same(a: Wrapped, b: Wrapped) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_numbers_are_plain_lightnings(tmp_path: Path, make: Any, checkpointing: bool) -> None:
     expected = trained(tmp_path, "auto", Wrapped(make, checkpointing=checkpointing))
-    for strategy in (host(gpu_memory=1), ssd(clip="speculative")):
+    for strategy in (host(gpu_memory="1B"), ssd(clip="speculative")):
         assert_same(trained(tmp_path, strategy, Wrapped(make, checkpointing=checkpointing)), expected)
 
 

@@ -1,0 +1,137 @@
+"""Arguments of `SSDOffloadStrategy` and `ActivationOffload`: every value has its documented meaning, or is refused."""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from lightning_ssd import ActivationOffload, SSDOffloadStrategy
+from lightning_ssd.activations.config import OffloadConfig
+from lightning_ssd.states.build import StatesConfig
+from lightning_ssd.storage import Backend
+from tests.storage.faults import FaultyBackend
+
+LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+"""Arguments of every strategy, which Lightning checks."""
+
+WORDS = {
+    "tier": ("ssd", "host"),
+    "spill": ("host_first", "ssd_first"),
+    "backend": ("auto", "posix", "kvikio"),
+    "states": ("auto", "gpu", "host", "ssd"),
+    "overlap": ("optimized", "naive", "none"),
+    "state_format": ("fp32", "split"),
+    "clip": ("auto", "deferred", "speculative"),
+    "checkpoints": ("file", "sharded"),
+}
+SIZES = {
+    "offload": ("auto", "none"),
+    "host_memory": ("auto",),
+    "gpu_memory": ("auto",),
+    "ssd_capacity": (None,),
+    "min_bytes": (),
+    "staging_memory": (),
+}
+FLAGS = ("checksum", "recover")
+ARGUMENTS = sorted(set(inspect.signature(SSDOffloadStrategy).parameters) - LIGHTNINGS)
+
+TEXTS = ["", " ", "50%", "150%", "-5%", "all", "10G", "10GB", "10GiB", "24", "0.5", "1.5", "8 GiB", "s3://a"]
+NUMBERS = [True, False, 0, 1, 2, 50, 2**20, 2**40, 2**70, -1, 10**5000]
+OTHERS = [None, b"x", 1j, object(), torch.tensor(1), {"a": 1}]
+PATHS = [Path("/nvme0"), Path(""), ["/nvme0", "/nvme1"], [], [""], [5], ["a", None], ("Block",)]
+VALUES = some.one_of(
+    some.sampled_from(sorted({word for words in WORDS.values() for word in words})),
+    *(some.sampled_from(values) for values in (TEXTS, NUMBERS, OTHERS, PATHS)),
+    some.integers(),
+    some.floats(),
+    some.text(max_size=8),
+    some.builds("{}{}".format, some.integers(0, 10**6) | some.floats(0, 1e6), some.text(max_size=3)),
+)
+
+
+def test_the_tables_name_every_argument() -> None:
+    assert {*ARGUMENTS} == {*WORDS, *SIZES, *FLAGS, "path", "units"}
+    assert {*inspect.signature(ActivationOffload).parameters} < {*ARGUMENTS}
+
+
+@settings(max_examples=30, deadline=None)
+@given(VALUES)
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_a_value_has_a_meaning_or_is_refused(argument: str, value: Any) -> None:
+    for owner in (SSDOffloadStrategy, ActivationOffload):
+        if argument in inspect.signature(owner).parameters:
+            try:
+                made = owner(**{argument: value})
+            except (TypeError, ValueError) as error:
+                assert f"`{argument}=" in str(error)
+                assert _shows_a_legal_value(owner, argument, str(error))
+            else:
+                assert _has_a_meaning(made, argument, value)
+
+
+def _shows_a_legal_value(owner: Any, argument: str, message: str) -> bool:
+    legal = {
+        **{name: repr(words[0]) for name, words in WORDS.items()},
+        **dict.fromkeys(SIZES, "'8GiB'"),
+        **dict.fromkeys(FLAGS, "True"),
+        "path": "'/nvme0'",
+        "units": "['GPT2Block']",
+        "staging_memory": "GiB'",
+    }[argument]
+    return legal in message
+
+
+def _has_a_meaning(made: Any, argument: str, value: Any) -> bool:
+    if argument in WORDS:
+        return value in WORDS[argument] or isinstance(value, Backend)
+    if argument in FLAGS:
+        return isinstance(value, bool)
+    if argument == "units":
+        return value is None or (not isinstance(value, str) and all(isinstance(name, str) and name for name in value))
+    if argument == "path":
+        paths = made.config.paths(".")
+        return bool(paths) and all(isinstance(path, Path) and "://" not in str(path) for path in paths)
+    if any(value is word or value == word for word in SIZES[argument]):
+        return True
+    bare = not isinstance(value, str) or value.strip().replace(".", "").isdigit()
+    number = float(value) if bare else None
+    if number is None or argument == "min_bytes":
+        return True  # tests/test_sizes.py has what each string means
+    return number == 0 or number >= 10**6 or (argument == "offload" and number <= 1)
+
+
+def test_a_backend_may_be_an_object() -> None:
+    assert isinstance(ActivationOffload(backend=FaultyBackend()).config.backend, FaultyBackend)
+
+
+@pytest.mark.parametrize(("recover", "states"), [(True, "gpu"), (True, "host")])
+def test_arguments_that_contradict_each_other(recover: bool, states: Any) -> None:
+    with pytest.raises(ValueError, match="`recover=True`.*Set `states='ssd'`, or `recover=False`"):
+        SSDOffloadStrategy(recover=recover, states=states)
+
+
+def test_percentages_are_of_what_is_free(tmp_path: Path) -> None:
+    config = OffloadConfig(tmp_path, host_memory="10%", ssd_capacity="1%", staging_memory="1GiB")
+    one, two = config.resolve(tmp_path), config.resolve(tmp_path, processes=2)
+    assert isinstance(one.host_memory, int) and isinstance(one.ssd_capacity, int) and one.staging_memory == "1GiB"
+    assert isinstance(two.host_memory, int) and 0 < two.host_memory < 0.7 * one.host_memory
+    assert one.resolve(tmp_path) == one
+
+
+def test_a_percentage_of_the_device() -> None:
+    config = SSDOffloadStrategy(gpu_memory="10%").states_config
+    room = config.room(torch.device("cpu"))
+    assert room is not None and 2**20 < room < 2**45
+
+
+def test_configs_have_the_strategys_defaults() -> None:
+    made = SSDOffloadStrategy()
+    for config in (made.config, made.states_config):
+        assert isinstance(config, OffloadConfig | StatesConfig)
+        for field in fields(config):
+            assert getattr(config, field.name) == inspect.signature(SSDOffloadStrategy).parameters[field.name].default
