@@ -207,6 +207,9 @@ class TensorCache:
 
     # ---- forward ----
 
+    # Autograd calls both hooks wherever user code runs, also between the frames of a function that Dynamo compiles or
+    # has skipped. Dynamo must not compile them: they are no part of the user's program.
+    @torch.compiler.disable
     def pack(self, tensor: Tensor) -> "Kept | SavedView":
         """Takes a saved tensor over, and returns what autograd keeps in its place."""
         if self.forward_mode is None:
@@ -369,6 +372,7 @@ class TensorCache:
 
     # ---- backward ----
 
+    @torch.compiler.disable
     def unpack(self, saved: "Kept | SavedView") -> Tensor:
         """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
         if self.observer is None:

@@ -1,0 +1,203 @@
+"""`torch.compile` under `ssd_offload` on one GPU: step time and memory of a Llama with every layer compiled.
+
+    python -m benchmarks.compiled --out results.json [--modes plain ours] [--rounds 3] [--profile trace.json.gz]
+
+Modes, each a `Trainer.fit` of its own with the same weights and data, in turn, `--rounds` times:
+  plain-eager  Lightning's own strategy, eager
+  plain        Lightning's own strategy, every layer compiled
+  ours-eager   `ssd_offload` with its defaults, eager
+  ours         `ssd_offload` with its defaults, every layer compiled
+  ours-none    the same with `offload="none"`: what the strategy costs by itself
+  ours=0.5     the same with a fixed share of the saved bytes offloaded
+
+The model has hidden size 2048, 16 layers, grouped-query attention (0.85B parameters); batches of 8 x 1024 tokens,
+AdamW, clipping at 1.0, bf16-mixed. Step time: from one `on_train_batch_start` to the next on the GPU's clock; medians
+over steps, then over rounds, with the rounds' range. Peak: the most that was allocated in the measured steps.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.activation_offload import RandomTokens, quiet_trainer
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+
+MODES = ("plain-eager", "plain", "ours-eager", "ours")
+
+
+class Llama(pl.LightningModule):
+    """A Llama that is trained on random tokens.
+
+    Args:
+        compiled: compile every layer.
+        hidden: size of the hidden dimension.
+        layers: count of decoder layers.
+    """
+
+    def __init__(self, *, compiled: bool, hidden: int, layers: int) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=32000,
+            hidden_size=hidden,
+            intermediate_size=hidden * 11 // 4 // 64 * 64,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=max(1, hidden // 256),
+            max_position_embeddings=1024,
+            use_cache=False,
+        )
+        self.model = LlamaForCausalLM(config)
+        if compiled:
+            for layer in self.model.model.layers:
+                layer.compile()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        batch = batch % 32000
+        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-5)
+
+
+class Probe(pl.Callback):
+    """Measures the steps after the first `warm_up`, and profiles the last `profiled` of them into `trace`."""
+
+    def __init__(self, warm_up: int, steps: int, trace: Path | None) -> None:
+        self._warm_up = warm_up
+        self._end = warm_up + steps
+        self._trace = trace
+        self._events: list[torch.cuda.Event] = []
+        self._before: dict[str, float] = {}
+        self._profiler: Any = None
+        self.result: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._warm_up:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = _totals(trainer)
+        if batch_idx >= self._warm_up and len(self._events) <= self._end - self._warm_up:
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+        if batch_idx == self._end:
+            torch.cuda.synchronize()
+            steps = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
+            self.result = {name: (total - self._before[name]) / len(steps) for name, total in _totals(trainer).items()}
+            self.result |= {"step": statistics.median(steps), "peak": torch.cuda.max_memory_allocated()}
+            if self._trace is not None:
+                self._profiler = torch.profiler.profile()
+                self._profiler.start()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        torch.cuda.synchronize()
+        self.result["loss"] = float(trainer.callback_metrics.get("loss", float("nan")))
+        if self._profiler is not None:
+            self._profiler.stop()
+            assert self._trace is not None
+            self._profiler.export_chrome_trace(str(self._trace))
+            print(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+
+
+def _totals(trainer: Any) -> dict[str, float]:
+    """Returns totals since the start: of the offloaded bytes, of stalls, of what Dynamo did."""
+    frames = torch._dynamo.utils.counters["frames"]
+    totals = {"frames": frames["total"], "frames_ok": frames["ok"]}
+    if (cache := find_tensor_cache(trainer)) is not None:
+        stats = cache.stats()
+        for name in ("saved", "stored", "forwarded", "loaded", "store_stall", "load_stall"):
+            totals[name] = getattr(stats, name)
+        totals["sending_seconds"] = cache.sending_seconds
+    return totals
+
+
+def strategy_for(mode: str) -> Any:
+    """Returns the strategy of a mode."""
+    name, _, share = mode.partition("=")
+    if name.startswith("plain"):
+        return "auto"
+    if name == "ours-none":
+        return SSDOffloadStrategy(offload="none")
+    return SSDOffloadStrategy(offload=float(share)) if share else "ssd_offload"
+
+
+def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[str, Any]:
+    """Trains once and returns what was measured."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    probe = Probe(arguments.warm_up, arguments.steps, trace)
+    total = arguments.warm_up + arguments.steps + 3
+    with tempfile.TemporaryDirectory() as path:
+        trainer = quiet_trainer("bf16-mixed", strategy_for(mode), total, [probe], path)
+        trainer.gradient_clip_val = 1.0
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = Llama(compiled="eager" not in mode, hidden=arguments.hidden, layers=arguments.layers)
+        trainer.fit(model, DataLoader(RandomTokens(arguments.batch * total), batch_size=arguments.batch))
+    counters = torch._dynamo.utils.counters
+    probe.result["graph_breaks"] = sum(counters["graph_break"].values())
+    probe.result["graphs"] = counters["stats"]["unique_graphs"]
+    del model, trainer
+    gc.collect()
+    torch.cuda.empty_cache()
+    return probe.result
+
+
+def summarise(runs: list[Mapping[str, Any]], anchor: float | None) -> str:
+    """Returns a row of the table."""
+    steps = [run["step"] for run in runs]
+    step = statistics.median(steps)
+    against = "" if anchor is None else f"{step / anchor:.3f}"
+    return (
+        f"{step:.4f} s ({min(steps):.4f} to {max(steps):.4f}) | {against} | "
+        f"{statistics.median(run['peak'] for run in runs) / 2**30:.1f} GiB | "
+        f"{runs[-1].get('stored', 0) / 2**30:.2f} of {runs[-1].get('saved', 0) / 2**30:.2f} GiB | "
+        f"{1e3 * runs[-1].get('store_stall', 0):.1f} + {1e3 * runs[-1].get('load_stall', 0):.1f} ms | "
+        f"{1e3 * runs[-1].get('sending_seconds', 0):.1f} ms | {runs[-1]['graphs']} / {runs[-1]['graph_breaks']}"
+    )
+
+
+def main() -> None:
+    """Measures, prints the table, and writes every run to `--out`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--modes", nargs="+", default=MODES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--profile", type=Path, help="write a trace of the last steps of mode `ours` there")
+    arguments = parser.parse_args()
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in arguments.modes}
+    for number in range(arguments.rounds):
+        for mode in arguments.modes:
+            trace = arguments.profile if mode == "ours" and number == 0 else None
+            runs[mode].append(fit(mode, arguments, trace))
+            print(mode, json.dumps(runs[mode][-1]), flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text(
+            json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "runs": runs}, indent=1)
+        )
+    anchors = {mode: statistics.median(run["step"] for run in of_mode) for mode, of_mode in runs.items()}
+    print("| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks |")
+    print("|---|---|---|---|---|---|---|---|")
+    for mode, of_mode in runs.items():
+        anchor = anchors.get("plain-eager" if "eager" in mode else "plain")
+        print(f"| {mode} | {summarise(of_mode, anchor)} |")
+
+
+if __name__ == "__main__":
+    main()
