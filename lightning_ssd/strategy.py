@@ -26,6 +26,7 @@ from lightning_ssd.states import (
     Setup,
     StatesConfig,
     Unborn,
+    find_replaced,
     is_sharded,
     leaving_parameters,
     load_sharded,
@@ -417,6 +418,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         if not self._leave() or not self._owns_files(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         torch.cuda.empty_cache()
+        checkpoint_path = find_replaced(Path(checkpoint_path))
         if is_sharded(checkpoint_path):
             return load_sharded(checkpoint_path, weights_only=weights_only)
         if not Path(checkpoint_path).is_file():

@@ -5,6 +5,7 @@ from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states
+from lightning_ssd.states.replace import find_replaced
 from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.states.units import Unit, find_units
 
@@ -14,6 +15,7 @@ __all__ = [
     "StatesConfig",
     "Unborn",
     "Unit",
+    "find_replaced",
     "find_units",
     "is_sharded",
     "leaving_parameters",

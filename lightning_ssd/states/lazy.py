@@ -17,7 +17,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_ssd.states.replace import replacing
+from lightning_ssd.states.replace import remove, replacing
 
 _MARK_BYTES = 32
 
@@ -127,7 +127,7 @@ def save(checkpoint: Any, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{_escaped(path.name)}.*.part"):  # of a process that was killed
         if not _alive(left):
-            left.unlink(missing_ok=True)
+            remove(left)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     marks: dict[bytes, LazyTensor] = {}
     stand_ins: dict[LazyTensor, Tensor] = {}

@@ -10,7 +10,6 @@ One file's tensors are in memory at a time, when they are written; read, they ar
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_ssd.states.lazy import LazyTensor
+from lightning_ssd.states.replace import find_replaced, put_in_place, remove, sync_directory
 
 SHARD_BYTES = 2**30
 """Bytes of a file at most, but for a single larger tensor."""
@@ -40,9 +40,8 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
-    for left in (part, old):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    part = path.with_name(f".{path.name}.part")
+    remove(part)  # of a process that was killed
     part.mkdir()
     try:
         tensors: dict[str, Tensor] = {}
@@ -61,14 +60,10 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
         for file_path in part.iterdir():
             with open(file_path, "rb") as written:
                 os.fsync(written.fileno())
-        if path.is_dir():
-            path.rename(old)  # a directory can't be replaced at once: between the two lines there is `old` alone
-        else:
-            path.unlink(missing_ok=True)
-        part.rename(path)
+        sync_directory(part)
+        put_in_place(part, path)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        remove(part)
 
 
 def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -77,7 +72,7 @@ def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[
     Raises:
         FileNotFoundError: a file is missing.
     """
-    path = Path(path)
+    path = find_replaced(Path(path))
     index: dict[str, str] = json.loads((path / "index.json").read_text())
     files = {file: safe_open(path / file, framework="pt") for file in set(index.values())}
 
@@ -94,7 +89,7 @@ def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[
 
 def is_sharded(path: str | Path) -> bool:
     """Whether `path` is a directory that `save_sharded` wrote."""
-    return (Path(path) / "rest.ckpt").is_file()
+    return (find_replaced(Path(path)) / "rest.ckpt").is_file()
 
 
 def _in_file(name: str) -> str:
