@@ -28,7 +28,7 @@ from lightning_ssd.states.model_states import ModelStates, Overlap, StepTerms
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.units import Unit, find_units
-from lightning_ssd.storage import Blob, BlobStore, Kept, StorageFullError
+from lightning_ssd.storage import Blob, BlobStore, Kept, PrivateDirectory, StorageFullError
 from lightning_ssd.storage.memory import available_memory, device_memory, usable_memory
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ def make_model_states(
         kind = "host" if config.states == "auto" and storage.tier == "host" else config.states
         kind = "ssd" if recover else kind
         assert kind != "gpu"
-        killed = _Taken(storage.paths(default_path)[0], layouts) if recover else None
+        killed = _Taken(layouts) if recover else None
         budget = host_budget(config, storage)
         tiers = None
         if given is not None:
@@ -527,20 +527,18 @@ class _Taken:
     """Reads the record of a killed run when the store asks for it, which is once nobody else can.
 
     Args:
-        path: the first of the directories for scratch files.
         layouts: of this run's flats.
 
     Attributes:
         record: what there was.
     """
 
-    def __init__(self, path: str | Path, layouts: Sequence[Layout]) -> None:
-        self._path = path
+    def __init__(self, layouts: Sequence[Layout]) -> None:
         self._layouts = layouts
         self.record: Record | None = None
 
-    def __call__(self) -> Kept | None:
-        self.record = read_record(self._path, self._layouts)
+    def __call__(self, directory: PrivateDirectory) -> Kept | None:
+        self.record = read_record(directory, self._layouts)
         return None if self.record is None else self.record.kept
 
 

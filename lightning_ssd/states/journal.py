@@ -5,10 +5,10 @@ names the slots that count from now on and replaces the one before; until then n
 whenever the process is killed, the record that is there describes a whole step, of which every byte is there.
 """
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ import torch
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.optimizers import Rule
-from lightning_ssd.states.replace import replacing
 from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage import BlobStore, Kept, StorageError, kept_directory
+from lightning_ssd.storage import BlobStore, Kept, PrivateDirectory, StorageError
 from lightning_ssd.storage.errors import from_os_error
 
 _FILE = "journal"
@@ -43,20 +42,21 @@ class Record:
     rest: Mapping[str, Any]
 
 
-def read_record(path: str | Path, layouts: Sequence[Layout]) -> Record | None:
+def read_record(directory: PrivateDirectory, layouts: Sequence[Layout]) -> Record | None:
     """Returns the last record of a run that was killed; None if there is none.
 
     Args:
-        path: the first of the directories for scratch files.
+        directory: the kept directory, locked.
         layouts: of this run's flats.
 
     Raises:
         StorageError: it is of another model, or can't be read; nothing is removed.
     """
-    file = kept_directory(path) / _FILE
+    file = directory.path / _FILE
     give_up = f"remove {file.parent} and what it holds"
     try:
-        record: Record = torch.load(file, map_location="cpu", weights_only=False)
+        content = io.BytesIO(directory.read_file(_FILE))
+        record: Record = torch.load(content, map_location="cpu", weights_only=False)
     except FileNotFoundError:
         return None
     except Exception as error:
@@ -100,7 +100,6 @@ class Journal:
         self._homes = homes
         self._rules = rules
         self._store = store
-        self._file = store.directory / _FILE
         self._worker = Worker("journal")
 
     def write(self, after: Sequence["Future[Any]"], rest: Callable[[], Mapping[str, Any]]) -> "Future[None]":
@@ -131,21 +130,21 @@ class Journal:
 
     def forget(self) -> None:
         """Drops the record: what it names is about to change, or not wanted any more."""
-        self._file.unlink(missing_ok=True)
+        self._store.directory.remove_file(_FILE)
 
     @property
     def written(self) -> bool:
         """Whether there is a record for the next run."""
-        return self._file.exists()
+        return _FILE in self._store.directory.names()
 
     def close(self) -> None:
         """Ends the thread."""
         self._worker.close()
 
     def _replace(self, record: Record) -> None:
-        part = self._file.with_suffix(".part")
+        directory = self._store.directory
         try:
-            with replacing(self._file, part) as file:
+            with directory.replacing_file(_FILE) as file:
                 torch.save(record, file)
         except OSError as error:
-            raise from_os_error(error, "write the journal of `recover=True`", part) from error
+            raise from_os_error(error, "write the journal of `recover=True`", directory.path / _FILE) from error

@@ -10,6 +10,7 @@ from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFul
 from lightning_ssd.storage.kvikio_backend import KvikioBackend
 from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
 from lightning_ssd.storage.posix_backend import PosixBackend
+from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory, kept_directory
 from lightning_ssd.storage.slots import SlotAllocator
 from lightning_ssd.storage.store import BlobStore, IOStats, Kept
@@ -24,10 +25,12 @@ __all__ = [
     "IOStats",
     "Kept",
     "KvikioBackend",
+    "NotPrivateError",
     "Piece",
     "PinnedBuffer",
     "PinnedPool",
     "PosixBackend",
+    "PrivateDirectory",
     "ScratchDirectory",
     "SlotAllocator",
     "StorageError",

@@ -53,6 +53,10 @@ class Backend(ABC):
     def open(self, path: Path) -> BackendFile:
         """Opens an existing file for reading and writing.
 
+        Args:
+            path: the file, named by a descriptor of this process (`/proc/self/fd/...`), which no other user can
+                redirect; `path.resolve()` is its name, for messages.
+
         Raises:
             OSError: the file cannot be opened.
         """

@@ -168,7 +168,7 @@ def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direct
             stack.callback(directory.close)
             file = directory.path / "raw.bin"
             try:
-                fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+                fd = directory.files.open_file(file.name, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
                 stack.callback(os.close, fd)
                 os.posix_fallocate(fd, 0, blocks * _BLOCK)
             except OSError as error:

@@ -37,7 +37,7 @@ class PosixBackend(Backend):
 
 class _PosixFile(BackendFile):
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path.resolve()  # for the warning; `path` may name the file by a descriptor that is closed later
         # O_DSYNC: a write that the page cache took reports its failure here, not never. The tails of a few
         # requests pass through it, or, where O_DIRECT is refused, everything.
         self._buffered = os.open(path, os.O_RDWR | os.O_DSYNC)

@@ -11,16 +11,17 @@ import logging
 import os
 import re
 import secrets
-import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
+from lightning_ssd.storage.cleanup import clean_up, close_fd
 from lightning_ssd.storage.errors import StorageError, from_os_error
+from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 
 __all__ = ["ScratchDirectory", "kept_directory"]
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"lightning_ssd-[0-9a-f]{16}-rank\d+")
-_LOCK = "lock"
 
 
 def kept_directory(path: str | Path, rank: int = 0) -> Path:
@@ -38,61 +39,83 @@ class ScratchDirectory:
     One that is kept has the name that `kept_directory` returns, and is never swept. Its lock is free as soon as its
     process is killed: those that it forked let go of it.
 
+    Others may be able to write to the user's directory. Everything in it is opened by descriptor and checked (see
+    `PrivateDirectory`), used and removed through its descriptor, and the lock file has the name of its directory, so
+    that another private directory of this user, moved here by somebody else, is not mistaken for a scratch directory.
+
     Args:
         path: an existing, writable directory on the drive to use.
         rank: rank of this process in its run.
         keep: whether the next run takes the directory over, unless `close` removes it.
 
     Attributes:
-        path: the directory.
+        path: the directory, for messages and for whoever looks at it; files are opened through `files`.
+        files: the directory, open.
 
     Raises:
         StorageError: `path` is missing, is no directory, or cannot be written or locked; or a live run has the
-            directory to be taken over.
+            directory to be taken over; or another user may have put it there (`NotPrivateError`).
     """
 
     def __init__(self, path: str | Path, rank: int = 0, *, keep: bool = False) -> None:
         parent = Path(path).absolute()
-        if not parent.exists():
-            raise StorageError(f"path {str(path)!r} does not exist: create it first (`mkdir -p {parent}`)")
-        if not parent.is_dir():
-            raise StorageError(f"path {str(path)!r} is not a directory: give one on the drive to use")
         self._owner = os.getpid()
-        self._lock: int | None = None
-        try:
-            _sweep(parent)
-            if keep:
-                self.path = kept_directory(path, rank)
-                self._lock = _take_over(self.path)
-            while self._lock is None:  # once, unless another process sweeps at this very moment
-                self.path = parent / f"lightning_ssd-{secrets.token_hex(8)}-rank{rank}"
-                self._lock = _create(self.path)
-        except OSError as error:
-            raise from_os_error(error, "create a scratch directory (argument `path`)", parent) from error
+        self._open = False
+        opened: tuple[PrivateDirectory, int] | None = None
+        with ExitStack() as undo:
+            try:
+                if not parent.exists():
+                    raise StorageError(f"path {str(path)!r} does not exist: create it first (`mkdir -p {parent}`)")
+                if not parent.is_dir():
+                    raise StorageError(f"path {str(path)!r} is not a directory: give one on the drive to use")
+                # The user's own word: links in it are followed, once.
+                self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                undo.callback(close_fd, self._parent, parent)
+                _sweep(self._parent, parent)
+                if keep:
+                    opened = _take_over(self._parent, kept_directory(path, rank))
+                while opened is None:  # once, unless another process sweeps at this very moment
+                    name = f"lightning_ssd-{secrets.token_hex(8)}-rank{rank}"
+                    opened = _create(self._parent, parent / name)
+            except OSError as error:
+                raise from_os_error(error, "create a scratch directory (argument `path`)", parent) from error
+            undo.pop_all()
+        self.files, self._lock = opened
+        self.path = self.files.path
+        self._open = True
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing in it."""
-        return {entry.name for entry in os.scandir(self.path)} <= {_LOCK}
+        return self.files.names() <= {_lock_name(self.path)}
 
     def clear(self) -> None:
-        """Removes all that is in it."""
-        _clear(self.path)
+        """Removes all that is in it.
+
+        Raises:
+            StorageError: an entry could not be removed.
+        """
+        try:
+            self.files.clear(keep=_lock_name(self.path))
+        except OSError as error:
+            raise from_os_error(error, "clear the scratch directory", self.path) from error
 
     def close(self, *, remove: bool = True) -> None:
         """Lets go of the directory. Idempotent; in a forked child it does nothing.
 
         Args:
-            remove: it goes away, with all in it.
+            remove: it goes away, with all in it. What cannot be removed is named in a warning.
         """
-        if os.getpid() != self._owner or self._lock is None:
+        if os.getpid() != self._owner or not self._open:
             return
-        if remove:
-            _remove(self.path, self._lock)
-        else:
-            os.close(self._lock)
+        self._open = False
         _kept_locks.discard(self._lock)
-        self._lock = None
+        if remove:
+            _remove(self._parent, self.files, self._lock)
+        else:
+            close_fd(self._lock, self.path)
+            self.files.close()
+        close_fd(self._parent, self.path.parent)
 
 
 _kept_locks: set[int] = set()
@@ -108,113 +131,145 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def _take_over(directory: Path) -> int:
-    """Makes a directory, or takes an existing one, and returns its lock, which is held.
+def _lock_name(directory: Path) -> str:
+    return f"{directory.name}.lock"
+
+
+def _take_over(parent: int, path: Path) -> tuple[PrivateDirectory, int]:
+    """Makes a directory, or takes an existing one, and returns it with its lock, which is held.
 
     Raises:
-        StorageError: another process holds it.
+        StorageError: another process holds it, or another user may have put it there.
     """
     while True:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        lock = directory / _LOCK
-        try:
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:  # its owner has just removed it
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), lock.stat()):
-                _kept_locks.add(fd)
-                return fd
-        except BlockingIOError as error:
-            os.close(fd)
-            raise StorageError(
-                f"another run, which is alive, keeps its states in {directory}: give this one another `path`"
-            ) from error
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path.name, 0o700, dir_fd=parent)
+        with ExitStack() as undo, contextlib.suppress(FileNotFoundError):  # its owner may remove it at any moment
+            files = PrivateDirectory.open(path, parent=parent)
+            undo.callback(files.close)
+            # The lock is the first entry of a scratch directory, and the last that is removed.
+            if (names := files.names()) and _lock_name(path) not in names:
+                raise NotPrivateError(
+                    f"{path} has no lock file {_lock_name(path)}, so it is not a scratch directory, and it is not "
+                    "used. Move it elsewhere, or give another `path`."
+                )
+            lock = files.open_file(_lock_name(path), os.O_RDWR | os.O_CREAT)
+            undo.callback(close_fd, lock, path / _lock_name(path))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise StorageError(
+                    f"another run, which is alive, keeps its states in {path}: give this one another `path`"
+                ) from error
+            if _is_lock_of(files, lock):
+                files.sync()
+                os.fsync(parent)
+                undo.pop_all()
+                _kept_locks.add(lock)
+                return files, lock
 
 
-def _create(directory: Path) -> int | None:
-    """Makes a directory with its lock held, and returns the lock.
+def _create(parent: int, path: Path) -> tuple[PrivateDirectory, int] | None:
+    """Makes a directory and returns it with its lock, which is held.
 
     Until it is locked, a new directory looks like a killed run's, and another process may sweep it: the result is
     None then. (A lock on the parent would prevent that, but NFS locks no directories.)
+
+    Raises:
+        NotPrivateError: another user put something in its place.
     """
-    directory.mkdir(mode=0o700)
-    lock = directory / _LOCK
+    os.mkdir(path.name, 0o700, dir_fd=parent)
     try:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileNotFoundError:  # swept before it had a lock
+        files = PrivateDirectory.open(path, parent=parent)
+    except FileNotFoundError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), lock.stat()):
-            return fd
-    except (BlockingIOError, FileNotFoundError):  # being swept, or swept: the sweeper removes it
-        pass
-    except BaseException:
-        _remove(directory, fd)
-        raise
-    os.close(fd)
-    return None
-
-
-def _sweep(parent: Path) -> None:
-    with os.scandir(parent) as entries:
-        found = [
-            Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-        ]
-    for directory in found:
+    with ExitStack() as undo:
+        undo.callback(files.close)
+        if files.names():
+            raise NotPrivateError(f"{path} was replaced while it was made: give a `path` that only you can write to.")
         try:
-            fd = os.open(directory / _LOCK, os.O_RDWR)
-        except FileNotFoundError:  # killed between mkdir and lock; or not yet locked; or being removed
-            with contextlib.suppress(OSError):
-                directory.rmdir()  # and nothing that is not empty: its owner may have made the lock by now
-            continue
-        except OSError:  # another user's
-            continue
+            lock = files.open_file(_lock_name(path), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except FileNotFoundError:  # swept before it had a lock
+            return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # a live run's
-            os.close(fd)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_lock_of(files, lock):
+                undo.pop_all()
+                return files, lock
+        except (BlockingIOError, FileNotFoundError):  # being swept, or swept: the sweeper removes it
+            pass
         except BaseException:
-            os.close(fd)
+            _remove(parent, files, lock)
             raise
-        else:
-            _log.info("removing the scratch directory of a killed run: %s", directory)
-            _remove(directory, fd)
+        close_fd(lock, path)
+        return None
 
 
-def _clear(directory: Path) -> None:
-    for entry in list(os.scandir(directory)):
-        if entry.name == _LOCK:
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                os.unlink(entry)
+def _is_lock_of(files: PrivateDirectory, lock: int) -> bool:
+    """Whether an open lock file still has its name in the directory: whoever removes a directory removes it.
 
-
-def _remove(directory: Path, lock: int) -> None:
-    """Removes a directory whose lock is held, and lets the lock go.
-
-    The lock file is the last to go, so that a directory with data always has one. Errors don't stop it: another
-    process may be removing the same entries.
+    Raises:
+        FileNotFoundError: it has not, nor has another.
     """
-    with contextlib.suppress(OSError):
-        _clear(directory)
-    with contextlib.suppress(OSError):
-        os.unlink(directory / _LOCK)
-    os.close(lock)  # before rmdir: NFS keeps the name of a removed file that is open
+    entry = os.stat(_lock_name(files.path), dir_fd=files.fd, follow_symlinks=False)
+    return os.path.samestat(entry, os.fstat(lock))
+
+
+def _sweep(parent: int, path: Path) -> None:
+    for name in os.listdir(parent):
+        if not _NAME.fullmatch(name):
+            continue
+        try:
+            files = PrivateDirectory.open(path / name, parent=parent)
+        except (OSError, NotPrivateError):  # another user's, or being removed
+            continue
+        with files:
+            try:
+                lock = files.open_file(_lock_name(files.path), os.O_RDWR)
+            except FileNotFoundError:  # killed between mkdir and lock; or not yet locked; or being removed
+                with contextlib.suppress(OSError):
+                    _remove_empty(parent, files)  # and nothing that is not empty: its owner may have made the lock
+                continue
+            except (OSError, NotPrivateError):
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # a live run's
+                close_fd(lock, files.path)
+            except BaseException:
+                close_fd(lock, files.path)
+                raise
+            else:
+                _log.info("removing the scratch directory of a killed run: %s", files.path)
+                _remove(parent, files, lock)
+
+
+def _remove(parent: int, files: PrivateDirectory, lock: int) -> None:
+    """Removes a directory whose lock is held, closes it, and lets the lock go.
+
+    The lock file is the last to go, so that a directory with data always has one.
+    """
+    with clean_up("remove the files of a scratch directory", files.path):
+        files.clear(keep=_lock_name(files.path))
+        files.remove_file(_lock_name(files.path))
+    close_fd(lock, files.path)  # before rmdir: NFS keeps the name of a removed file that is open
     try:
-        directory.rmdir()
+        _remove_empty(parent, files)
     except FileNotFoundError:
         pass
-    except OSError:
-        _log.warning("could not remove the scratch directory %s: remove it by hand", directory)
+    except OSError as error:
+        _log.warning("could not remove the scratch directory %s (%s): remove it by hand", files.path, error.strerror)
+    files.close()
+
+
+def _remove_empty(parent: int, files: PrivateDirectory) -> None:
+    """Removes an empty directory by its name, if the name is still its own.
+
+    `rmdir` takes a name, so another user may exchange the directory after the check. Then at most an empty directory
+    goes that they could have removed themselves: moving it here takes the same rights.
+
+    Raises:
+        OSError: it is not empty, or the filesystem failed.
+    """
+    if files.is_in(parent):
+        os.rmdir(files.path.name, dir_fd=parent)

@@ -23,7 +23,8 @@ from lightning_ssd.storage.calibration import Calibration, calibrate
 from lightning_ssd.storage.checksums import Checksums, Hashes
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.engine import Engine
-from lightning_ssd.storage.errors import StorageError, StorageFullError
+from lightning_ssd.storage.errors import StorageError, StorageFullError, from_os_error
+from lightning_ssd.storage.private import PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import PAGE, align_down, align_up
 from lightning_ssd.storage.stripes import Stripes
@@ -93,8 +94,8 @@ class BlobStore:
         rank: rank of this process in its run.
         keep: the scratch files are those that the next run takes over if this one is killed; one store at a time has
             those of a path.
-        kept: with `keep`, called once nobody else can have them: returns what a run that was killed has in them,
-            which is taken over, or None: they begin anew.
+        kept: with `keep`, called with the scratch directory on the first path once it is locked: returns what a run
+            that was killed has in the files, which is taken over, or None: they begin anew.
 
     Attributes:
         piece_bytes: bytes of the largest piece.
@@ -121,7 +122,7 @@ class BlobStore:
         threads: int = 4,
         rank: int = 0,
         keep: bool = False,
-        kept: Callable[[], Kept | None] | None = None,
+        kept: Callable[[PrivateDirectory], Kept | None] | None = None,
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError("paths must be a sequence of at least one directory")
@@ -159,7 +160,7 @@ class BlobStore:
             for path in paths:
                 directories.append(ScratchDirectory(path, rank, keep=keep))
             if keep and kept is not None:
-                taken = kept()
+                taken = kept(directories[0].files)
             anew = taken is None
             self._run = secrets.token_hex(8) if taken is None else taken.run
             self._checksums = Checksums({} if taken is None else taken.hashes) if checksum else None
@@ -169,7 +170,7 @@ class BlobStore:
             for index, directory in enumerate(directories):
                 if keep and taken is None:
                     directory.clear()
-                    (directory.path / _RUN).write_text(self._run)
+                    _note_run(directory, self._run)
                 slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
                 volume = Volume(directory, chosen, slots)
                 undo.callback(volume.close, remove=taken is None)
@@ -317,7 +318,7 @@ class BlobStore:
             return IOStats(written, read, write_seconds, read_seconds, self._allocated, self._peak)
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> PrivateDirectory:
         """The scratch directory on the first path, for small files that live as long as the blobs."""
         return self._volumes[0].directory
 
@@ -362,8 +363,7 @@ class BlobStore:
                 f"same, or remove {directories[0].path} and what it holds"
             )
         for directory in directories:
-            noted = directory.path / _RUN
-            if not noted.is_file() or noted.read_text() != kept.run:
+            if _noted_run(directory) != kept.run:
                 raise StorageError(
                     f"{directory.path} has nothing of the run whose journal is in {directories[0].path}: it can't go "
                     "on. Remove both with what they hold, and start from a checkpoint."
@@ -431,3 +431,22 @@ class BlobStore:
             f"could not {action} {format_bytes_exactly(needed)} on {where}{limit}: "
             f"{format_bytes_exactly(available)} available. Free space, {change} the capacity, or add a path."
         )
+
+
+def _note_run(directory: ScratchDirectory, run: str) -> None:
+    """Writes the name of a run into a kept directory, and returns when it survives a loss of power."""
+    try:
+        with directory.files.replacing_file(_RUN) as file:
+            file.write(run.encode())
+    except OSError as error:
+        raise from_os_error(error, f"write the file {_RUN!r}", directory.path) from error
+
+
+def _noted_run(directory: ScratchDirectory) -> str | None:
+    """Returns the name of the run that a kept directory is of; None: it has none."""
+    try:
+        return directory.files.read_file(_RUN).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_os_error(error, f"read the file {_RUN!r}", directory.path) from error

@@ -10,13 +10,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_ssd.storage.backend import Backend, BackendFile
+from lightning_ssd.storage.cleanup import close_fd
 from lightning_ssd.storage.errors import StorageError, from_os_error
+from lightning_ssd.storage.private import PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import SlotAllocator, align_down, align_up
 
 __all__ = ["Volume"]
 
 _log = logging.getLogger(__name__)
+_FILE = "scratch.bin"
 _SMALLEST_EXTENT = 64 * 2**20
 _LARGEST_EXTENT = 2**30
 
@@ -44,15 +47,16 @@ class Volume:
     def __init__(self, directory: ScratchDirectory, backend: Backend, taken: Sequence[tuple[int, int]] = ()) -> None:
         self._directory = directory
         with ExitStack() as undo:
-            self.path = self._directory.path / "scratch.bin"
+            self.path = self._directory.path / _FILE
             try:
-                self._fd = os.open(self.path, os.O_RDWR | (0 if taken else os.O_CREAT | os.O_EXCL), 0o600)
-                undo.callback(os.close, self._fd)
+                self._fd = directory.files.open_file(_FILE, os.O_RDWR | (0 if taken else os.O_CREAT | os.O_EXCL))
+                undo.callback(close_fd, self._fd, self.path)
                 self.slots = SlotAllocator(align_down(os.fstat(self._fd).st_size))
                 for offset, nbytes in taken:
                     self.slots.take(offset, nbytes)
                 self.device = os.fstat(self._fd).st_dev
-                self.file: BackendFile = backend.open(self.path)
+                # By descriptor: another user may give its name, or its directory's, to something else.
+                self.file: BackendFile = backend.open(Path(f"/proc/self/fd/{self._fd}"))
             except OSError as error:
                 raise from_os_error(error, "open the scratch file", self.path) from error
             except ValueError as error:
@@ -118,9 +122,9 @@ class Volume:
         return True
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> PrivateDirectory:
         """The directory that the file is in, with nothing else of this volume's."""
-        return self._directory.path
+        return self._directory.files
 
     def sync(self) -> None:
         """Returns when what was written survives a loss of power.

@@ -73,7 +73,7 @@ def test_a_store_that_nobody_closed_goes_when_the_interpreter_exits(tmp_path: Pa
 
 def test_a_directory_without_its_lock_is_swept_and_other_files_are_left(tmp_path: Path) -> None:
     half_made = tmp_path / f"lightning_ssd-{'0' * 16}-rank0"
-    half_made.mkdir()
+    half_made.mkdir(mode=0o700)
     others = [
         tmp_path / "lightning_ssd-notes",
         tmp_path / "data",
@@ -94,7 +94,7 @@ def test_processes_that_start_and_end_together(tmp_path: Path) -> None:
         "for rank in range(300):\n"
         "    directory = ScratchDirectory(sys.argv[1], rank)\n"
         "    (directory.path / 'data').write_bytes(b'x')\n"
-        "    assert (directory.path / 'lock').exists()\n"
+        "    assert (directory.path / f'{directory.path.name}.lock').exists()\n"
         "    directory.close()\n"
         "    assert not directory.path.exists()\n"
     )
@@ -112,11 +112,12 @@ def test_a_directory_that_is_swept_while_it_is_made(
     swept: list[str] = []
     flock, open_file = fcntl.flock, os.open
 
-    def interfering_open(path: Path, flags: int, *mode: int) -> int:
+    def interfering_open(path: Path, flags: int, *mode: int, **where: int) -> int:
         if moment == "before the lock" and flags & os.O_EXCL and not swept:
-            swept.append(path.parent.name)
-            path.parent.rmdir()
-        return open_file(path, flags, *mode)
+            (directory,) = tmp_path.iterdir()
+            swept.append(directory.name)
+            directory.rmdir()
+        return open_file(path, flags, *mode, **where)
 
     def interfering_flock(fd: int, operation: int) -> None:
         if moment != "before the lock" and not swept:
@@ -124,7 +125,7 @@ def test_a_directory_that_is_swept_while_it_is_made(
             swept.append(directory.name)
             if moment == "before the flock":
                 raise BlockingIOError  # a sweeper holds it, and removes the directory later
-            (directory / "lock").unlink()
+            (directory / f"{directory.name}.lock").unlink()
             directory.rmdir()
         flock(fd, operation)
 
