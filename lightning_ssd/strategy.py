@@ -26,6 +26,7 @@ from lightning_ssd.states import (
     Setup,
     StatesConfig,
     Unborn,
+    bytes_on_device,
     find_replaced,
     is_sharded,
     leaving_parameters,
@@ -39,6 +40,7 @@ from lightning_ssd.states import (
     take_off_meta,
 )
 from lightning_ssd.storage import Backend
+from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     What autograd saves for backward (activations, inputs, masks; not weights) leaves the device while forward computes,
     and is back when backward wants it (SSDTrain). Bytes are moved, never changed: losses, gradients and weights are
     equal, bit for bit, to those of the same training without offload.
+
+    When a training starts, one line says what is offloaded, where to, and why the rest is not. The progress bar shows
+    `out_gb` and `stall_s` of `OffloadMonitor`; `callbacks=[OffloadMonitor(progress_bar=False)]` takes them away.
 
     Args:
         path: directory for scratch files, or several, one for each SSD: they are striped. Default: the Trainer's
@@ -228,6 +233,24 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             super().setup(trainer)
         if fitting:
             self._make_cache(trainer)
+            pl.utilities.rank_zero_info(f"{self.strategy_name}: {self._summary(trainer)}.")
+
+    def _summary(self, trainer: pl.Trainer) -> str:
+        """Returns what is offloaded, where to, and why the rest is not."""
+        cache, states, device = self.tensor_cache, self.model_states, self.root_device
+        assert cache is not None and self.model is not None
+        if states is not None:
+            of_states = describe_states(states, self.model, device)
+        else:
+            chosen = "`states='gpu'`" if self.states_config.states == "gpu" else None
+            if self._pinned() is not None:
+                chosen = "as SwapPlanner's `plan` says"
+            need, room = bytes_on_device(self.model, fitting=True), self.states_config.room(device)
+            of_states = describe_resident(need, room, chosen, device)
+        planned = any(isinstance(callback, SwapPlanner) for callback in trainer_callbacks(trainer))
+        of_activations = describe_activations(cache, self.config, decided_by="SwapPlanner" if planned else None)
+        drives = describe_drives(cache, states, self.config, trainer.default_root_dir)
+        return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
 
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Sets up as ever, and takes the model's states out of the device before they are all there."""

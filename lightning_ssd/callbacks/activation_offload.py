@@ -8,6 +8,7 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.callbacks.defaults import add_default_callbacks
 from lightning_ssd.storage import Backend
+from lightning_ssd.summary import describe_activations, describe_drives
 
 
 class ActivationOffload(pl.Callback):
@@ -71,6 +72,11 @@ class ActivationOffload(pl.Callback):
             processes=trainer.num_devices,
         )
         self.tensor_cache = cache
+        parts = (
+            describe_activations(cache, self.config),
+            describe_drives(cache, None, self.config, trainer.default_root_dir),
+        )
+        pl.utilities.rank_zero_info(f"ActivationOffload: {'; '.join(part for part in parts if part is not None)}.")
         training_step = strategy.training_step
 
         def offloaded_training_step(*args: Any, **kwargs: Any) -> Any:

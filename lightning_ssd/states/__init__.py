@@ -1,6 +1,6 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
-from lightning_ssd.states.build import Setup, StatesConfig, leaving_parameters, make_model_states
+from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, leaving_parameters, make_model_states
 from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
@@ -15,6 +15,7 @@ __all__ = [
     "StatesConfig",
     "Unborn",
     "Unit",
+    "bytes_on_device",
     "find_replaced",
     "find_units",
     "is_sharded",

@@ -1,0 +1,100 @@
+"""One line at the start of a training: what is offloaded, where to, and why the rest is not."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from lightning_ssd.activations import OffloadConfig, TensorCache
+from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.states import ModelStates
+
+_TIERS = {"host": "host memory", "ssd": "SSD"}
+_IN = {"host": "in host memory", "ssd": "on SSD"}
+
+
+def describe_activations(cache: TensorCache, config: OffloadConfig, *, decided_by: str | None = None) -> str:
+    """Returns which activations are offloaded, and where to.
+
+    Args:
+        cache: of the training.
+        config: the user's.
+        decided_by: the callback that decides what is offloaded, in place of `offload`.
+    """
+    device = _name(cache.device)
+    if not cache.tiers:
+        if config.amount() == "none":
+            return f"activations stay on the {device} (`offload='none'`)"
+        return f"activations stay on the {device}, as model states take all of `host_memory`"
+    tiers = []
+    for name, tier in cache.tiers.items():
+        tiers.append(f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})")
+    amount = {"auto": "as many as the bandwidth carries"}.get(str(config.offload), f"`offload={config.offload!r}`")
+    return f"activations of {format_bytes(cache.min_bytes)} or more are offloaded to {', then to '.join(tiers)}: " + (
+        amount if decided_by is None else f"{decided_by} decides how many"
+    )
+
+
+def describe_states(states: ModelStates, module: nn.Module, device: torch.device) -> str:
+    """Returns the bytes of weights and optimizer states in each tier."""
+    weights: Counter[str] = Counter()
+    rest: Counter[str] = Counter()
+    masters = False
+    offloaded: set[nn.Parameter] = set()
+    for home in states.homes.values():
+        layout = home.layout
+        masters |= layout.whole_master or layout.split
+        offloaded.update(view.parameter for view in home.flat.slices)
+        of_weights, of_rest = ("ssd" if on_ssd else "host" for on_ssd in home.on_ssd)
+        weights[of_weights] += home.flat.nbytes
+        rest[of_rest] += layout.rest_bytes
+    kept = sum(p.numel() * p.element_size() for p in module.parameters() if p not in offloaded)
+    name = _name(device)
+    if not offloaded:
+        return f"model states stay on the {name}: no parameter of `min_bytes` or more is to be offloaded"
+    parts = [f"weights are {_places(weights)}"]
+    if rest.total():
+        parts.append(f"{'master weights and ' if masters else ''}optimizer states {_places(rest)}")
+    taken = [f"{format_bytes(states.host_bytes)} of host memory with gradients and staging"]
+    taken += [f"{format_bytes(states.ssd_bytes)} on SSD"] if states.ssd_bytes else []
+    return f"{', '.join(parts)} ({', '.join(taken)})" + (
+        f"; weights of {format_bytes(kept)} and their states stay on the {name}" if kept else ""
+    )
+
+
+def describe_resident(need: int, room: float | None, chosen: str | None, device: torch.device) -> str:
+    """Returns why all model states stay on the device.
+
+    Args:
+        need: bytes that they take, estimated.
+        room: bytes that they may take; None: there is no limit.
+        chosen: the argument that says so, if the user gave one.
+        device: where the model computes.
+    """
+    name = _name(device)
+    if chosen is not None:
+        return f"model states stay on the {name} ({chosen})"
+    if room is None:
+        return f"model states stay on the {name}, whose memory is the host's"
+    return f"model states stay on the {name}: they take about {format_bytes(need)} of the {format_bytes(room)} they may"
+
+
+def describe_drives(cache: TensorCache, states: ModelStates | None, config: OffloadConfig, default: str) -> str | None:
+    """Returns the directories of the scratch files and the backend; None: there are none."""
+    store = None if states is None or states.scratch is None else states.scratch.store
+    if isinstance(tier := cache.tiers.get("ssd"), ScratchTier):
+        store = tier.blobs
+    if store is None:
+        return None
+    paths = ", ".join(str(path) for path in config.paths(default))
+    return f"SSD is {paths} (backend {store.backend_name})"
+
+
+def _places(tiers: Mapping[str, int]) -> str:
+    return " and ".join(f"{_IN[tier]} ({format_bytes(nbytes)})" for tier, nbytes in sorted(tiers.items()) if nbytes)
+
+
+def _name(device: torch.device) -> str:
+    return "GPU" if device.type == "cuda" else device.type.upper()

@@ -1,0 +1,149 @@
+"""The line that says, when a training starts, what is offloaded and where to."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_ssd import ActivationOffload, SSDOffloadStrategy, SwapPlanner
+from tests.trainings import MIN_BYTES, SmallModel, Watch, batches, make_trainer, nothing_left, offloading
+
+__all__ = ["nothing_left"]
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO and re.match("ssd_offload:|ActivationOffload:", record.getMessage()):
+            self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """Collects our lines as they reach the logger whose messages Lightning shows."""
+    logger, handler = logging.getLogger("lightning.pytorch"), _Lines()
+    assert logger.isEnabledFor(logging.INFO)
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
+
+
+WIDE = 512
+MEGABYTES = f"{3 * (WIDE * WIDE + WIDE) * 4 / 2**20:.2f} MiB"
+TWICE = f"{2 * 3 * (WIDE * WIDE + WIDE) * 4 / 2**20:.2f} MiB"
+
+
+class WideModel(SmallModel):
+    """Its parameters are aligned as they are, so that bytes are exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.net:
+            if isinstance(module, torch.nn.Linear):
+                module.__init__(WIDE, WIDE)  # type: ignore[misc]
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch.repeat(1, WIDE // batch.shape[1]))
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return self(batch).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "precision", "said"),
+    [
+        ({}, "32-true", "model states stay on the CPU, whose memory is the host's"),
+        ({"states": "gpu"}, "32-true", r"model states stay on the CPU \(`states='gpu'`\)"),
+        ({"gpu_memory": "1GiB"}, "32-true", r"stay on the CPU: they take about 13.5\d MiB of the 1.00 GiB they may"),
+        (
+            {"states": "host"},
+            "32-true",
+            rf"weights are in host memory \({MEGABYTES}\), optimizer states in host memory \({TWICE}\) "
+            r"\(12.03 MiB of host memory with gradients and staging\)",
+        ),
+        (
+            {"states": "ssd", "checksum": False, "ssd_capacity": "64MiB"},
+            "32-true",
+            rf"weights are on SSD \({MEGABYTES}\), optimizer states on SSD \({TWICE}\) \(.*, 9.0\d MiB on SSD\)",
+        ),
+        (
+            {"states": "host"},
+            "bf16-true",
+            r"weights are in host memory \(1.50 MiB\), master weights and optimizer states in host memory \(9.02 MiB\)",
+        ),
+        (
+            {"states": "host", "min_bytes": "16KiB"},
+            "32-true",
+            r"weights are in host memory \(3.00 MiB\).*; weights of 6.00 KiB and their states stay on the CPU",
+        ),
+        ({"states": "host", "min_bytes": "1GiB"}, "32-true", "stay on the CPU: no parameter of `min_bytes` or more"),
+    ],
+)
+def test_model_states(tmp_path: Path, lines: list[str], arguments: dict[str, Any], precision: Any, said: str) -> None:
+    arguments = {"offload": "none"} | arguments
+    trainer = make_trainer(tmp_path, offloading(**arguments), precision=precision)
+    trainer.fit(WideModel(), batches(1))
+    (line,) = lines
+    assert re.search(said, line), line
+    assert ("SSD is" in line) == (arguments.get("states") == "ssd")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "moves"),
+    [
+        ({}, r"activations of 2.00 KiB or more are offloaded to SSD \(up to 2\d\d.* KiB\): `offload=1.0`", {"ssd"}),
+        ({"offload": "auto"}, "offloaded to SSD .*: as many as the bandwidth carries", {"ssd"}),
+        ({"offload": "none"}, r"activations stay on the CPU \(`offload='none'`\)$|`offload='none'`\)\.", set()),
+        ({"tier": "host", "host_memory": "64MiB"}, r"offloaded to host memory \(up to 64.00 MiB\): ", {"host"}),
+        ({"host_memory": "64MiB"}, r"to host memory \(up to 64.00 MiB\), then to SSD \(up to ", {"host", "ssd"}),
+        (
+            {"tier": "host", "states": "host", "host_memory": "1MiB"},
+            "activations stay on the CPU, as model states take all of `host_memory`",
+            set(),
+        ),
+    ],
+)
+def test_activations(tmp_path: Path, lines: list[str], arguments: dict[str, Any], said: str, moves: set[str]) -> None:
+    watch = Watch()
+    make_trainer(tmp_path, offloading(**arguments), callbacks=[watch]).fit(SmallModel(), batches(2))
+    (line,) = lines
+    assert re.search(said, line), line
+    assert set(watch.bytes_out) == moves
+    assert (f"SSD is {tmp_path} (backend posix)" in line) == ("ssd" in moves)
+
+
+def test_it_is_said_once_a_fit(tmp_path: Path, lines: list[str]) -> None:
+    trainer = make_trainer(tmp_path, offloading(), max_epochs=1, limit_val_batches=1)
+    trainer.fit(model := SmallModel(), batches(1), batches(1))
+    assert len(lines) == 1
+    trainer.test(model, batches(1))
+    trainer.predict(model, batches(1))
+    assert len(lines) == 1
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, batches(1))
+    assert len(lines) == 2
+
+
+def test_under_another_strategy(tmp_path: Path, lines: list[str]) -> None:
+    offload = ActivationOffload(offload=1.0, min_bytes=MIN_BYTES, ssd_capacity="256KiB", staging_memory="16MiB")
+    make_trainer(tmp_path, callbacks=[offload]).fit(SmallModel(), batches(1))
+    (line,) = lines
+    assert re.match(r"ActivationOffload: activations of 2.00 KiB or more are offloaded to SSD .*; SSD is ", line)
+
+
+def test_a_planner_decides(tmp_path: Path, lines: list[str]) -> None:
+    make_trainer(tmp_path, SSDOffloadStrategy(), callbacks=[SwapPlanner(), _Stop()]).fit(SmallModel(), batches(1))
+    assert "SwapPlanner decides how many" in lines[0]
+
+
+class _Stop(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> int:
+        return -1
