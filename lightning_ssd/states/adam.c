@@ -1,9 +1,16 @@
 /* One pass of Adam or AdamW over a flat: gradient in, states, master weights and compute weights out.
 
-   The arithmetic is that of torch's fused CPU kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp), operation by
-   operation, so that both give the same bits; compile with -ffp-contract=off, or that is lost. Each element is read and
-   written once: 26 bytes of memory traffic with split master weights, 28 with whole ones, where conversions around
-   a kernel of their own would take 40. */
+   The arithmetic is torch's on a CPU, operation by operation, so that both give the same bits; compile with
+   -ffp-contract=off, or that is lost. torch has two kinds of roundings:
+
+   - the for-loop and foreach implementations (torch/optim/adam.py) take square roots with MKL, whose results are not
+     always the nearest number: `Settings.root` is that function;
+   - the fused kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) takes the nearest number, and the elements of a
+     parameter that fill no whole vector are stepped by a scalar loop, in which the compiler has fused another product
+     and sum into one operation: `tailed` below.
+
+   Each element is read and written once: 26 bytes of memory traffic with split master weights, 28 with whole ones,
+   where conversions around a kernel of their own would take 40. */
 
 #include <math.h>
 #include <stdint.h>
@@ -20,7 +27,13 @@ typedef struct {
     float step_size;       /* -lr / (1 - beta1^step) */
     int32_t decoupled;
     int32_t threads;
+    void (*root)(int count, const float *of, float *into, long long mode); /* MKL's vmsSqrt; NULL: sqrtf */
 } Settings;
+
+/* A part of one parameter that one thread steps: the elements from `tail` on fill no whole vector of torch's. */
+typedef struct {
+    int64_t start, tail, end;
+} Item;
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -55,46 +68,86 @@ INLINE uint32_t splittable(float value) {
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits;
 }
 
-/* Steps one element, from the states in `m_in` and `v_in` to those in `m_out` and `v_out`; returns the new master. */
-INLINE float stepped(float p, float g, float m_in, float v_in, float *m_out, float *v_out, const Settings *s,
-                     int decoupled) {
-    g = g * s->scale;
-    if (decoupled)
-        p = p * s->decay;
-    else
-        g = fmaf(p, s->decay, g);
-    float m = fmaf(s->lerp, g - m_in, m_in);
-    float v = fmaf(s->one_minus_beta2 * g, g, v_in * s->beta2);
-    *m_out = m;
-    *v_out = v;
-    return p + s->step_size * m / (sqrtf(v) / s->correction + s->eps);
+INLINE float first_moment(float m, float g, const Settings *s) { return fmaf(s->lerp, g - m, m); }
+
+INLINE float second_moment(float v, float g, const Settings *s) {
+    return fmaf(s->one_minus_beta2 * g, g, v * s->beta2);
 }
 
-enum { CHUNK = 1 << 15 };
+INLINE float second_moment_in_tail(float v, float g, const Settings *s) {
+    return fmaf(v, s->beta2, s->one_minus_beta2 * g * g);
+}
 
-/* Defines a function over `count` elements: threads take chunks, and a chunk is one vectorised loop. What comes out may
-   be what came in, or elsewhere. */
+INLINE float scaled_gradient(float g, float p, const Settings *s, int decoupled) {
+    g = g * s->scale;
+    return decoupled ? g : fmaf(p, s->decay, g);
+}
+
+/* Returns the new master weight. */
+INLINE float stepped(float p, float m, float root, const Settings *s, int decoupled) {
+    if (decoupled)
+        p = p * s->decay;
+    return p + s->step_size * m / (root / s->correction + s->eps);
+}
+
+enum { BLOCK = 1 << 10 };               /* elements whose roots are taken in one call: they stay in the first cache */
+static const long long MKL_MODE = 0x140102; /* torch's: VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE */
+
+/* Defines a function over `count` items: threads take items, and an item is one vectorised loop, or two with a call of
+   `root` between them for each block. New values go to the addresses that hold the old ones, or to others. */
+#define ARRAYS(WEIGHT, KEPT, GRADIENT)                                                                       \
+    const WEIGHT *weights_in, const KEPT *kept_in, const float *m_in, const float *v_in, WEIGHT *weights,    \
+        KEPT *kept, float *m, float *v, const GRADIENT *gradient
+#define GIVEN weights_in, kept_in, m_in, v_in, weights, kept, m, v, gradient
 #define DEFINE(NAME, WEIGHT, KEPT, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                              \
-    INLINE void NAME##_chunk(int64_t start, int64_t end, const WEIGHT *weights_in, const KEPT *kept_in,      \
-                             const float *m_in, const float *v_in, WEIGHT *weights, KEPT *kept, float *m,    \
-                             float *v, const GRADIENT *gradient, const Settings s, int decoupled) {          \
+    INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s,   \
+                             int decoupled, int tail) {                                                      \
         _Pragma("GCC ivdep")                                                                                 \
         for (int64_t i = start; i < end; i++) {                                                              \
-            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, m_in[i], v_in[i], &m[i], &v[i], &s, decoupled);    \
+            float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                     \
+            float first = first_moment(m_in[i], g, &s);                                                      \
+            float second = tail ? second_moment_in_tail(v_in[i], g, &s) : second_moment(v_in[i], g, &s);     \
+            m[i] = first;                                                                                    \
+            v[i] = second;                                                                                   \
+            p = stepped(p, first, sqrtf(second), &s, decoupled);                                             \
             STORE;                                                                                           \
         }                                                                                                    \
     }                                                                                                        \
-    void NAME(int64_t count, const WEIGHT *weights_in, const KEPT *kept_in, const float *m_in,               \
-              const float *v_in, WEIGHT *weights, KEPT *kept, float *m, float *v, const GRADIENT *gradient,  \
-              const Settings *settings) {                                                                    \
+    INLINE void NAME##_block(int64_t start, int64_t end, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s,   \
+                             int decoupled) {                                                                \
+        float roots[BLOCK];                                                                                  \
+        _Pragma("GCC ivdep")                                                                                 \
+        for (int64_t i = start; i < end; i++) {                                                              \
+            float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                     \
+            m[i] = first_moment(m_in[i], g, &s);                                                             \
+            v[i] = second_moment(v_in[i], g, &s);                                                            \
+        }                                                                                                    \
+        s.root((int)(end - start), v + start, roots, MKL_MODE);                                              \
+        _Pragma("GCC ivdep")                                                                                 \
+        for (int64_t i = start; i < end; i++) {                                                              \
+            float p = stepped(LOAD_MASTER, m[i], roots[i - start], &s, decoupled);                           \
+            STORE;                                                                                           \
+        }                                                                                                    \
+    }                                                                                                        \
+    INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s, int decoupled) {    \
+        if (s.root) {                                                                                        \
+            for (int64_t start = item.start; start < item.end; start += BLOCK) {                             \
+                int64_t end = item.end - start < BLOCK ? item.end : start + BLOCK;                           \
+                NAME##_block(start, end, GIVEN, s, decoupled);                                               \
+            }                                                                                                \
+        } else {                                                                                             \
+            NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0);                                     \
+            NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1);                                       \
+        }                                                                                                    \
+    }                                                                                                        \
+    void NAME(int64_t count, const Item *items, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings *settings) {  \
         const Settings s = *settings;                                                                        \
-        _Pragma("omp parallel for schedule(dynamic) if(count > CHUNK) num_threads(s.threads)")                         \
-        for (int64_t start = 0; start < count; start += CHUNK) {                                             \
-            int64_t end = count - start < CHUNK ? count : start + CHUNK;                                     \
+        _Pragma("omp parallel for schedule(dynamic) if(count > 1) num_threads(s.threads)")                   \
+        for (int64_t index = 0; index < count; index++) {                                                    \
             if (s.decoupled)                                                                                 \
-                NAME##_chunk(start, end, weights_in, kept_in, m_in, v_in, weights, kept, m, v, gradient, s, 1); \
+                NAME##_item(items[index], GIVEN, s, 1);                                                      \
             else                                                                                             \
-                NAME##_chunk(start, end, weights_in, kept_in, m_in, v_in, weights, kept, m, v, gradient, s, 0); \
+                NAME##_item(items[index], GIVEN, s, 0);                                                      \
         }                                                                                                    \
     }
 

@@ -29,6 +29,7 @@ class Settings(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("step_size", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("decoupled", "threads")),
+        ("root", ctypes.c_void_p),
     ]
 
 

@@ -653,7 +653,11 @@ class ModelStates:
         self._stream.retire(flat)
         optimizer, group = self._groups[flat]
         options = {name: value for name, value in optimizer.param_groups[group].items() if name != "params"}
-        options = {name: value.item() if isinstance(value, Tensor) else value for name, value in options.items()}
+        # As they are now: schedulers change tensors in place.
+        options = {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for name, value in options.items()
+        }
         landed = None
         if gradient.summing:
             arrived = self._sums[flat] = self._submit_sum(flat) if any(gradient.landed) else gradient.settled

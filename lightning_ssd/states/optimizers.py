@@ -1,7 +1,5 @@
 """The user's optimizer on the host's flats: its class, its settings as they are now, its state by the same names."""
 
-import ctypes
-import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,8 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.sgd import sgd
 
-from lightning_ssd.states.compiled import Settings, adam_library
+from lightning_ssd.states.adam import (
+    AdamKernel,
+    any_kernel,
+    exact_kernel,
+    implementation_of,
+    settings_of,
+    torchs_step,
+)
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Opened
 from lightning_ssd.states.split import join, split
@@ -68,20 +74,35 @@ class Rule(ABC):
 
 
 class ElementwiseRule(Rule):
-    """AdamW, Adam and SGD: what they do to an element does not depend on others, so a flat is stepped as one."""
+    """AdamW, Adam and SGD, whose step of one element does not depend on others: in chunks, with torch's bits.
 
-    #: Elements of a chunk: 4 MiB of fp32.
+    The implementation that torch would take (for-loop, foreach or fused) is followed, so that on a CPU the numbers are
+    those of the user's optimizer. In the fused kernels the last elements of a parameter have other roundings: chunks
+    never span two parameters.
+    """
+
+    #: Elements of a chunk: 4 MiB of fp32. A multiple of every vector width.
     CHUNK = 2**20
 
     def __init__(self, flat: Flat) -> None:
         super().__init__(flat)
         self._steps = [0] * len(flat.slices)
+        self._device = flat.weights.device
 
     def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+        if missing := [name for name in self.state_names(options) if name not in opened.states]:
+            raise RuntimeError(
+                f"the optimizer of {self.flat.name} needs {', '.join(missing)} now, which it did not need at the "
+                "start of the training. Set `momentum` or `amsgrad` from the start."
+            )
         if opened.out is not opened and not all(has):
             opened.out.copy(opened)
-        for start, end, step in self._ranges(has):
-            self._step_range(options, opened, gradient, slice(start, end), step, scale)
+        indices: dict[int, list[int]] = {}
+        for index, steps in enumerate(self._steps):
+            if has[index]:
+                indices.setdefault(steps, []).append(index)
+        for steps, parameters in indices.items():
+            self._step_parameters(options, opened, gradient, parameters, steps, scale)
         if not all(has):
             opened.out.round()
 
@@ -109,96 +130,82 @@ class ElementwiseRule(Rule):
                 item.of(row).zero_()
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
-    def _step_range(
-        self, options: Options, opened: Opened, gradient: Tensor, where: slice, step: int, scale: float
+    def _step_parameters(
+        self, options: Options, opened: Opened, gradient: Tensor, parameters: Sequence[int], steps: int, scale: float
     ) -> None:
-        """Makes step `step` (0 is the first) of the elements `where`.
+        """Makes a step of parameters that have made `steps` so far.
 
-        Torch's fused CPU kernels run over chunks that stay in the cache, between the conversions of the gradient to
-        fp32 and of the master weights to the compute weights.
+        Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
+        the master weights to the compute weights.
         """
+        if self._device.type != "cpu":  # what torch offers for the GPU's implementation alone
+            options = {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
         out = opened.out
-        for low in range(where.start, where.stop, self.CHUNK):
-            chunk = slice(low, min(low + self.CHUNK, where.stop))
-            part = gradient[chunk].float()
-            if scale != 1.0:
-                part = part * scale
-            if out is not opened:
-                for name, values in out.states.items():
-                    values[chunk].copy_(opened.states[name][chunk])
-            states = {name: values[chunk] for name, values in out.states.items()}
-            if opened.low is not None and out.low is not None:
-                master = join(opened.weights[chunk], opened.low[chunk])
-                self._kernel(options, master, part, states, step)
-                split(master, out.weights[chunk], out.low[chunk])
-            else:
-                assert opened.master is not None and out.master is not None
-                master = out.master[chunk]
+        for item in (self.flat.slices[index] for index in parameters):
+            for low in range(item.start, item.start + item.numel, self.CHUNK):
+                chunk = slice(low, min(low + self.CHUNK, item.start + item.numel))
+                part = gradient[chunk].float()
+                if scale != 1.0:
+                    part = part * scale
+                elif options["foreach"] and part.data_ptr() == gradient[chunk].data_ptr():
+                    part = part.clone()  # which changes its gradients, and a step may be made again
                 if out is not opened:
-                    master.copy_(opened.master[chunk])
-                self._kernel(options, master, part, states, step)
-                if out.master is not out.weights:
-                    out.weights[chunk].copy_(master)
+                    for name, values in out.states.items():
+                        values[chunk].copy_(opened.states[name][chunk])
+                states = {name: values[chunk] for name, values in out.states.items()}
+                if opened.low is not None and out.low is not None:
+                    master = join(opened.weights[chunk], opened.low[chunk])
+                    self._torchs_step(options, master, part, states, steps)
+                    split(master, out.weights[chunk], out.low[chunk])
+                else:
+                    assert opened.master is not None and out.master is not None
+                    master = out.master[chunk]
+                    if out is not opened:
+                        master.copy_(opened.master[chunk])
+                    self._torchs_step(options, master, part, states, steps)
+                    if out.master is not out.weights:
+                        out.weights[chunk].copy_(master)
 
     @abstractmethod
-    def _kernel(
-        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], step: int
+    def _torchs_step(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
     ) -> None:
-        """Makes a step of whole fp32 weights in place."""
+        """Makes a step of whole fp32 weights in place, with torch's own function."""
 
     def _step_state(self, step: int) -> dict[str, Any]:
         return {"step": torch.tensor(float(step), dtype=torch.float32)}
 
-    def _ranges(self, has: Sequence[bool]) -> list[tuple[int, int, int]]:
-        """Returns start and end, in elements, of runs of parameters with a gradient and the same step."""
-        ranges: list[tuple[int, int, int]] = []
-        for index, item in enumerate(self.flat.slices):
-            last = index + 1 == len(self.flat.slices)
-            end = self.flat.numel if last else self.flat.slices[index + 1].start
-            if not has[index]:
-                continue
-            if ranges and ranges[-1][1] == item.start and ranges[-1][2] == self._steps[index]:
-                ranges[-1] = (ranges[-1][0], end, ranges[-1][2])
-            else:
-                ranges.append((item.start, end, self._steps[index]))
-        return ranges
-
 
 class AdamRule(ElementwiseRule):
-    """`torch.optim.Adam` and `AdamW`: in one pass by our own kernel (adam.c), where it was compiled."""
+    """`torch.optim.Adam` and `AdamW`: in one pass by our own kernel (adam.c), where that gives torch's bits."""
 
     def __init__(self, flat: Flat, *, compiled: bool = True) -> None:
         super().__init__(flat)
-        self._library = adam_library() if compiled else None
+        self._compiled = compiled
+        self._items: dict[tuple[AdamKernel, tuple[int, ...]], Tensor] = {}
+        """Work on some parameters: mostly on all of them, in every step."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def _step_range(
-        self, options: Options, opened: Opened, gradient: Tensor, where: slice, step: int, scale: float
+    def _step_parameters(
+        self, options: Options, opened: Opened, gradient: Tensor, parameters: Sequence[int], steps: int, scale: float
     ) -> None:
         name = self._function(opened, gradient)
-        beta1, beta2 = map(float, options["betas"])
-        lr, decay = float(options["lr"]), float(options["weight_decay"])
-        if self._library is None or name is None or options["amsgrad"] or beta1 <= 0.5:
-            super()._step_range(options, opened, gradient, where, step, scale)
+        implementation = implementation_of(options, self._device)
+        settings = settings_of(options, implementation, steps + 1, scale)
+        kernel: AdamKernel | None = None
+        if self._compiled and name is not None and settings is not None:
+            kernel = exact_kernel(implementation) if self._device.type == "cpu" else any_kernel()
+        if kernel is None or name is None or settings is None:
+            super()._step_parameters(options, opened, gradient, parameters, steps, scale)
             return
-        decoupled = options["decoupled_weight_decay"] or not decay
-        settings = Settings(
-            scale=-scale if options["maximize"] else scale,
-            decay=1 - lr * decay if decoupled else decay,
-            lerp=1 - beta1,
-            beta2=beta2,
-            one_minus_beta2=1 - beta2,
-            correction=math.sqrt(1 - beta2 ** (step + 1)),
-            eps=options["eps"],
-            step_size=-(lr / (1 - beta1 ** (step + 1))),
-            decoupled=decoupled,
-            threads=torch.get_num_threads(),
-        )
+        key = kernel, tuple(parameters)
+        if key not in self._items:
+            slices = (self.flat.slices[index] for index in parameters)
+            self._items = {key: kernel.items((item.start, item.numel) for item in slices)}
         values = [array for of in (opened, opened.out) for array in self._arrays(of)]
-        addresses = [ctypes.c_void_p(array[where].data_ptr()) for array in (*values, gradient)]
-        getattr(self._library, name)(ctypes.c_int64(where.stop - where.start), *addresses, ctypes.byref(settings))
+        kernel.step(name, self._items[key], (*values, gradient), settings)
 
     @staticmethod
     def _arrays(opened: Opened) -> tuple[Tensor, ...]:
@@ -217,25 +224,10 @@ class AdamRule(ElementwiseRule):
             return None
         return f"adam_whole_{kind}" if opened.low is None else f"adam_split_{kind}"
 
-    def _kernel(
-        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], step: int
+    def _torchs_step(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
     ) -> None:
-        kernel = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
-        kernel(
-            [weights],
-            [gradient],
-            [states["exp_avg"]],
-            [states["exp_avg_sq"]],
-            [states["max_exp_avg_sq"]] if options["amsgrad"] else [],
-            [torch.tensor(float(step + 1), dtype=torch.float32)],
-            amsgrad=options["amsgrad"],
-            lr=float(options["lr"]),
-            beta1=float(options["betas"][0]),
-            beta2=float(options["betas"][1]),
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            maximize=options["maximize"],
-        )
+        torchs_step(options, weights, gradient, states, steps + 1)
 
 
 class SGDRule(ElementwiseRule):
@@ -244,24 +236,26 @@ class SGDRule(ElementwiseRule):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("momentum_buffer",) if options["momentum"] else ()
 
-    def _kernel(
-        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], step: int
+    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
+        super().load_state(index, state, opened)
+        if opened.states and state.get("momentum_buffer") is None:  # torch's has made no step with momentum
+            self._steps[index] = 0
+
+    def _torchs_step(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
     ) -> None:
-        torch._fused_sgd_(
-            [weights],
-            [gradient],
-            list(states.values()),
-            weight_decay=options["weight_decay"],
-            momentum=options["momentum"],
-            lr=float(options["lr"]),
-            dampening=options["dampening"],
-            nesterov=options["nesterov"],
-            maximize=options["maximize"],
-            is_first_step=step == 0,
-        )
+        buffer = states.get("momentum_buffer")
+        buffers = [buffer if steps else None]  # the first step makes one
+        with torch.no_grad():
+            sgd([weights], [gradient], buffers, **{name: options[name] for name in _SGD_OPTIONS})
+        if buffer is not None and buffers[0] is not None and buffers[0] is not buffer:
+            buffer.copy_(buffers[0])
 
     def _step_state(self, step: int) -> dict[str, Any]:
         return {}
+
+
+_SGD_OPTIONS = ("foreach", "fused", "weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
 
 class OwnStepRule(Rule):

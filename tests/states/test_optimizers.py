@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.states import compiled
+from lightning_ssd.states import adam, compiled
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Layout, Opened
 from lightning_ssd.states.optimizers import AdamRule
+from lightning_ssd.states.optimizers import rule_for as make_rule
 from lightning_ssd.states.split import join, split
 
+CPU = torch.device("cpu")
 NAMES = ("exp_avg", "exp_avg_sq")
 
 # Every sign and exponent, and what lies at the ends and in the middle of the bits above and below the cut.
@@ -73,49 +75,188 @@ def options(**changed: Any) -> dict[str, Any]:
     return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
 
 
-@given(
-    parts=st.lists(st.integers(1, 40).map(lambda size: 64 * size), min_size=1, max_size=4),
+# Lengths below, at and above the widths of vectors, and one that torch's kernels share among threads.
+LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from([1000, 4099, 40_001]))
+FLAGS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True}, {"fused": False, "foreach": False}]
+
+
+@st.composite
+def adams(draw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    arguments = draw(
+        st.fixed_dictionaries(
+            {
+                "lr": st.sampled_from([1e-3, 0.1, 7e-5]),
+                "betas": st.tuples(st.sampled_from([0.9, 0.95, 0.5, 0.3, 0.0]), st.sampled_from([0.999, 0.95, 0.5])),
+                "eps": st.sampled_from([1e-8, 1e-5, 0.0]),
+                "weight_decay": st.sampled_from([0.0, 0.01, 0.1]),
+                "amsgrad": st.booleans(),
+                "maximize": st.booleans(),
+            }
+        )
+    )
+    return draw(st.sampled_from([torch.optim.Adam, torch.optim.AdamW])), arguments | draw(st.sampled_from(FLAGS))
+
+
+@st.composite
+def sgds(draw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    arguments = draw(
+        st.fixed_dictionaries(
+            {
+                "lr": st.sampled_from([1e-3, 0.1]),
+                "momentum": st.sampled_from([0.0, 0.9, 0.37]),
+                "weight_decay": st.sampled_from([0.0, 0.01]),
+                "maximize": st.booleans(),
+            }
+        )
+    )
+    if arguments["momentum"]:
+        arguments |= draw(st.sampled_from([{"nesterov": True}, {"dampening": 0.1}, {}]))
+    return torch.optim.SGD, arguments | draw(st.sampled_from(FLAGS))
+
+
+def follow_torch(
+    cls: type[torch.optim.Optimizer],
+    arguments: dict[str, Any],
+    parts: list[int],
+    dtype: torch.dtype,
+    halves: bool,
+    fp32_gradient: bool,
+    slots: int,
+    scale: float,
+    all_has: list[list[bool]],
+) -> None:
+    """Steps a flat, and fp32 parameters with torch's own class, and compares master weights and states."""
+    flat = Flat("flat", [(str(i), nn.Parameter(torch.empty(size))) for i, size in enumerate(parts)], dtype, CPU)
+    generator = torch.Generator().manual_seed(1)
+    parameters = [nn.Parameter(torch.randn(size, generator=generator)) for size in parts]
+    # A group each: torch's fused SGD fails where one parameter of a group has a buffer and another has none.
+    optimizer = cls([{"params": [parameter]} for parameter in parameters], **arguments)
+    how = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    rule = make_rule(optimizer, flat)
+    layout = Layout(flat, halves and dtype == torch.bfloat16, rule.state_names(how), steps=True, slots=slots)
+    sizes = (flat.nbytes, max(layout.rest_bytes, 1))
+    opened, other = (layout.opened(*(torch.zeros(size, dtype=torch.uint8) for size in sizes)) for _ in range(2))
+    if slots == 2:
+        opened.out = other
+    masters = torch.zeros(flat.numel)
+    for item, parameter in zip(flat.slices, parameters, strict=True):
+        item.of(masters).copy_(parameter.data)
+    opened.take(masters)
+    for has in all_has:
+        gradient = torch.zeros(flat.numel, dtype=torch.float32 if fp32_gradient else dtype)
+        for item, parameter, given_one in zip(flat.slices, parameters, has, strict=True):
+            item.of(gradient).copy_(torch.randn(item.numel, generator=generator))
+            part = item.of(gradient).float() * scale
+            parameter.grad = part if given_one else None
+        before = [tensor.clone() for tensor in (opened.masters(), *opened.states.values())]
+        optimizer.step()
+        rule.step(how, opened, gradient, has, scale)
+        rule.commit(has)
+        out = opened.out
+        if out is not opened:  # what was is there until the step counts
+            after = (opened.masters(), *opened.states.values())
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            opened, out.out = out, opened
+        for index, (item, parameter) in enumerate(zip(flat.slices, parameters, strict=True)):
+            assert torch.equal(item.of(opened.masters()), parameter.data)
+            state, expected = rule.state_of(index, opened), optimizer.state[parameter]
+            assert {name for name, value in expected.items() if value is not None} == set(state)
+            assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+HOW = dict(
+    kind=st.one_of(adams(), sgds()),
+    parts=st.lists(LENGTHS, min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     halves=st.booleans(),
     fp32_gradient=st.booleans(),
     slots=st.sampled_from([1, 2]),
     scale=st.sampled_from([1.0, 0.3, 2.0**-16]),
-    decay=st.sampled_from([0.0, 0.1]),
-    decoupled=st.booleans(),
-    maximize=st.booleans(),
-    beta1=st.sampled_from([0.9, 0.4, 0.0]),
     data=st.data(),
 )
+
+
+def draw_and_follow(kind: Any, parts: list[int], data: Any, **how: Any) -> None:
+    has = st.lists(st.booleans(), min_size=len(parts), max_size=len(parts))
+    follow_torch(*kind, parts=parts, all_has=data.draw(st.lists(has, min_size=1, max_size=4)), **how)
+
+
+@given(**HOW)
 @settings(max_examples=60, deadline=None)
-def test_our_kernel_gives_torchs_bits(
-    parts: list[int], dtype: torch.dtype, halves: bool, fp32_gradient: bool, slots: int, scale: float, decay: float,
-    decoupled: bool, maximize: bool, beta1: float, data: Any,
-) -> None:  # fmt: skip
-    """Over several steps, with parameters that have no gradient, in every format."""
-    if compiled.adam_library() is None:
-        pytest.skip("no C compiler")
-    halves = halves and dtype == torch.bfloat16
-    how = options(lr=1e-2, betas=(beta1, 0.99), weight_decay=decay, maximize=maximize)
-    how["decoupled_weight_decay"] = decoupled
-    results = []
-    all_has = [data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts))) for _ in range(3)]
-    for ours in (True, False):
-        flat, opened = make(parts, dtype, halves, slots)
-        rule = AdamRule(flat, compiled=ours)
-        generator = torch.Generator().manual_seed(1)
-        for has in all_has:
-            gradient = torch.randn(flat.numel, generator=generator).to(torch.float32 if fp32_gradient else dtype)
-            before = [tensor.clone() for tensor in (opened.masters(), *opened.states.values())]
-            rule.step(how, opened, gradient, has, scale)
-            rule.commit(has)
-            out = opened.out
-            if out is not opened:  # what was is there until the step counts
-                after = (opened.masters(), *opened.states.values())
-                assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-                opened, out.out = out, opened
-        results.append([opened.weights, opened.masters(), *opened.states.values()])
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+def test_steps_have_torchs_bits(**how: Any) -> None:
+    """Every implementation of torch's, over several steps, with parameters that have no gradient, in every format."""
+    draw_and_follow(**how)
+
+
+@pytest.mark.thorough
+@given(**HOW)
+@settings(max_examples=1000, deadline=None)
+def test_steps_have_torchs_bits_thoroughly(**how: Any) -> None:
+    draw_and_follow(**how)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_torchs_bits_with_several_threads(cls: Any, flags: dict[str, Any]) -> None:
+    """Torch divides a parameter among threads, and the last elements of each part may fill no vector."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        arguments = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+        follow_torch(cls, arguments | flags, [100_003, 17], torch.float32, False, True, 1, 1.0, [[True, True]] * 3)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("flags", [{}, {"fused": True}])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_torchs_bits_with_a_tensor_as_learning_rate(cls: Any, flags: dict[str, Any]) -> None:
+    """The for-loop computes in the tensor's dtype."""
+    for lr in (torch.tensor(3e-3), torch.tensor([3e-3]), torch.tensor(3e-3, dtype=torch.float64)):
+        follow_torch(
+            cls, {"lr": lr, "weight_decay": 0.1} | flags, [67], torch.float32, False, True, 1, 1.0, [[True]] * 3
+        )
+
+
+def test_adam_takes_one_pass() -> None:
+    """Where there is a compiler, and torch is built with MKL for this processor, as in the wheels for x86."""
+    if compiled.adam_library() is None or not torch.backends.mkl.is_available():
+        pytest.skip("no C compiler, or another build of torch")
+    assert all(adam.exact_kernel(implementation) for implementation in ("for-loop", "foreach", "fused"))
+
+
+def test_a_kernel_with_other_bits_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch's own function steps then, with the same numbers."""
+    monkeypatch.setattr(adam, "settings_of", _off_by_a_bit(adam.settings_of))
+    adam.exact_kernel.cache_clear()
+    try:
+        with caplog.at_level("WARNING", "lightning_ssd"):
+            follow_torch(torch.optim.AdamW, {}, [67], torch.float32, False, True, 1, 1.0, [[True]] * 3)
+        assert compiled.adam_library() is None or "does not give the bits" in caplog.text
+    finally:
+        adam.exact_kernel.cache_clear()
+
+
+def _off_by_a_bit(settings_of: Any) -> Any:
+    def wrong(*arguments: Any) -> Any:
+        numbers = settings_of(*arguments)
+        numbers.beta2 *= 1 + 2.0**-23
+        return numbers
+
+    return wrong
+
+
+def test_momentum_that_begins_later_is_refused() -> None:
+    flat = Flat("flat", [("weight", nn.Parameter(torch.empty(64)))], torch.float32, CPU)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(64))], lr=0.1)
+    rule = make_rule(optimizer, flat)
+    how = dict(optimizer.param_groups[0])
+    layout = Layout(flat, False, rule.state_names(how), steps=True, slots=1)
+    opened = layout.opened(torch.zeros(flat.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="needs momentum_buffer now.*from the start"):
+        rule.step({**how, "momentum": 0.9}, opened, torch.ones(64), [True], 1.0)
 
 
 def test_parameters_without_gradient_stay(tmp_path: Any) -> None:
