@@ -4,28 +4,75 @@ The Trainer's own checkpoint without weights that have left; where every random 
 is: a loader that can't tell is read again from the beginning of the epoch, with the random numbers of then.
 
 A record is made when the next batch is asked for: all hooks of the batch before have run by then, and validation.
+
+A record is of one `fit`: of a model, settings, data, and the number of the `fit` in its script. Another one does not go
+on from it, and says why.
 """
 
 import inspect
 import logging
+import os
+import platform
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_ssd._lightning import fabric, pl
-from lightning_ssd.states import ModelStates
+from lightning_ssd.states import ModelStates, Record, Settings, describe, differences, model_settings
+from lightning_ssd.states.plain_data import NotPlainError, PlainData, encode
+from lightning_ssd.states.settings import show, type_name
+from lightning_ssd.storage import StorageError
 
 log = logging.getLogger(__name__)
 
 _KEY = "lightning_ssd.recovery"
 _GRADIENTS = "lightning_ssd.gradients"
 _GENERATORS = "lightning_ssd.generators"
+
+_FIXED = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision", "limit_train_batches",
+          "overfit_batches", "reload_dataloaders_every_n_epochs")  # fmt: skip
+_NOTED = ("max_epochs", "max_steps", "min_epochs", "min_steps", "limit_val_batches", "val_check_interval",
+          "check_val_every_n_epoch")  # fmt: skip
+"""Settings of a Trainer: those that numbers depend on, and those that say when it ends and what it does beside."""
+
+_ended = 0
+"""Trainings with `recover=True` that have ended well in this process. The training thread's."""
+
+
+def training_settings(trainer: pl.Trainer, own: Mapping[str, object]) -> Settings:
+    """Returns the settings of a training whose optimizers are set up and have not stepped.
+
+    Args:
+        trainer: fits.
+        own: the strategy's, by name, that numbers or the layout of states depend on.
+    """
+    module, strategy = trainer.lightning_module, trainer.strategy
+    model = model_settings(module, strategy.optimizers)
+    fixed = {"this `fit`": f"number {_ended + 1} of its script"}
+    fixed |= {f"`{name}`": show(value) for name, value in own.items()}
+    fixed |= {f"`{name}` of the Trainer": show(getattr(trainer, name, None)) for name in _FIXED}
+    fixed |= model.fixed
+    for index, config in enumerate(strategy.lr_scheduler_configs):
+        of = f"of LR scheduler {index}"
+        fixed[f"LR scheduler {index}"] = type_name(type(config.scheduler))
+        for name in ("interval", "frequency", "monitor", "reduce_on_plateau"):
+            fixed[f"`{name}` {of}"] = show(getattr(config, name))
+        fixed |= {f"`{name}` {of}": show(value) for name, value in config.scheduler.state_dict().items()}
+    noted = {f"`{name}` of the Trainer": show(getattr(trainer, name, None)) for name in _NOTED}
+    noted |= model.noted
+    noted |= {f"hyperparameter `{name}`": show(value) for name, value in dict(module.hparams).items()}
+    noted["the seed"] = os.environ.get("PL_GLOBAL_SEED", "not set")
+    noted["the device"] = _device_name(strategy.root_device)
+    noted["the version of torch"], noted["the version of Lightning"] = str(torch.__version__), str(pl.__version__)
+    return Settings(fixed, noted)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
 class Recovery:
@@ -48,25 +95,52 @@ class Recovery:
         self._trainer = trainer
         self._states = states
         self._resume: deque[_Place] = deque()
+        self._resumed: Record | None = None
+        """What the Trainer restores."""
         self._kept_gradients: dict[str, Tensor] = {}
         self._ahead = 0
         """Batches that the Trainer fetches before it goes on with the first step."""
         self.random: dict[str, Any] | None = None
         """States of random number generators, until the training that is taken up goes on with them."""
+        self._recorded_step: int | None = None
+        """`global_step` of the last record, or of the first batch."""
 
-    def take_up(self, rest: Mapping[str, Any]) -> None:
+    def take_up(self, record: Record) -> None:
         """Has the Trainer restore what was recorded, as if it had been given a checkpoint."""
-        checkpoint = dict(rest)
+        checkpoint = dict(record.rest)
         own = checkpoint.pop(_KEY)
         self._kept_gradients = checkpoint.pop(_GRADIENTS)
-        self._resume.extend(own["places"])
+        self._resume.extend(_Place(**place) for place in own["places"])
         self._ahead, self.random = own["ahead"], own["random"]
-        self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint
-        log.warning("going on after step %d of a run that was killed", checkpoint["global_step"])
+        self._resumed = record
+        self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint | self._hyper_parameters()
+
+    def check_settings(self, settings: Settings) -> None:
+        """Compares settings with those of the run that was killed, which goes on: no checkpoint was given.
+
+        Raises:
+            StorageError: one differs that numbers depend on.
+        """
+        record = self._resumed
+        assert record is not None
+        self._refuse(record, differences(record.settings.fixed, settings.fixed))
+        log.warning("going on after step %d of a run that was killed", record.rest["global_step"])
+        if changed := differences(record.settings.noted, settings.noted):
+            log.warning("what has changed since: %s", describe(changed))
+
+    @staticmethod
+    def _refuse(record: Record, different: list[str]) -> None:
+        if different:
+            raise StorageError(
+                f"{record.file} is of a run that was killed, and this one can't go on from it: {describe(different)}. "
+                f"Put that back; or {record.remedy}. Where a script has several `fit`s with `recover=True`, give each "
+                "a `path` of its own."
+            )
 
     def forget(self) -> None:
         """The Trainer was given a checkpoint, which is what it starts from."""
         self._resume.clear()
+        self._resumed = None
         self._kept_gradients = {}
         self._ahead, self.random = 0, None
 
@@ -75,6 +149,7 @@ class Recovery:
 
         Raises:
             ValueError: it can't be read again.
+            StorageError: it is not the one that the run that was killed has read.
         """
         if getattr(dataloader, "persistent_workers", False):
             raise ValueError(
@@ -83,6 +158,8 @@ class Recovery:
             )
         stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
         place = self._resume.popleft() if self._resume else None
+        if place is not None and self._resumed is not None:
+            self._refuse(self._resumed, differences(place.settings, _loader_settings(dataloader)))
         # One that has no length is read ahead, and its own state is of then.
         kind = _StatefulLoader if stateful and fabric.utilities.data.sized_len(dataloader) is not None else _Loader
         return kind(dataloader, place, self)
@@ -95,10 +172,22 @@ class Recovery:
         if self.random is not None:
             self._go_on(self.random)
             self.random = None
-        if self._states.unrecorded:
+        if self._recorded_step is None:
+            self._recorded_step = self._trainer.global_step
+        # Of steps of parameters that stay on the device the states don't know.
+        if self._states.unrecorded or self._trainer.global_step != self._recorded_step:
             self._record()
 
+    def end(self) -> None:
+        """The training has ended well: the next one is another `fit` of the script."""
+        global _ended
+        _ended += 1
+
     def _go_on(self, random: dict[str, Any]) -> None:
+        if self._resume:
+            assert self._resumed is not None
+            self._refuse(self._resumed, [f"{len(self._resume)} training dataloaders more were read then"])
+        self._resumed = None
         for loader in self._followed():
             loader.go_back()
         for name, gradient in self._kept_gradients.items():
@@ -115,11 +204,27 @@ class Recovery:
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         fetcher = self._trainer.fit_loop._data_fetcher
         ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher is not None and fetcher.length is None else 0
-        places = [loader.place(ahead) for loader in self._followed()]
+        places = [asdict(loader.place(ahead)) for loader in self._followed()]
         checkpoint[_GRADIENTS] = self._gradients()
-        rest = _on_cpu(checkpoint)
-        own = {"places": places, "ahead": ahead, "random": _random()}
-        self._states.record(lambda: {**rest(), _KEY: own})
+        checkpoint[_KEY] = {"places": places, "ahead": ahead, "random": _random()}
+        for owner in self._with_hyper_parameters():  # which the script has: they may be anything
+            for key in (owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.CHECKPOINT_HYPER_PARAMS_KEY, _hparams_type(owner)):
+                checkpoint.pop(key, None)
+        self._recorded_step = self._trainer.global_step
+        try:
+            self._states.record(_encode_on_cpu(checkpoint))
+        except NotPlainError as error:
+            raise ValueError(
+                f"`recover=True` records what Lightning would put in a checkpoint, and {error}; or set `recover=False`."
+            ) from error
+
+    def _with_hyper_parameters(self) -> "list[Any]":
+        owners = (self._trainer.lightning_module, self._trainer.datamodule)  # type: ignore[attr-defined]
+        return [owner for owner in owners if owner and owner.hparams]
+
+    def _hyper_parameters(self) -> dict[str, Any]:
+        """Returns what a checkpoint of this script has of them."""
+        return {owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams) for owner in self._with_hyper_parameters()}
 
     def _followed(self) -> "list[_Loader]":
         current = self._trainer.fit_loop._combined_loader
@@ -141,11 +246,13 @@ class _Place:
         made: states of random number generators when its iterator was made.
         begun: the same when the first batch was asked for; None: none was.
         batches: how many were handed out since.
+        settings: the loader's, by name.
     """
 
     made: dict[str, Any]
     begun: dict[str, Any] | None
     batches: int
+    settings: dict[str, str]
 
 
 class _Loader:
@@ -194,7 +301,8 @@ class _Loader:
 
     def place(self, ahead: int) -> _Place:
         """Returns where the training is in the data, if the last `ahead` batches were not for it yet."""
-        return _Place(self._made, self._begun, max(0, self._batches - ahead))
+        batches = max(0, self._batches - ahead)
+        return _Place(self._made, self._begun, batches, _loader_settings(self._dataloader))
 
     def go_back(self) -> None:
         """Hands out, to nobody, what the run that was killed has had; samplers know their epoch by now."""
@@ -267,29 +375,47 @@ def _set_random(states: dict[str, Any]) -> None:
     fabric.utilities.seed._set_rng_states(dict(states))
 
 
-def _on_cpu(checkpoint: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Copies a checkpoint, which goes on changing, to the CPU, and does not wait for the device.
+def _loader_settings(dataloader: Any) -> dict[str, str]:
+    """Returns settings of a training dataloader that tell it from others, by name."""
+    batches = getattr(dataloader, "batch_sampler", None)
+    size = getattr(dataloader, "batch_size", None) or getattr(batches, "batch_size", None)
+    sized_len = fabric.utilities.data.sized_len
+    found = {
+        "class": type(dataloader),
+        "batch_size": size,
+        "drop_last": getattr(dataloader, "drop_last", None),
+        "num_workers": getattr(dataloader, "num_workers", None),
+        "class of the sampler": type(getattr(dataloader, "sampler", None)),
+        "class of the dataset": type(getattr(dataloader, "dataset", None)),
+        "length of the dataset": sized_len(getattr(dataloader, "dataset", None)),
+        "number of batches": sized_len(dataloader),
+    }
+    return {f"`{name}` of the training dataloader": show(value) for name, value in found.items()}
+
+
+def _hparams_type(owner: Any) -> str:
+    return str(owner.CHECKPOINT_HYPER_PARAMS_TYPE)
+
+
+def _encode_on_cpu(checkpoint: dict[str, Any]) -> Callable[[], PlainData]:
+    """Takes a checkpoint, which goes on changing, apart, with copies on the CPU, and does not wait for the device.
 
     Returns:
         What waits for the copies, on another thread, and returns them.
     """
-    copies: dict[int, Any] = {}  # by the identity of what is copied, as `deepcopy` wants it
 
     def copy(tensor: Tensor) -> Tensor:
-        whole = tensor.detach()
-        copies[id(tensor)] = whole.to("cpu", non_blocking=True) if whole.is_cuda else whole.clone()
-        return tensor
+        return tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor.clone()
 
-    apply_to_collection(checkpoint, Tensor, copy)
-    copied: dict[str, Any] = deepcopy(checkpoint, copies)
+    encoded = encode(checkpoint, "checkpoint", copy)
     arrived: torch.cuda.Event | None = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         arrived = torch.cuda.Event()
         arrived.record()
 
-    def wait() -> dict[str, Any]:
+    def wait() -> PlainData:
         if arrived is not None:
             arrived.synchronize()
-        return copied
+        return encoded
 
     return wait

@@ -19,10 +19,11 @@ from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_visit
 from lightning_ssd.planning.plan import Tier
 from lightning_ssd.precision import autocast_dtype, streaming_precision
-from lightning_ssd.recovery import Recovery
+from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import (
     ModelStates,
+    Settings,
     Setup,
     StatesConfig,
     Unborn,
@@ -277,6 +278,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
                 clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
                 hold=hold,
+                settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
             )
             self.model_states = make_model_states(
                 self.model,
@@ -296,10 +298,21 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             self._recovery = Recovery(trainer, self.model_states)
             if (record := self.model_states.recovered) is not None:
                 self.model_states.state_dicts.protected = True
-                self._recovery.take_up(record.rest)
+                self._recovery.take_up(record)
         self._restore_callbacks = [lend_weights(callback, self.whole_weights) for callback in averaging]
         self._precision = self.precision_plugin
         self._follow_states()
+
+    def _settings(self, trainer: pl.Trainer) -> Settings:
+        """Returns the settings of a training that is recorded."""
+        config, states = self.config, self.states_config
+        own = {
+            "checksum": config.checksum,
+            "min_bytes": parse_bytes(config.min_bytes, "min_bytes"),
+            "state_format": states.state_format,
+            "units": states.units,
+        }
+        return training_settings(trainer, own)
 
     def _follow_states(self) -> None:
         """Has gradients clipped, scaled and dropped where `model_states` keeps them."""
@@ -454,6 +467,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         return type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and "://" not in str(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._taking_up:
+            assert self._recovery is not None and self._setup is not None
+            self._recovery.check_settings(self._setup.settings)
         with self._but_what_has_left():
             super().load_model_state_dict(checkpoint, strict=strict and not self._taking_up)
 

@@ -1,21 +1,27 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
 from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, leaving_parameters, make_model_states
+from lightning_ssd.states.journal import Record
 from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states
 from lightning_ssd.states.replace import find_replaced
+from lightning_ssd.states.settings import Settings, describe, differences, model_settings
 from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.states.units import Unit, find_units
 
 __all__ = [
     "ModelStates",
+    "Record",
+    "Settings",
     "Setup",
     "StatesConfig",
     "Unborn",
     "Unit",
     "bytes_on_device",
+    "describe",
+    "differences",
     "find_replaced",
     "find_units",
     "is_sharded",
@@ -23,6 +29,7 @@ __all__ = [
     "load_sharded",
     "make_model_states",
     "materialize_on",
+    "model_settings",
     "move_model_states",
     "save",
     "save_sharded",

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from lightning_ssd.states.materialize import Unborn, born_together, materialize,
 from lightning_ssd.states.model_states import ModelStates, Overlap, StepTerms
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
+from lightning_ssd.states.settings import Settings
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.storage import Blob, BlobStore, Kept, PrivateDirectory, StorageFullError
 from lightning_ssd.storage.memory import available_memory, device_memory, usable_memory
@@ -155,6 +156,7 @@ class Setup:
         clip_norm: whether gradients are clipped by their norm.
         clip_value: as in `StepTerms`.
         hold: as in `StepTerms`.
+        settings: of the training, if it is recorded.
     """
 
     config: StatesConfig
@@ -164,6 +166,7 @@ class Setup:
     clip_norm: bool
     clip_value: float | None
     hold: bool
+    settings: Settings = field(default_factory=Settings.none)
 
     @property
     def scaled(self) -> bool:
@@ -291,7 +294,7 @@ def make_model_states(
         kind = "host" if config.states == "auto" and storage.tier == "host" else config.states
         kind = "ssd" if recover else kind
         assert kind != "gpu"
-        killed = _Taken(layouts) if recover else None
+        killed = _Taken(layouts, setup.settings) if recover else None
         budget = host_budget(config, storage)
         tiers = None
         if given is not None:
@@ -330,7 +333,7 @@ def make_model_states(
         undo.callback(masters.close)
         journal: Journal | None = None
         if recover and scratch is not None:
-            journal = Journal(homes, rules, scratch.store)
+            journal = Journal(homes, rules, scratch.store, setup.settings)
             undo.callback(journal.close)
         states = ModelStates(
             module,
@@ -501,8 +504,11 @@ def make_scratch(
     *,
     taken: "_Taken | None",
 ) -> Scratch | None:
-    """Makes what the flats on SSDs share, if there are any; `taken`: and takes over what a killed run has there."""
-    if places.ssd == 0:
+    """Makes what the flats on SSDs share, if there are any; `taken`: and takes over what a killed run has there.
+
+    With `taken` there is a place for the journal also where no flat is.
+    """
+    if places.ssd == 0 and taken is None:
         return None
     with contextlib.ExitStack() as undo:
         store = BlobStore(
@@ -528,17 +534,19 @@ class _Taken:
 
     Args:
         layouts: of this run's flats.
+        settings: of this run.
 
     Attributes:
         record: what there was.
     """
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
+    def __init__(self, layouts: Sequence[Layout], settings: Settings) -> None:
         self._layouts = layouts
+        self._settings = settings
         self.record: Record | None = None
 
     def __call__(self, directory: PrivateDirectory) -> Kept | None:
-        self.record = read_record(directory, self._layouts)
+        self.record = read_record(directory, self._layouts, self._settings)
         return None if self.record is None else self.record.kept
 
 

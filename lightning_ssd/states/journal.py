@@ -3,21 +3,23 @@
 Every flat is on SSDs in two slots. A step writes to those that don't count. When all of it is on the drives, a record
 names the slots that count from now on and replaces the one before; until then no other step may begin to write. So
 whenever the process is killed, the record that is there describes a whole step, of which every byte is there.
+
+A record is plain data with a checksum (`plain_data`): nothing in it is code, and no changed bit passes for data.
 """
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.optimizers import Rule
+from lightning_ssd.states.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
+from lightning_ssd.states.settings import Settings, describe, differences
 from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage import BlobStore, Kept, PrivateDirectory, StorageError
+from lightning_ssd.storage import Blob, BlobStore, Kept, Piece, PrivateDirectory, StorageError
+from lightning_ssd.storage.calibration import Calibration
 from lightning_ssd.storage.errors import from_os_error
 
 _FILE = "journal"
@@ -32,42 +34,64 @@ class Record:
         kept: what the next run's store takes over.
         slots: of each flat, which slot counts.
         rules: of each flat with a rule, what that keeps in memory.
+        settings: of the training, which the next run must have, too.
         rest: what else the training was, with tensors on the CPU.
+        file: the name of its file, for messages.
     """
 
     identity: object
     kept: Kept
     slots: Sequence[int]
     rules: Sequence[object]
+    settings: Settings
     rest: Mapping[str, Any]
+    file: str
+
+    @property
+    def remedy(self) -> str:
+        """What a person does who does not want to go on from it."""
+        return f"remove {self.file.removesuffix(f'/{_FILE}')} and what it holds, to begin anew"
 
 
-def read_record(directory: PrivateDirectory, layouts: Sequence[Layout]) -> Record | None:
+def read_record(directory: PrivateDirectory, layouts: Sequence[Layout], settings: Settings) -> Record | None:
     """Returns the last record of a run that was killed; None if there is none.
 
     Args:
         directory: the kept directory, locked.
         layouts: of this run's flats.
+        settings: of this run. A record of flats that are the same is returned whatever its settings are.
 
     Raises:
-        StorageError: it is of another model, or can't be read; nothing is removed.
+        StorageError: it is of other flats, or can't be read; nothing is removed.
     """
     file = directory.path / _FILE
-    give_up = f"remove {file.parent} and what it holds"
+    give_up = f"remove {file.parent} and what it holds, to begin anew"
     try:
-        content = io.BytesIO(directory.read_file(_FILE))
-        record: Record = torch.load(content, map_location="cpu", weights_only=False)
+        parts = from_bytes(directory.read_file(_FILE))
+        own = decode(parts["journal"])
+        record = Record(
+            own["identity"],
+            _kept_from(own["kept"]),
+            own["slots"],
+            own["rules"],
+            Settings(**own["settings"]),
+            decode(parts["training"]),
+            str(file),
+        )
     except FileNotFoundError:
         return None
-    except Exception as error:
+    except OSError as error:
+        raise from_os_error(error, "read the journal of `recover=True`", file) from error
+    except DamagedError as error:
         raise StorageError(
-            f"{file}, which a run that was killed left, can't be read: {error}. Run it with the "
-            f"versions of then, or {give_up}."
+            f"{file}, which a run that was killed left, can't be read: {error}. Its states can't be told from others: "
+            f"start from a checkpoint with another `path`, or {give_up}."
         ) from error
     if record.identity != identity_of(layouts):
+        found = describe(differences(record.settings.fixed, settings.fixed)) or "the parameters are grouped otherwise"
         raise StorageError(
-            f"{file.parent} has the states of a run that was killed, of another model or with other settings "
-            f"(`units`, `state_format`, `precision`, optimizers). Run it with those, or {give_up}."
+            f"{file.parent} has the states of a run that was killed, of another model or with other settings: {found}. "
+            f"Put them back, or {give_up}."
         )
     return record
 
@@ -75,14 +99,14 @@ def read_record(directory: PrivateDirectory, layouts: Sequence[Layout]) -> Recor
 def identity_of(layouts: Sequence[Layout]) -> object:
     """Returns what flats must have in common to take the other's bytes over."""
     return [
-        (
+        [
             layout.flat.name,
             str(layout.flat.dtype),
             layout.split,
-            tuple(layout.state_names),
+            list(layout.state_names),
             layout.slots,
-            [(item.name, item.start, tuple(item.parameter.shape)) for item in layout.flat.slices],
-        )
+            [[item.name, item.start, list(item.parameter.shape)] for item in layout.flat.slices],
+        ]
         for layout in layouts
     ]
 
@@ -94,15 +118,19 @@ class Journal:
         homes: all flats' homes, on SSDs.
         rules: of those that are stepped.
         store: where they are.
+        settings: of the training.
     """
 
-    def __init__(self, homes: Mapping[Flat, Home], rules: Mapping[Flat, Rule], store: BlobStore) -> None:
+    def __init__(
+        self, homes: Mapping[Flat, Home], rules: Mapping[Flat, Rule], store: BlobStore, settings: Settings
+    ) -> None:
         self._homes = homes
         self._rules = rules
         self._store = store
+        self._settings = settings
         self._worker = Worker("journal")
 
-    def write(self, after: Sequence["Future[Any]"], rest: Callable[[], Mapping[str, Any]]) -> "Future[None]":
+    def write(self, after: Sequence["Future[Any]"], rest: Callable[[], PlainData]) -> "Future[None]":
         """Has a record written.
 
         Args:
@@ -110,27 +138,35 @@ class Journal:
             rest: returns the record's `rest`; called on the journal's thread.
 
         Returns:
-            A future that is done when the record has replaced the one before.
+            A future that is done when the record has replaced the one before; of a StorageError, if that is there
+            still.
         """
 
         def run() -> None:
             self._store.sync()
             homes = list(self._homes.values())
-            self._replace(
-                Record(
-                    identity_of([home.layout for home in homes]),
-                    self._store.kept([blob for home in homes for blob in home.blobs()]),
-                    [home.slot for home in homes],
-                    [rule.kept() for rule in self._rules.values()],
-                    rest(),
-                )
-            )
+            own = {
+                "identity": identity_of([home.layout for home in homes]),
+                "kept": _kept_as_data(self._store.kept([blob for home in homes for blob in home.blobs()])),
+                "slots": [home.slot for home in homes],
+                "rules": [rule.kept() for rule in self._rules.values()],
+                "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
+            }
+            self._replace(to_bytes({"journal": encode(own, "the journal"), "training": rest()}))
 
         return self._worker.submit(run, after)
 
     def forget(self) -> None:
-        """Drops the record: what it names is about to change, or not wanted any more."""
-        self._store.directory.remove_file(_FILE)
+        """Drops the record: what it names is about to change, or not wanted any more.
+
+        Raises:
+            StorageError: it is there still.
+        """
+        directory = self._store.directory
+        try:
+            directory.remove_file(_FILE)
+        except OSError as error:
+            raise from_os_error(error, "remove the journal of `recover=True`", directory.path / _FILE) from error
 
     @property
     def written(self) -> bool:
@@ -141,10 +177,32 @@ class Journal:
         """Ends the thread."""
         self._worker.close()
 
-    def _replace(self, record: Record) -> None:
+    def _replace(self, content: bytes) -> None:
         directory = self._store.directory
         try:
             with directory.replacing_file(_FILE) as file:
-                torch.save(record, file)
+                file.write(content)
         except OSError as error:
-            raise from_os_error(error, "write the journal of `recover=True`", directory.path / _FILE) from error
+            action = f"write {len(content)} bytes of the journal of `recover=True`"
+            raise from_os_error(error, action, directory.path / _FILE) from error
+
+
+def _kept_as_data(kept: Kept) -> dict[str, object]:
+    blobs = [
+        [blob.nbytes, [[piece.volume, piece.offset, piece.start, piece.nbytes] for piece in blob.pieces]]
+        for blob in kept.blobs
+    ]
+    measured = kept.calibration
+    return {
+        "blobs": blobs,
+        "hashes": dict(kept.hashes),
+        "calibration": [list(measured.weights), measured.write_bandwidth, measured.read_bandwidth],
+        "paths": list(kept.paths),
+        "run": kept.run,
+    }
+
+
+def _kept_from(data: dict[str, Any]) -> Kept:
+    blobs = [Blob(nbytes, tuple(Piece(*piece) for piece in pieces)) for nbytes, pieces in data["blobs"]]
+    weights, write, read = data["calibration"]
+    return Kept(blobs, data["hashes"], Calibration(tuple(weights), write, read), data["paths"], data["run"])

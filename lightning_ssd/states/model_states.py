@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizers import Rule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter, hook_gradient
 from lightning_ssd.states.place import Scratch
+from lightning_ssd.states.plain_data import PlainData
 from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
@@ -248,7 +249,7 @@ class ModelStates:
         """Whether a step was made since the last record, and there is a journal."""
         return bool(self._unrecorded)
 
-    def record(self, rest: Callable[[], Mapping[str, Any]]) -> None:
+    def record(self, rest: Callable[[], PlainData]) -> None:
         """Has a record written of the steps that have begun; the next ones wait for it.
 
         Args:

@@ -172,7 +172,7 @@ class BlobStore:
                     directory.clear()
                     _note_run(directory, self._run)
                 slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
-                volume = Volume(directory, chosen, slots)
+                volume = Volume(directory, chosen, None if taken is None else slots)
                 undo.callback(volume.close, remove=taken is None)
                 self._volumes.append(volume)
             self._allocated = sum(align_up(piece.nbytes) for piece in pieces)

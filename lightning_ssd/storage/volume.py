@@ -44,17 +44,22 @@ class Volume:
         StorageError: the file cannot be made, or is not what slots were taken in.
     """
 
-    def __init__(self, directory: ScratchDirectory, backend: Backend, taken: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, directory: ScratchDirectory, backend: Backend, taken: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         self._directory = directory
         with ExitStack() as undo:
             self.path = self._directory.path / _FILE
             try:
-                self._fd = directory.files.open_file(_FILE, os.O_RDWR | (0 if taken else os.O_CREAT | os.O_EXCL))
+                self._fd = directory.files.open_file(
+                    _FILE, os.O_RDWR | (os.O_CREAT | os.O_EXCL if taken is None else 0)
+                )
                 undo.callback(close_fd, self._fd, self.path)
                 self.slots = SlotAllocator(align_down(os.fstat(self._fd).st_size))
-                for offset, nbytes in taken:
+                for offset, nbytes in taken or ():
                     self.slots.take(offset, nbytes)
                 self.device = os.fstat(self._fd).st_dev
+                directory.files.sync()  # a record may name what is in the file: its name is to be there, too
                 # By descriptor: another user may give its name, or its directory's, to something else.
                 self.file: BackendFile = backend.open(Path(f"/proc/self/fd/{self._fd}"))
             except OSError as error:

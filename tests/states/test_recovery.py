@@ -51,13 +51,13 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
     return fit(recovering(path, **options), **arguments)
 
 
-def test_killed_at_fifty_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.thorough)])
+def test_killed_at_many_moments(tmp_path: Path, kills: int) -> None:
     """By SIGKILL, at any time and amid a write; bit for bit what a training gives that nobody killed."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.states.killed", str(tmp_path), "50"], capture_output=True, text=True, timeout=600
-    )
+    command = [sys.executable, "-m", "tests.states.killed", str(tmp_path), str(kills)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "50 kills" in run.stdout
+    assert f"{kills} kills" in run.stdout
     assert "going on after step" in run.stderr
     assert_nothing_is_left(tmp_path)
 
