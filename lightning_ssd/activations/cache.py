@@ -142,7 +142,9 @@ class TensorCache:
         last = self._patterns[-1] if self._patterns else None
         self.placement.begin(last.bytes_that_may_leave(self.window_bytes) if last else 0)
         self._copied_at = 0.0
-        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self.placement.plan)
+        plan = self.placement.plan
+        repeated = last if last is not None and self.placement.repeats and last.plan == plan and last.placed else None
+        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, plan, repeated, self.window_bytes)
         self._stats.micro_batches += 1
 
     @contextlib.contextmanager
@@ -245,7 +247,14 @@ class TensorCache:
             return _keep(tensor)
         if is_weight(tensor, storage):
             return _keep(tensor)
-        if self.placement.keeps(nbytes):
+        assert self._batch is not None, "begin_micro_batch comes first"
+        repeats_stay = choice is None and self._batch.repeats_stay(nbytes)
+        if repeats_stay:
+            self._stats.saved += nbytes
+            if self._window:  # the forward goes on, and copies end meanwhile
+                with self._turn:
+                    self._release_window()
+        if repeats_stay or self.placement.keeps(nbytes):
             setattr(storage, _STAYS, self._stats.micro_batches)
             return _keep(tensor)
         with self._turn:
@@ -283,9 +292,10 @@ class TensorCache:
         return record
 
     def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[TierName]:
-        """Returns the tiers to try, in this order."""
+        """Returns the tiers to try, in this order, for the storage that was added last."""
         if choice not in ("host", "ssd"):
-            return self.placement.place(nbytes)
+            assert self._batch is not None
+            return self._batch.place(lambda: tuple(self.placement.place(nbytes)))
         return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
 
     def _offload(self, record: Record, data: Tensor, tiers: Sequence[TierName]) -> None:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -12,6 +12,9 @@ from lightning_ssd.activations.clock import Clock, Stopwatch
 from lightning_ssd.activations.record import Record, State
 from lightning_ssd.activations.tier import TierName
 
+Placed = tuple[TierName, ...]
+"""Tiers to try for a storage, in this order; none: it stays on the device."""
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -20,10 +23,15 @@ class Pattern:
     Attributes:
         sizes: bytes of each saved storage, in the order of saving.
         order: indices into `sizes`, in the order in which backward first wanted them.
+        placed: of each storage, the tiers that the placement named for it; none: it stayed on the device; `None`: the
+            placement was not asked.
+        plan: number of the placement's plan that was in force.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
+    placed: tuple[Placed | None, ...] = ()
+    plan: int | None = None
 
     @cached_property
     def _bytes_before(self) -> dict[int, int]:
@@ -38,6 +46,14 @@ class Pattern:
     def bytes_that_may_leave(self, window_bytes: int) -> int:
         """Bytes of the storages that `is_wanted_early` does not keep on the device."""
         return sum(size for index, size in enumerate(self.sizes) if not self.is_wanted_early(index, window_bytes))
+
+    def stays(self, window_bytes: int) -> frozenset[int]:
+        """Returns the storages that the placement left on the device, without those that `is_wanted_early` keeps."""
+        return frozenset(
+            index
+            for index, placed in enumerate(self.placed)
+            if placed == () and not self.is_wanted_early(index, window_bytes)
+        )
 
     def is_wanted_early(self, index: int, window_bytes: int) -> bool:
         """Whether storage `index` is what backward wanted first, or in the `window_bytes` after that."""
@@ -71,17 +87,30 @@ class MicroBatch:
         patterns: what earlier micro-batches did; those that this one departs from are dropped as it goes.
         clock: the device's clock.
         plan: the number of the plan in force.
+        repeated: an earlier micro-batch whose placement holds again as long as this one saves storages of the same
+            sizes. Storages that stayed on the device in it get no record.
+        window_bytes: bytes that backward wants first, which are always recorded.
     """
 
-    def __init__(self, patterns: Sequence[Pattern], clock: Clock, plan: int) -> None:
+    def __init__(
+        self,
+        patterns: Sequence[Pattern],
+        clock: Clock,
+        plan: int,
+        repeated: Pattern | None = None,
+        window_bytes: int = 0,
+    ) -> None:
         self.sizes: list[int] = []
         self.saved_bytes = 0
+        self._placed: list[Placed | None] = []
+        self._repeated = repeated
+        self._without_record = frozenset[int]() if repeated is None else repeated.stays(window_bytes)
         self.stalls: dict[TierName, tuple[Stopwatch, Stopwatch]] = {
             tier: (Stopwatch(clock), Stopwatch(clock)) for tier in ("host", "ssd")
         }
-        self._records: list[weakref.ref[Record]] = []
+        self._records: list[Callable[[], Record | None]] = []
         self._wanted: dict[int, None] = {}  # a set that keeps its order
-        self._candidates = list(patterns)
+        self._candidates = list(dict.fromkeys(patterns))
         self._expected: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._cursor = 0
@@ -96,6 +125,25 @@ class MicroBatch:
         self._turned: Any = None
         self._ended: Any = None
 
+    def repeats_stay(self, nbytes: int) -> bool:
+        """Counts the next saved storage, and returns True, if it stays on the device as in the repeated micro-batch.
+
+        Such a storage has no record: most storages of a training stay, and a record takes the host some 20 us.
+        """
+        index = len(self.sizes)
+        if index not in self._without_record or not self._repeats(index, nbytes):
+            return False
+        self._count(nbytes, _no_record)
+        self._placed[index] = ()
+        return True
+
+    def place(self, ask: Callable[[], Placed]) -> Placed:
+        """Returns the tiers for the storage that was added last: those of the repeated micro-batch, or of `ask`."""
+        index = len(self.sizes) - 1
+        repeated = None if self._repeated is None else self._repeated.placed[index]
+        placed = self._placed[index] = ask() if repeated is None else repeated
+        return placed
+
     @property
     def in_backward(self) -> bool:
         """Whether backward has wanted something."""
@@ -108,14 +156,26 @@ class MicroBatch:
 
     def add(self, record: Record) -> None:
         """Takes the next saved storage; `record.index` is `len(sizes)`."""
+        self._repeats(len(self.sizes), record.nbytes)
+        self._count(record.nbytes, weakref.ref(record))
+
+    def _repeats(self, index: int, nbytes: int) -> bool:
+        """Whether storage `index` is the repeated micro-batch's; from the first that is not, nothing is repeated."""
+        repeated = self._repeated
+        if repeated is None or index >= len(repeated.sizes) or repeated.sizes[index] != nbytes:
+            self._repeated, self._without_record = None, frozenset()
+        return self._repeated is not None
+
+    def _count(self, nbytes: int, record: Callable[[], Record | None]) -> None:
         index = len(self.sizes)
-        self.sizes.append(record.nbytes)
-        self.saved_bytes += record.nbytes
-        self._records.append(weakref.ref(record))
+        self.sizes.append(nbytes)
+        self.saved_bytes += nbytes
+        self._records.append(record)
+        self._placed.append(None)
+        if len(self._candidates) == 1 and self._candidates[0] is self._repeated:
+            return
         self._candidates = [
-            pattern
-            for pattern in self._candidates
-            if index < len(pattern.sizes) and pattern.sizes[index] == record.nbytes
+            pattern for pattern in self._candidates if index < len(pattern.sizes) and pattern.sizes[index] == nbytes
         ]
 
     def keeps(self, record: Record, window_bytes: int) -> bool:
@@ -172,7 +232,12 @@ class MicroBatch:
 
     def pattern(self) -> Pattern:
         """Returns what this micro-batch did."""
-        return Pattern(tuple(self.sizes), tuple(self._wanted))
+        repeated, wanted = self._repeated, tuple(self._wanted)
+        if repeated is None or len(self.sizes) < len(repeated.sizes):
+            return Pattern(tuple(self.sizes), wanted, tuple(self._placed), self._plan)
+        if wanted == tuple(index for index in repeated.order if self._records[index] is not _no_record):
+            return repeated  # which knows the order of storages without a record, too
+        return Pattern(tuple(self.sizes), wanted)  # the next micro-batch records all storages
 
     def profile(self) -> MicroBatchProfile | None:
         """Returns what it took, or `None` while the device is not through with it (or it had no backward)."""
@@ -204,3 +269,8 @@ class MicroBatch:
         self._expected = [index for index in order if index < self._settled]
         self._position = {index: position for position, index in enumerate(self._expected)}
         self._cursor = 0
+
+
+def _no_record() -> None:
+    """Stands for the record of a storage that stays on the device."""
+    return None

@@ -24,6 +24,9 @@ class Placement(ABC):
     may_wait: bool = True
     """Whether a store may hold the training up until staging memory is free."""
 
+    repeats: bool = False
+    """Whether micro-batches that save storages of the same sizes are placed alike while the plan is in force."""
+
     @abstractmethod
     def begin(self, expected_bytes: int) -> None:
         """A micro-batch begins; the last one saved `expected_bytes` that could go out (0: unknown)."""
@@ -43,6 +46,8 @@ class Placement(ABC):
 
 class KeepAll(Placement):
     """Nothing goes out."""
+
+    repeats = True
 
     def begin(self, expected_bytes: int) -> None:
         return None
@@ -109,15 +114,20 @@ class FixedAmount(Placement):
     """
 
     must_fit = True
+    repeats = True
 
     def __init__(self, amount: float | int, tiers: Sequence[TierName]) -> None:
         self._amount = amount
+        self._expected_bytes = 0
         self._tiers = tiers
         self._share = _Share(amount if isinstance(amount, float) else 1.0)
         self._left: float = float("inf")
 
     def begin(self, expected_bytes: int) -> None:
         if isinstance(self._amount, int):
+            if expected_bytes != self._expected_bytes:  # the amount is another share of the bytes
+                self._expected_bytes = expected_bytes
+                self.plan += 1
             self._left = self._amount
             self._share = _Share(min(1.0, self._amount / expected_bytes) if expected_bytes else 1.0)
         else:
@@ -147,8 +157,11 @@ class Auto(Placement):
     MARGIN = 0.9
     #: How much more than its stalls a tier's share shrinks: stalls vanish in a few micro-batches.
     SHRINK = 4.0
-    #: How much a share that has shrunk grows back after a micro-batch almost without stalls.
+    #: How much a share that has shrunk grows back after some micro-batches almost without stalls.
     GROW = 1.03
+    #: Most of those micro-batches. They are doubled whenever the share shrinks: a new plan takes the host time, because
+    #: every storage is recorded in its first micro-batch.
+    PATIENCE = 64
     #: The first micro-batch pays for lazy initialisation; it is not measured.
     WARM_UP = 1
 
@@ -161,6 +174,10 @@ class Auto(Placement):
         self._shares: dict[TierName, _Share] = {}
         self._seen = 0
         self._seen_of_plan = 0
+        self._patience = dict.fromkeys(speeds, 1)
+        """Of each tier, micro-batches almost without stalls before its share grows."""
+        self._quiet = dict.fromkeys(speeds, 0)
+        """Of each tier, how many of those there have been in a row."""
         self.may_wait = False
 
     def begin(self, expected_bytes: int) -> None:
@@ -193,19 +210,22 @@ class Auto(Placement):
                 self.MARGIN * (profile.backward_seconds - sum(into for _, into in stalls)),
                 self._speeds,
             )
-            self.may_wait = True
+            self.may_wait = self.repeats = True
             self._change_plan()
             return
         self._seen_of_plan += 1
         if self._seen_of_plan == 1:
             return  # the first micro-batch of a plan pays for memory that the allocator moves
-        for tier, stalls_of_tier in profile.stall_seconds.items():
-            stalled = sum(stalls_of_tier) / (profile.forward_seconds + profile.backward_seconds)
-            if tier in self._scale and stalled > self.TOLERATED_STALL:
+        for tier in self._tiers:
+            stalled = sum(profile.stall_seconds[tier]) / (profile.forward_seconds + profile.backward_seconds)
+            self._quiet[tier] = self._quiet[tier] + 1 if stalled < self.TOLERATED_STALL / 5 else 0
+            if stalled > self.TOLERATED_STALL:
                 self._scale[tier] *= max(0.5, 1.0 - self.SHRINK * stalled)
+                self._patience[tier] = min(self.PATIENCE, 2 * self._patience[tier])
                 self._change_plan()
-            elif self._scale.get(tier, 1.0) < 1.0 and stalled < self.TOLERATED_STALL / 5:
+            elif self._scale[tier] < 1.0 and self._quiet[tier] >= self._patience[tier]:
                 self._scale[tier] = min(1.0, self.GROW * self._scale[tier])
+                self._quiet[tier] = 0
                 self._change_plan()
 
     def _change_plan(self) -> None:

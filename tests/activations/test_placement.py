@@ -193,3 +193,18 @@ def test_auto_ignores_measurements_of_an_older_plan() -> None:
         auto.observe(profile(auto.plan - 1, ssd=(1.0, 1.0)))
     assert auto.plan == 1
     assert place_all(auto, [10] * 100) == before
+
+
+def test_a_share_that_shrinks_again_waits_longer_to_grow() -> None:
+    """Plans that a tier can't carry are tried more and more seldom: each new plan takes the host time."""
+    auto = measured({"ssd": TierSpeed(300, 300)})
+    intervals = []
+    for _ in range(5):
+        for _ in range(2):
+            auto.observe(profile(auto.plan, ssd=(0.1, 0.1)))
+        shrunk, quiet = auto.plan, 0
+        while auto.plan == shrunk:
+            auto.observe(profile(auto.plan))
+            quiet += 1
+        intervals.append(quiet)
+    assert intervals == sorted(set(intervals))

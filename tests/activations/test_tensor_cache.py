@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.testing._internal.two_tensor import TwoTensor
@@ -18,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd.activations import BudgetError, OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.activations.placement import SendIfShort
-from lightning_ssd.activations.record import find_record
+from lightning_ssd.activations.record import Record, find_record
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from tests.activations.support import (
     CPU,
@@ -273,6 +275,62 @@ def test_torch_func_grad_is_refused_by_pytorch(cache: TensorCache) -> None:
     with cache.hooks(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
         torch.func.grad(lambda x: (x**2).sum())(randn(4))
     assert assert_same_gradients(cache, lambda x: x.exp().sum(), randn(4, 4)) > 0
+
+
+# ---- micro-batches that repeat an earlier one ----
+
+
+def _product_chain(*leaves: Tensor) -> Tensor:
+    value = leaves[0]
+    for leaf in leaves[1:]:
+        value = (value * leaf).sin()
+    return value.sum()
+
+
+def test_storages_that_stay_again_have_no_record(tmp_path: Path) -> None:
+    """A repeated micro-batch stores what the first one did, and makes records of those storages alone."""
+    leaves = [randn(64, 64, seed=seed) for seed in range(40)]
+    with open_cache(tmp_path, offload=0.1) as cache:
+        stored, records = [], []
+        for _ in range(4):
+            cache.begin_micro_batch()
+            before = cache.stats()
+            expected = gradients(_product_chain, leaves)
+            fresh = [leaf.clone().requires_grad_() for leaf in leaves]
+            with cache.hooks():
+                loss = _product_chain(*fresh)
+            records.append(sum(type(item) is Record for item in gc.get_objects()))
+            loss.backward()
+            cache.end_backward()
+            for leaf, gradient in zip(fresh, expected, strict=True):
+                assert torch.equal(leaf.grad, gradient)  # type: ignore[arg-type]
+            stored.append(cache.stats().stored - before.stored)
+            assert cache.stats().saved - before.saved == 39 * 3 * 64 * 64 * 4
+            del loss
+        assert len(set(stored[1:])) == 1 and stored[1] > 0
+        assert len(set(records[1:])) == 1 and records[1] < records[0] / 2
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.lists(st.integers(1, 40), min_size=2, max_size=12), min_size=1, max_size=3),
+    st.lists(st.integers(0, 2), min_size=2, max_size=8),
+    st.floats(0.0, 1.0),
+    st.sampled_from([0, 256, 2**20]),
+)
+def test_micro_batches_in_any_sequence_of_shapes(
+    tmp_path: Path, shapes: list[list[int]], sequence: list[int], share: float, window: int
+) -> None:
+    """Gradients are plain autograd's, whichever micro-batch is like an earlier one, and from wherever it departs."""
+    with open_cache(tmp_path, offload=share) as cache:
+        cache.window_bytes = window
+        for number in sequence:
+            sizes = shapes[number % len(shapes)]
+
+            def forward(*leaves: Tensor) -> Tensor:
+                return torch.stack([(leaf * leaf.sigmoid()).exp().sum() for leaf in leaves]).prod()
+
+            assert_same_gradients(cache, forward, *(randn(size, seed=size) * 0.1 for size in sizes))
 
 
 # ---- how often, and in what order, backward runs ----

@@ -1,0 +1,195 @@
+"""`torch.compile` under the saved-tensor hooks: Dynamo sees the same program as without them, and nothing of ours."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_ssd import SSDOffloadStrategy
+
+STEPS = 3
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[pytest.mark.thorough, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")],
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Counts from zero, and leaves no compiled code to other tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def sequential(backend: str) -> nn.Module:
+    """Its own frame is in torch's files, which Dynamo skips: hooks run between skipped frames."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
+    model.compile(backend=backend)
+    return model
+
+
+def broken(backend: str) -> nn.Module:
+    """A graph break in the middle of the compiled function."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+                torch._dynamo.graph_break()
+                x = x * x.sigmoid()
+            return x
+
+    model = Broken()
+    model.compile(backend=backend)
+    return model
+
+
+def wrapped(backend: str) -> nn.Module:
+    """`torch.compile(module)` inside an eager model."""
+    return nn.Sequential(nn.Linear(32, 32), torch.compile(nn.Sequential(nn.Linear(32, 32), nn.Tanh()), backend=backend))
+
+
+def function(backend: str) -> nn.Module:
+    """A compiled function of tensors, without a module."""
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+            self.gate = torch.compile(lambda x: x * x.sigmoid() + x.sin(), backend=backend)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate(self.linear(x))  # type: ignore[no-any-return]
+
+    return Functional()
+
+
+class Llama(nn.Module):
+    """A Hugging Face model of which some layers are compiled in place."""
+
+    def __init__(self, backend: str, layers: slice) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            use_cache=False,
+        )
+        self.llama = LlamaForCausalLM(config)
+        for layer in self.llama.model.layers[layers]:
+            layer.compile(backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.llama(input_ids=(x.abs() * 1000).long() % 97).logits
+        return logits
+
+
+def one_layer(backend: str) -> nn.Module:
+    return Llama(backend, slice(1, 2))
+
+
+def every_layer(backend: str) -> nn.Module:
+    return Llama(backend, slice(None))
+
+
+class Trained(pl.LightningModule):
+    def __init__(self, build: Callable[[str], nn.Module], backend: str) -> None:
+        super().__init__()
+        self.model = build(backend)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.model(batch).float().square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(
+    build: Callable[[str], nn.Module], backend: str, strategy: Any, path: Path
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    module = Trained(build, backend)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path,
+    )
+    trainer.fit(module, DataLoader(torch.randn(8 * STEPS, 32), batch_size=8))
+    assert len(module.losses) == STEPS
+    counters = {
+        name: dict(counts)
+        for name, counts in torch._dynamo.utils.counters.items()
+        if name in ("frames", "stats", "graph_break", "unimplemented", "recompile_limit", "recompiles")
+    }
+    weights = [parameter.detach().clone() for parameter in module.parameters()]
+    return [*module.losses, *weights], counters
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+@pytest.mark.parametrize("build", [sequential, broken, wrapped, function, one_layer, every_layer])
+def test_dynamo_compiles_the_same_frames(build: Callable[[str], nn.Module], backend: str, tmp_path: Path) -> None:
+    """No frame, graph, graph break or recompilation that plain Lightning has not, and the same numbers."""
+    plain, expected = train(build, backend, "auto", tmp_path)
+    for arguments in ({"offload": 1.0}, {}):
+        strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, **arguments)
+        numbers, counters = train(build, backend, strategy, tmp_path)
+        assert counters == expected
+        assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
+
+
+def test_tensors_saved_by_a_compiled_region_are_offloaded(tmp_path: Path) -> None:
+    """The hooks see at run time which tensors a compiled region saves."""
+
+    class Stored(pl.Callback):
+        stored = 0
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            stats = trainer.strategy.tensor_cache.stats()
+            assert stats.stored == stats.loaded
+            self.stored = stats.stored
+
+    amounts = []
+    for backend in ("eager", "aot_eager"):
+        torch.manual_seed(0)
+        stored = Stored()
+        trainer = pl.Trainer(
+            strategy=SSDOffloadStrategy(tmp_path, min_bytes=1, offload=1.0),
+            accelerator="cpu",
+            max_steps=1,
+            callbacks=[stored],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(Trained(function, backend), DataLoader(torch.randn(8, 32), batch_size=8))
+        amounts.append(stored.stored)
+    assert min(amounts) > 0
