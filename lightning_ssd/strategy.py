@@ -380,6 +380,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             default_path=trainer.default_root_dir,
             rank=self.global_rank,
         )
+        # Where nothing is offloaded the hooks would only take time.
+        self.tensor_cache.watching = self.model_states is not None or self.config.amount() != "none"
 
     def _left_for_activations(self) -> OffloadConfig:
         """Returns what of the budgets the states leave."""

@@ -211,7 +211,7 @@ class TensorCache:
 
     # Autograd calls both hooks wherever user code runs, also between the frames of a function that Dynamo compiles or
     # has skipped. Dynamo must not compile them: they are no part of the user's program.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(self, tensor: Tensor) -> "Kept | SavedView":
         """Takes a saved tensor over, and returns what autograd keeps in its place."""
         if self.forward_mode is None:
@@ -382,7 +382,7 @@ class TensorCache:
 
     # ---- backward ----
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unpack(self, saved: "Kept | SavedView") -> Tensor:
         """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
         if self.observer is None:
