@@ -137,13 +137,6 @@ class Recovery:
                 "a `path` of its own."
             )
 
-    def forget(self) -> None:
-        """The Trainer was given a checkpoint, which is what it starts from."""
-        self._resume.clear()
-        self._resumed = None
-        self._kept_gradients = {}
-        self._ahead, self.random = 0, None
-
     def follow(self, dataloader: Any) -> Any:
         """Returns what hands out the batches of a training dataloader, and makes records.
 

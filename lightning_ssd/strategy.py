@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import (
+    Loaded,
     ModelStates,
     Settings,
     Setup,
@@ -35,6 +37,7 @@ from lightning_ssd.states import (
     make_model_states,
     materialize_on,
     move_model_states,
+    recording_loads,
     save,
     save_sharded,
     take_in,
@@ -46,7 +49,7 @@ from lightning_ssd.summary import describe_activations, describe_drives, describ
 log = logging.getLogger(__name__)
 
 
-class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
+class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     """Trains on one device with activations in host memory and on SSDs, with the numbers of ordinary training.
 
     `Trainer(strategy="ssd_offload")` is this strategy with its defaults, `strategy="cpu_offload"` with `tier="host"`.
@@ -109,9 +112,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         checkpoints: how they are saved, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
             `"sharded"`: a directory of safetensors. Either is written and read with the memory for a few units, and
             resumes under either; `lightning-ssd export` makes a plain folder of weights of both.
-        accelerator: as in Lightning's strategies, like the four that follow.
+        accelerator: as in Lightning's strategies, like the three that follow.
         parallel_devices: the one device.
-        cluster_environment: who this process is.
         checkpoint_io: how checkpoints are written and read.
         precision_plugin: the Trainer's `precision`.
 
@@ -143,17 +145,12 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         checkpoints: Literal["file", "sharded"] = "file",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: fabric.plugins.environments.ClusterEnvironment | None = None,
         checkpoint_io: fabric.plugins.CheckpointIO | None = None,
         precision_plugin: pl.plugins.precision.Precision | None = None,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        self.parallel_devices = parallel_devices
+        """The one device, which the Trainer sets unless it is given."""
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
@@ -166,6 +163,9 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         self.model_states: ModelStates | None = None
         self._streams: bool | None = None
         """Whether states leave the device in the present training or evaluation, once somebody has asked."""
+        self._loaded: Loaded = {}
+        """Values that a checkpoint had for parameters, between its restoration and `setup`."""
+        self._starts_from_checkpoint = False
         self._restore_callbacks: list[Callable[[], None]] = []
         self._recovery: Recovery | None = None
         self._failed = False
@@ -181,8 +181,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        assert self.parallel_devices
-        return self.parallel_devices[0]
+        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
 
     def setup_environment(self) -> None:
         devices = self.num_nodes * max(1, len(self.parallel_devices or ()))
@@ -193,11 +192,13 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 "`'fsdp'` with `callbacks=[lightning_ssd.ActivationOffload()]`."
             )
         super().setup_environment()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            add_default_callbacks(self.lightning_module._trainer)
 
     def model_to_device(self) -> None:
         assert self.model is not None
         if not self._leave():
-            materialize_on(self.model, self.root_device)
+            materialize_on(self.model, self.root_device, self._loaded)
             self.model.to(self.root_device)
             return
         self._unborn = take_off_meta(self.model)
@@ -220,18 +221,18 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     # ---- a training, from start to end ----
 
-    def connect(self, model: pl.LightningModule) -> None:
-        super().connect(model)
-        add_default_callbacks(model.trainer)
-
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         assert self.model is not None
         self._budgets = self.config.resolve(trainer.default_root_dir)
-        if self._leave():
-            self._setup_with_states(trainer, fitting=fitting)
-        else:
-            super().setup(trainer)
+        self._streams = None
+        try:
+            if self._leave():
+                self._setup_with_states(trainer, fitting=fitting)
+            else:
+                super().setup(trainer)
+        finally:
+            self._loaded = {}
         if fitting:
             self._make_cache(trainer)
             pl.utilities.rank_zero_info(f"{self.strategy_name}: {self._summary(trainer)}.")
@@ -279,6 +280,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
                 hold=hold,
                 settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
+                start_over=self._starts_from_checkpoint,
             )
             self.model_states = make_model_states(
                 self.model,
@@ -288,6 +290,7 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 self.root_device,
                 self._setup,
                 given=None if pinned is None else _placed_states(pinned),
+                loaded=self._loaded,
             )
         finally:
             self._leaving = set()
@@ -403,7 +406,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._leave()  # weights go straight to where they are kept
+        # The record of a killed run is found during setup. Checkpoints are restored before it, in Lightning's order.
+        return self._taking_up
 
     def _leave(self) -> bool:
         """Whether states leave the device; the answer holds until teardown."""
@@ -448,19 +452,15 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
             super().save_checkpoint(take_in(checkpoint), filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if self._taking_up:
-            assert self._recovery is not None and self.model_states is not None
-            self.model_states.state_dicts.protected = False
-            self._recovery.forget()
-            log.warning("starting from %s, and not from where a run was killed", checkpoint_path)
-        if not self._leave() or not self._owns_files(checkpoint_path):
+        self._starts_from_checkpoint = self.model_states is None
+        if not self._owns_files(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         torch.cuda.empty_cache()
         checkpoint_path = find_replaced(Path(checkpoint_path))
         if is_sharded(checkpoint_path):
             return load_sharded(checkpoint_path, weights_only=weights_only)
-        if not Path(checkpoint_path).is_file():
-            raise FileNotFoundError(f"Checkpoint file not found: {checkpoint_path}")
+        if self.states_config.states == "gpu" or not zipfile.is_zipfile(checkpoint_path):  # or it is missing
+            return super().load_checkpoint(checkpoint_path, weights_only)
         loaded: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True)
         return loaded
 
@@ -469,7 +469,13 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         return type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and "://" not in str(path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self.model_states is None:
+            with recording_loads(self.lightning_module) as self._loaded:
+                super().load_model_state_dict(checkpoint, strict=strict)
+            return
         if self._taking_up:
+            self._check_nothing_replaced(self.lightning_module)
             assert self._recovery is not None and self._setup is not None
             self._recovery.check_settings(self._setup.settings)
         with self._but_what_has_left():
@@ -478,6 +484,16 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         with self._but_what_has_left():
             super().load_optimizer_state_dict(checkpoint)
+
+    def _check_nothing_replaced(self, module: pl.LightningModule) -> None:
+        assert self.model_states is not None
+        missing = self.model_states.parameters - set(module.parameters())
+        if missing:
+            raise RuntimeError(
+                f"`on_load_checkpoint` replaced {len(missing)} parameters of a run that was killed, whose optimizer "
+                "had been restored already: the new ones would not be trained. Replace them in `setup` or in "
+                "`configure_model`, or set `recover=False`."
+            )
 
     @property
     def _taking_up(self) -> bool:
@@ -546,6 +562,8 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
         keep, self._failed = self._failed, False
         restores, self._restore_callbacks = self._restore_callbacks, []
         self._streams = self._recovery = None
+        self._starts_from_checkpoint = False
+        self._loaded = {}
         if self._precision is not None:
             self.precision_plugin, self._precision = self._precision, None
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
@@ -556,20 +574,6 @@ class SSDOffloadStrategy(pl.strategies.ParallelStrategy):
                 stack.callback(cache.close)
             if states is not None:
                 stack.callback(states.close, keep=keep)
-
-    # ---- one process: what collectives come to ----
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
 
 
 def _placed_states(plan: Plan) -> dict[str, tuple[Tier, Tier]]:

@@ -2,6 +2,7 @@
 
 import csv
 import gc
+import socket
 import weakref
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -113,6 +115,92 @@ class TestChoosingIt:
         with pytest.raises(ValueError, match="default_root_dir.*`path`"):
             trainer.fit(small_model(), batches())
         assert list(tmp_path.iterdir()) == []
+
+
+class OtherCluster(LightningEnvironment):
+    """A user's environment, as for MPI, in which this process is the second of two."""
+
+    def world_size(self) -> int:
+        return 2
+
+    def global_rank(self) -> int:
+        return 1
+
+    def local_rank(self) -> int:
+        return 1
+
+    def node_rank(self) -> int:
+        return 1
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1", "RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "1", "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "12345",
+}  # fmt: skip
+CLUSTERS: dict[str, tuple[dict[str, str], Any]] = {
+    "none": ({}, None),
+    "lightning": ({"LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "1"}, None),
+    "torchrun": (TORCHRUN, None),
+    "torchrun without ranks": ({"TORCHELASTIC_RUN_ID": "1"}, None),
+    "slurm": (
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+         "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NODELIST": "node[1-2]",
+         "SRUN_DEBUG": "3"},
+        None,
+    ),
+    "slurm without ranks": ({"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, None),
+    "lsf": (
+        {"LSB_JOBID": "1", "LSB_DJOB_RANKFILE": "ranks", "JSM_NAMESPACE_LOCAL_RANK": "1", "JSM_NAMESPACE_SIZE": "2",
+         "JSM_NAMESPACE_RANK": "1"},
+        None,
+    ),
+    "kubeflow": (TORCHRUN, KubeflowEnvironment),
+    "kubeflow without ranks": ({}, KubeflowEnvironment),
+    "mpi": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMI_RANK": "1"}, OtherCluster),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", list(CLUSTERS))
+def test_one_device_is_a_world_of_one_whatever_a_cluster_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
+) -> None:
+    """Ranks, collectives, logged metrics, and which checkpoints are written and which is the best."""
+    variables, environment = CLUSTERS[cluster]
+    (tmp_path / "ranks").write_text(f"launcher\n{socket.gethostname()}\n")
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def outcome(strategy: Any, root: Path) -> Any:
+        seen: list[Any] = []
+
+        class Look(pl.Callback):
+            def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+                seen.append((trainer.global_rank, pl_module.global_rank, pl_module.local_rank, trainer.is_global_zero))
+                seen.append(pl_module.all_gather(torch.ones(2)).shape)
+                seen.append([trainer.strategy.reduce_boolean_decision(True, all=all_) for all_ in (True, False)])
+
+        best = ModelCheckpoint(root, "{epoch}-{loss:.4f}", monitor="loss", save_top_k=2)
+        trainer = make_trainer(
+            root,
+            strategy,
+            callbacks=[Look(), best],
+            plugins=None if environment is None else [environment()],
+            enable_checkpointing=True,
+            max_epochs=4,
+        )
+        strategy = trainer.strategy
+        seen.append((trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.num_nodes))
+        seen.append((trainer.num_devices, trainer.device_ids, trainer.distributed_sampler_kwargs))
+        seen.append((strategy.broadcast("x"), strategy.reduce(torch.ones(2)).tolist(), strategy.barrier()))
+        model = small_model()
+        trainer.fit(model, batches())
+        assert not torch.distributed.is_initialized()
+        files = sorted(path.name for path in root.glob("*.ckpt"))
+        assert len(files) == 2
+        return seen, files, Path(best.best_model_path).name, best.best_model_score, model.losses
+
+    assert outcome(offloading(), tmp_path / "ours") == outcome("auto", tmp_path / "plain")
 
 
 class TestRunning:

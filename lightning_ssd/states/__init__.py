@@ -3,6 +3,7 @@
 from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, leaving_parameters, make_model_states
 from lightning_ssd.states.journal import Record
 from lightning_ssd.states.lazy import save, take_in
+from lightning_ssd.states.loaded import Loaded, recording_loads
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states
@@ -12,6 +13,7 @@ from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.states.units import Unit, find_units
 
 __all__ = [
+    "Loaded",
     "ModelStates",
     "Record",
     "Settings",
@@ -31,6 +33,7 @@ __all__ = [
     "materialize_on",
     "model_settings",
     "move_model_states",
+    "recording_loads",
     "save",
     "save_sharded",
     "take_in",

@@ -193,11 +193,12 @@ def _gives_torchs_bits(kernel: AdamKernel, implementation: Implementation) -> bo
                    "maximize": False, "capturable": False, "differentiable": False,
                    "decoupled_weight_decay": decoupled, "fused": implementation == "fused",
                    "foreach": implementation == "foreach"}  # fmt: skip
-        weights = torch.randn(numel, generator=generator)
-        ours = [weights, torch.zeros(numel), torch.zeros(numel)]
+        # Whatever the default dtype is, which the training thread may have changed meanwhile.
+        weights = torch.randn(numel, generator=generator, dtype=torch.float32)
+        ours = [weights, torch.zeros_like(weights), torch.zeros_like(weights)]
         torchs = [array.clone() for array in ours]
         for step in (1, 2, 3):
-            gradient = torch.randn(numel, generator=generator)
+            gradient = torch.randn(numel, generator=generator, dtype=torch.float32)
             settings = settings_of(options, implementation, step, 1.0)
             assert settings is not None
             given = (ours[0], ours[0], *ours[1:])

@@ -21,7 +21,8 @@ from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.gate import Clip
 from lightning_ssd.states.gradient import LandingMemory
 from lightning_ssd.states.home import Home, Layout
-from lightning_ssd.states.journal import Journal, Record, read_record
+from lightning_ssd.states.journal import Journal, Record, has_record, read_record
+from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
 from lightning_ssd.states.model_states import ModelStates, Overlap, StepTerms
@@ -157,6 +158,7 @@ class Setup:
         clip_value: as in `StepTerms`.
         hold: as in `StepTerms`.
         settings: of the training, if it is recorded.
+        start_over: whether training starts from a checkpoint, and not from what a killed run has recorded.
     """
 
     config: StatesConfig
@@ -167,6 +169,7 @@ class Setup:
     clip_value: float | None
     hold: bool
     settings: Settings = field(default_factory=Settings.none)
+    start_over: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -237,6 +240,7 @@ def make_model_states(
     setup: Setup,
     *,
     given: Mapping[str, tuple[Tier, Tier]] | None = None,
+    loaded: Loaded | None = None,
 ) -> ModelStates:
     """Takes the parameters `leaving` out of the device, with their gradients and optimizer states.
 
@@ -251,12 +255,14 @@ def make_model_states(
         device: where the model computes.
         setup: of the training.
         given: of each unit, by name, where its weights are and where all others, if a plan says so.
+        loaded: checkpoint values of parameters that could not hold them.
 
     Raises:
         ValueError: an optimizer can't step on the host; or `units` is wrong, or a budget too small.
         StorageError: host memory or scratch space can't be had.
     """
     config, storage, default_path, autocast = setup.config, setup.storage, setup.default_path, setup.autocast
+    loaded = loaded or {}
     groups, stay = groups_of(optimizers)
     if optimizers:
         stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
@@ -294,7 +300,7 @@ def make_model_states(
         kind = "host" if config.states == "auto" and storage.tier == "host" else config.states
         kind = "ssd" if recover else kind
         assert kind != "gpu"
-        killed = _Taken(layouts, setup.settings) if recover else None
+        killed = _Taken(layouts, setup.settings, start_over=setup.start_over) if recover else None
         budget = host_budget(config, storage)
         tiers = None
         if given is not None:
@@ -314,7 +320,7 @@ def make_model_states(
         homes = _make_homes(layouts, places, scratch, copies, recovered, undo)
         slots = {} if recovered is None else dict(zip(flats, recovered.slots, strict=True))
         for together in born_together(module, units):
-            materialize(module, [units[index] for index in together], unborn, device)
+            materialize(module, [units[index] for index in together], unborn, device, loaded)
             for index in together:
                 for _, parameter in units[index].parameters:
                     if parameter not in leaving:
@@ -323,13 +329,15 @@ def make_model_states(
                     if flat in slots:
                         homes[flat].take_over(slots[flat])
                     else:
-                        homes[flat].fill()
+                        homes[flat].fill(loaded)
         materialize_buffers(module, unborn)
         if recovered is not None:
             for rule, kept in zip(rules.values(), recovered.rules, strict=True):
                 rule.take_over(kept)
         # Of parameters that stayed for another reason the user's optimizer steps what the model has.
-        masters = Masters(mastered(resident, groups), optimizers)
+        in_fp32 = {parameter: exact_value(parameter, loaded) for parameter in mastered(resident, groups)}
+        values = {p: value.to(p.device, torch.float32, copy=True) for p, value in in_fp32.items() if value is not None}
+        masters = Masters(list(in_fp32), optimizers, values)
         undo.callback(masters.close)
         journal: Journal | None = None
         if recover and scratch is not None:
@@ -535,17 +543,23 @@ class _Taken:
     Args:
         layouts: of this run's flats.
         settings: of this run.
+        start_over: whether the record is left unread, and goes away.
 
     Attributes:
         record: what there was.
     """
 
-    def __init__(self, layouts: Sequence[Layout], settings: Settings) -> None:
+    def __init__(self, layouts: Sequence[Layout], settings: Settings, *, start_over: bool) -> None:
+        self._start_over = start_over
         self._layouts = layouts
         self._settings = settings
         self.record: Record | None = None
 
     def __call__(self, directory: PrivateDirectory) -> Kept | None:
+        if self._start_over:
+            if has_record(directory):
+                log.warning("starting from the given checkpoint, and not from where a run was killed")
+            return None
         self.record = read_record(directory, self._layouts, self._settings)
         return None if self.record is None else self.record.kept
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, ended, finished
+from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.place import Place, Scratch, SSDPlace
 from lightning_ssd.states.split import join, split
 from lightning_ssd.storage import Blob, PinnedBuffer
@@ -331,9 +332,15 @@ class Home:
         self.close(values, changed=False)
         return same
 
-    def fill(self) -> None:
-        """Takes the parameters' values over, whose own memory is freed, and points them to the flat."""
-        self.store([item.parameter.data for item in self.flat.slices])
+    def fill(self, loaded: Loaded) -> None:
+        """Takes the parameters' values over, whose own memory is freed, and points them to the flat.
+
+        Args:
+            loaded: checkpoint values, which are the master weights of parameters that hold them rounded.
+        """
+        parameters = [item.parameter for item in self.flat.slices]
+        exact = [exact_value(parameter, loaded) for parameter in parameters]
+        self.store([p.data if value is None else value for p, value in zip(parameters, exact, strict=True)])
         self.flat.attach()
 
     def store(self, weights: Sequence[Tensor], then: Callable[[Opened], None] | None = None) -> None:

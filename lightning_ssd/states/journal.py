@@ -96,6 +96,11 @@ def read_record(directory: PrivateDirectory, layouts: Sequence[Layout], settings
     return record
 
 
+def has_record(directory: PrivateDirectory) -> bool:
+    """Whether a run that was killed has left a record, readable or not, in its kept directory."""
+    return (directory.path / _FILE).exists()
+
+
 def identity_of(layouts: Sequence[Layout]) -> object:
     """Returns what flats must have in common to take the other's bytes over."""
     return [

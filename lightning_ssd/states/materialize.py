@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.states.loaded import Loaded
 from lightning_ssd.states.units import Unit, find_units
 
 
@@ -60,7 +61,7 @@ def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
     return [sorted(group) for group in {min(group): group for group in group_of.values()}.values()]
 
 
-def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: torch.device) -> None:
+def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: torch.device, loaded: Loaded) -> None:
     """Gives values to what is unborn in `units`; the parameters are on `device` then, which draws random numbers fast.
 
     Args:
@@ -68,6 +69,7 @@ def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: 
         units: a group of its units, as `born_together` says.
         unborn: of the model; what is born is taken out.
         device: has room for the units.
+        loaded: values of a checkpoint, which go before those of an initialization.
 
     Raises:
         ValueError: nobody gives values to a parameter; it names the remedy.
@@ -92,10 +94,12 @@ def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: 
                 f"parameter {name!r} was built on `meta` in a module of which other parameters were not. Build all of "
                 "it there, or none."
             )
+        if parameter in loaded:
+            parameter.data.copy_(loaded[parameter])
 
 
-def materialize_on(root: nn.Module, device: torch.device) -> None:
-    """Gives values to whatever of `root` is on `meta`.
+def materialize_on(root: nn.Module, device: torch.device, loaded: Loaded) -> None:
+    """Gives values to whatever of `root` is on `meta`: those of `loaded`, where it has them.
 
     Raises:
         ValueError: as `materialize`.
@@ -104,7 +108,7 @@ def materialize_on(root: nn.Module, device: torch.device) -> None:
     if unborn.parameters or unborn.buffers:
         units = find_units(root)
         for group in born_together(root, units):
-            materialize(root, [units[index] for index in group], unborn, device)
+            materialize(root, [units[index] for index in group], unborn, device, loaded)
         materialize_buffers(root, unborn)
 
 

@@ -240,6 +240,11 @@ class ModelStates:
         return self._stepped
 
     @property
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters that have left the device."""
+        return set(self._where)
+
+    @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Of parameters that stay on the device in 16 bits, their master weights."""
         return self._masters.of

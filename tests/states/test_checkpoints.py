@@ -19,7 +19,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import load_sharded, save_sharded, sharded
 from lightning_ssd.states.lazy import LazyTensor, LazyTensors, save
 from tests.states.test_places import ssd
-from tests.states.test_training import Model, assert_same, host, loader, train
+from tests.states.test_training import Block, Model, assert_same, host, loader, train
 
 
 def tree_equal(a: Any, b: Any) -> bool:
@@ -329,3 +329,39 @@ def test_lazy_tensors(tmp_path: Path) -> None:
     tensors.take_in()
     values[3].zero_()
     assert lazy[3].sum() == 4950
+
+
+class OnMeta(Model):
+    """Has its blocks built on `meta`, in `configure_model`; plain Lightning builds them on the CPU."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.built_on = device
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            with torch.device(self.built_on):
+                self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+
+@pytest.mark.parametrize("states", ["host", "ssd", "gpu"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_checkpoint_is_loaded_exactly_before_optimizers_are_made(tmp_path: Path, states: Any, precision: Any) -> None:
+    """Into parameters on meta, which have no memory then, and into 16-bit ones, which round their master weights."""
+    found: dict[str, Any] = {}
+
+    class Resumed(OnMeta):
+        def on_fit_start(self) -> None:
+            found["weights"] = {name: value.clone() for name, value in self.state_dict().items()}
+
+    def strategy() -> SSDOffloadStrategy:
+        return SSDOffloadStrategy(states=states, min_bytes=1)
+
+    content = saved(tmp_path, strategy(), OnMeta("cpu"), precision=precision)
+    last = str(tmp_path / "saved" / "last.ckpt")
+    train(tmp_path, strategy(), Resumed("meta"), precision=precision, ckpt_path=last, max_epochs=3)
+    kept = content["state_dict"]
+    if states != "gpu" and precision == "bf16-true":
+        assert all(value.dtype == torch.float32 for value in kept.values())
+    assert tree_equal(found["weights"], dict(kept))
