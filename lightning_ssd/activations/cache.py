@@ -142,9 +142,7 @@ class TensorCache:
         last = self._patterns[-1] if self._patterns else None
         self.placement.begin(last.bytes_that_may_leave(self.window_bytes) if last else 0)
         self._copied_at = 0.0
-        plan = self.placement.plan
-        repeated = last if last is not None and self.placement.repeats and last.plan == plan and last.placed else None
-        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, plan, repeated, self.window_bytes)
+        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self.placement.plan)
         self._stats.micro_batches += 1
 
     @contextlib.contextmanager
@@ -247,16 +245,10 @@ class TensorCache:
             return _keep(tensor)
         if is_weight(tensor, storage):
             return _keep(tensor)
-        assert self._batch is not None, "begin_micro_batch comes first"
-        repeats_stay = choice is None and self._batch.repeats_stay(nbytes)
-        if repeats_stay:
-            self._stats.saved += nbytes
-            if self._window:  # the forward goes on, and copies end meanwhile
-                with self._turn:
-                    self._release_window()
-        if repeats_stay or self.placement.keeps(nbytes):
+        if self.placement.keeps(nbytes):
             setattr(storage, _STAYS, self._stats.micro_batches)
             return _keep(tensor)
+        assert self._batch is not None, "begin_micro_batch comes first"
         with self._turn:
             recomputed = recomputed_of(tensor, storage)
             if recomputed is not None and recomputed.nbytes == nbytes:
@@ -265,16 +257,35 @@ class TensorCache:
                 return SavedView(tensor, recomputed, self._empty)
             record = find_record(storage)
             if (
-                record is None
-                or record.version != tensor._version
-                or record.nbytes != nbytes  # resized, which no version tells
-                or record.batch is not self._batch
+                record is not None
+                and record.version == tensor._version
+                and record.nbytes == nbytes  # resized, which no version tells
+                and record.batch is self._batch
             ):
-                record = self._new_record(tensor, storage, choice)
-            return SavedView(tensor, record, self._empty)
+                return SavedView(tensor, record, self._empty)
+            tiers: Sequence[TierName] | None = None
+            if choice is None and self._batch.stays_again(nbytes, self.window_bytes):
+                tiers = self.placement.place(nbytes)
+                if not tiers:
+                    self._batch.add_without_record(nbytes)
+                    self._stats.saved += nbytes
+                    setattr(storage, _STAYS, self._stats.micro_batches)
+                    self._release_window()
+                    return _keep(tensor)
+            return SavedView(tensor, self._new_record(tensor, storage, choice, tiers), self._empty)
 
-    def _new_record(self, tensor: Tensor, storage: torch.UntypedStorage, choice: Choice | None) -> Record:
-        assert self._batch is not None, "begin_micro_batch comes first"
+    def _new_record(
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        choice: Choice | None,
+        tiers: Sequence[TierName] | None,
+    ) -> Record:
+        """Returns the record of a storage that is saved for the first time, which goes to `tiers`, if they are known.
+
+        Else the planned `choice` says where it goes, or the placement, unless backward begins with it.
+        """
+        assert self._batch is not None
         begun = time.perf_counter()
         self._collect()
         data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -284,18 +295,16 @@ class TensorCache:
         self._stats.saved += record.nbytes
         if self.observer is not None:
             self.observer(storage, record)
-        # What nobody has planned stays if backward begins with it.
-        if choice is not None or not self._batch.keeps(record, self.window_bytes):
-            self._offload(record, data, self._tiers_of(choice, record.nbytes))
+        if choice is not None or tiers or not self._batch.keeps(record, self.window_bytes):
+            self._offload(record, data, tiers or self._tiers_of(choice, record.nbytes))
         self._release_window()
         self.sending_seconds += time.perf_counter() - begun
         return record
 
     def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[TierName]:
-        """Returns the tiers to try, in this order, for the storage that was added last."""
+        """Returns the tiers to try, in this order."""
         if choice not in ("host", "ssd"):
-            assert self._batch is not None
-            return self._batch.place(lambda: tuple(self.placement.place(nbytes)))
+            return self.placement.place(nbytes)
         return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
 
     def _offload(self, record: Record, data: Tensor, tiers: Sequence[TierName]) -> None:
@@ -340,6 +349,8 @@ class TensorCache:
         The host is far ahead of the device, so "has been copied" is not asked but foretold. A forecast that is early
         costs the compute stream a short wait, one that is late costs memory.
         """
+        if not self._window:
+            return
         now, copying = self._progress(0)
         on_cpu = self.device.type == "cpu"  # its copies are done when they are issued
         while self._window:

@@ -12,9 +12,6 @@ from lightning_ssd.activations.clock import Clock, Stopwatch
 from lightning_ssd.activations.record import Record, State
 from lightning_ssd.activations.tier import TierName
 
-Placed = tuple[TierName, ...]
-"""Tiers to try for a storage, in this order; none: it stays on the device."""
-
 
 @dataclass(frozen=True)
 class Pattern:
@@ -23,15 +20,12 @@ class Pattern:
     Attributes:
         sizes: bytes of each saved storage, in the order of saving.
         order: indices into `sizes`, in the order in which backward first wanted them.
-        placed: of each storage, the tiers that the placement named for it; none: it stayed on the device; `None`: the
-            placement was not asked.
-        plan: number of the placement's plan that was in force.
+        complete: whether `order` speaks of all storages: none was saved without a record.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
-    placed: tuple[Placed | None, ...] = ()
-    plan: int | None = None
+    complete: bool = True
 
     @cached_property
     def _bytes_before(self) -> dict[int, int]:
@@ -46,14 +40,6 @@ class Pattern:
     def bytes_that_may_leave(self, window_bytes: int) -> int:
         """Bytes of the storages that `is_wanted_early` does not keep on the device."""
         return sum(size for index, size in enumerate(self.sizes) if not self.is_wanted_early(index, window_bytes))
-
-    def stays(self, window_bytes: int) -> frozenset[int]:
-        """Returns the storages that the placement left on the device, without those that `is_wanted_early` keeps."""
-        return frozenset(
-            index
-            for index, placed in enumerate(self.placed)
-            if placed == () and not self.is_wanted_early(index, window_bytes)
-        )
 
     def is_wanted_early(self, index: int, window_bytes: int) -> bool:
         """Whether storage `index` is what backward wanted first, or in the `window_bytes` after that."""
@@ -87,24 +73,13 @@ class MicroBatch:
         patterns: what earlier micro-batches did; those that this one departs from are dropped as it goes.
         clock: the device's clock.
         plan: the number of the plan in force.
-        repeated: an earlier micro-batch whose placement holds again as long as this one saves storages of the same
-            sizes. Storages that stayed on the device in it get no record.
-        window_bytes: bytes that backward wants first, which are always recorded.
     """
 
-    def __init__(
-        self,
-        patterns: Sequence[Pattern],
-        clock: Clock,
-        plan: int,
-        repeated: Pattern | None = None,
-        window_bytes: int = 0,
-    ) -> None:
+    def __init__(self, patterns: Sequence[Pattern], clock: Clock, plan: int) -> None:
         self.sizes: list[int] = []
         self.saved_bytes = 0
-        self._placed: list[Placed | None] = []
-        self._repeated = repeated
-        self._without_record = frozenset[int]() if repeated is None else repeated.stays(window_bytes)
+        self._repeated = patterns[0] if patterns and patterns[0].complete else None
+        """The last micro-batch, as long as this one saves storages of the same sizes."""
         self.stalls: dict[TierName, tuple[Stopwatch, Stopwatch]] = {
             tier: (Stopwatch(clock), Stopwatch(clock)) for tier in ("host", "ssd")
         }
@@ -125,24 +100,23 @@ class MicroBatch:
         self._turned: Any = None
         self._ended: Any = None
 
-    def repeats_stay(self, nbytes: int) -> bool:
-        """Counts the next saved storage, and returns True, if it stays on the device as in the repeated micro-batch.
+    def stays_again(self, nbytes: int, window_bytes: int) -> bool:
+        """Whether the next saved storage may stay on the device without a record, if the placement leaves it there.
 
-        Such a storage has no record: most storages of a training stay, and a record takes the host some 20 us.
+        A record takes the host some 20 us, and tells where in the order of backward its storage comes. Of a storage
+        that comes up as in the last micro-batch that is known, unless it is wanted in the first `window_bytes`.
         """
-        index = len(self.sizes)
-        if index not in self._without_record or not self._repeats(index, nbytes):
+        index, repeated = len(self.sizes), self._repeated
+        if repeated is None:
             return False
-        self._count(nbytes, _no_record)
-        self._placed[index] = ()
-        return True
+        if index >= len(repeated.sizes) or repeated.sizes[index] != nbytes:
+            self._repeated = None
+            return False
+        return not repeated.is_wanted_early(index, window_bytes)
 
-    def place(self, ask: Callable[[], Placed]) -> Placed:
-        """Returns the tiers for the storage that was added last: those of the repeated micro-batch, or of `ask`."""
-        index = len(self.sizes) - 1
-        repeated = None if self._repeated is None else self._repeated.placed[index]
-        placed = self._placed[index] = ask() if repeated is None else repeated
-        return placed
+    def add_without_record(self, nbytes: int) -> None:
+        """Counts the next saved storage, which `stays_again` allows to have no record."""
+        self._count(nbytes, _no_record)
 
     @property
     def in_backward(self) -> bool:
@@ -156,27 +130,17 @@ class MicroBatch:
 
     def add(self, record: Record) -> None:
         """Takes the next saved storage; `record.index` is `len(sizes)`."""
-        self._repeats(len(self.sizes), record.nbytes)
         self._count(record.nbytes, weakref.ref(record))
-
-    def _repeats(self, index: int, nbytes: int) -> bool:
-        """Whether storage `index` is the repeated micro-batch's; from the first that is not, nothing is repeated."""
-        repeated = self._repeated
-        if repeated is None or index >= len(repeated.sizes) or repeated.sizes[index] != nbytes:
-            self._repeated, self._without_record = None, frozenset()
-        return self._repeated is not None
 
     def _count(self, nbytes: int, record: Callable[[], Record | None]) -> None:
         index = len(self.sizes)
         self.sizes.append(nbytes)
         self.saved_bytes += nbytes
         self._records.append(record)
-        self._placed.append(None)
-        if len(self._candidates) == 1 and self._candidates[0] is self._repeated:
-            return
-        self._candidates = [
-            pattern for pattern in self._candidates if index < len(pattern.sizes) and pattern.sizes[index] == nbytes
-        ]
+        if self._repeated is None or len(self._candidates) > 1:
+            self._candidates = [
+                pattern for pattern in self._candidates if index < len(pattern.sizes) and pattern.sizes[index] == nbytes
+            ]
 
     def keeps(self, record: Record, window_bytes: int) -> bool:
         """Whether backward will want `record` so early that it would be fetched back at once: it never leaves."""
@@ -232,12 +196,15 @@ class MicroBatch:
 
     def pattern(self) -> Pattern:
         """Returns what this micro-batch did."""
-        repeated, wanted = self._repeated, tuple(self._wanted)
-        if repeated is None or len(self.sizes) < len(repeated.sizes):
-            return Pattern(tuple(self.sizes), wanted, tuple(self._placed), self._plan)
-        if wanted == tuple(index for index in repeated.order if self._records[index] is not _no_record):
-            return repeated  # which knows the order of storages without a record, too
-        return Pattern(tuple(self.sizes), wanted)  # the next micro-batch records all storages
+        wanted = tuple(self._wanted)
+        recorded = [record is not _no_record for record in self._records]
+        if all(recorded):
+            return Pattern(tuple(self.sizes), wanted)
+        repeated = self._repeated
+        if repeated is not None and len(recorded) == len(repeated.sizes):
+            if wanted == tuple(index for index in repeated.order if recorded[index]):
+                return repeated  # which knows the order of storages without a record, too
+        return Pattern(tuple(self.sizes), wanted, complete=False)
 
     def profile(self) -> MicroBatchProfile | None:
         """Returns what it took, or `None` while the device is not through with it (or it had no backward)."""

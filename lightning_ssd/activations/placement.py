@@ -24,9 +24,6 @@ class Placement(ABC):
     may_wait: bool = True
     """Whether a store may hold the training up until staging memory is free."""
 
-    repeats: bool = False
-    """Whether micro-batches that save storages of the same sizes are placed alike while the plan is in force."""
-
     @abstractmethod
     def begin(self, expected_bytes: int) -> None:
         """A micro-batch begins; the last one saved `expected_bytes` that could go out (0: unknown)."""
@@ -46,8 +43,6 @@ class Placement(ABC):
 
 class KeepAll(Placement):
     """Nothing goes out."""
-
-    repeats = True
 
     def begin(self, expected_bytes: int) -> None:
         return None
@@ -114,20 +109,15 @@ class FixedAmount(Placement):
     """
 
     must_fit = True
-    repeats = True
 
     def __init__(self, amount: float | int, tiers: Sequence[TierName]) -> None:
         self._amount = amount
-        self._expected_bytes = 0
         self._tiers = tiers
         self._share = _Share(amount if isinstance(amount, float) else 1.0)
         self._left: float = float("inf")
 
     def begin(self, expected_bytes: int) -> None:
         if isinstance(self._amount, int):
-            if expected_bytes != self._expected_bytes:  # the amount is another share of the bytes
-                self._expected_bytes = expected_bytes
-                self.plan += 1
             self._left = self._amount
             self._share = _Share(min(1.0, self._amount / expected_bytes) if expected_bytes else 1.0)
         else:
@@ -156,11 +146,11 @@ class Auto(Placement):
     #: Share of the bandwidth that is planned with: what fills it to the brim is held up by the least unevenness.
     MARGIN = 0.9
     #: How much more than its stalls a tier's share shrinks: stalls vanish in a few micro-batches.
-    SHRINK = 4.0
+    SHRINK = 12.0
     #: How much a share that has shrunk grows back after some micro-batches almost without stalls.
     GROW = 1.03
-    #: Most of those micro-batches. They are doubled whenever the share shrinks: a new plan takes the host time, because
-    #: every storage is recorded in its first micro-batch.
+    #: Most of those micro-batches. They are doubled whenever the share shrinks: what a tier can't carry is not tried
+    #: again and again.
     PATIENCE = 64
     #: The first micro-batch pays for lazy initialisation; it is not measured.
     WARM_UP = 1
@@ -210,7 +200,7 @@ class Auto(Placement):
                 self.MARGIN * (profile.backward_seconds - sum(into for _, into in stalls)),
                 self._speeds,
             )
-            self.may_wait = self.repeats = True
+            self.may_wait = True
             self._change_plan()
             return
         self._seen_of_plan += 1

@@ -168,7 +168,7 @@ def test_auto_grows_back() -> None:
     for _ in range(2):
         auto.observe(profile(auto.plan, ssd=(0.1, 0.1)))
     shrunk = place_all(auto, [10] * 100).count(("ssd",))
-    for _ in range(60):
+    for _ in range(120):
         auto.observe(profile(auto.plan))
     assert shrunk < before
     assert place_all(auto, [10] * 100).count(("ssd",)) == before

@@ -85,7 +85,7 @@ def test_auto_begins_with_one_and_a_half_storages_or_a_sixteenth(
     recorder = WindowRecorder()
     ours = [PrefetchScheduler(), MicroBatchSwitch()]
     trainer = make_trainer(
-        tmp_path, offloading(offload="none"), callbacks=[*(ours if given_first else ours[::-1]), recorder]
+        tmp_path, offloading(offload=0.0), callbacks=[*(ours if given_first else ours[::-1]), recorder]
     )
     trainer.fit(small_model(kind=partial(SmallModel, depth)), batches(14))
     saved = (2 * depth + 1) * MIN_BYTES
@@ -107,7 +107,7 @@ def test_auto_grows_where_loads_stall_and_not_above_its_maximum(tmp_path: Path, 
 
 
 def test_auto_obeys_a_maximum_below_where_it_would_begin(tmp_path: Path) -> None:
-    recorder = _record(tmp_path, PrefetchScheduler(max_window_bytes=100), offload="none")
+    recorder = _record(tmp_path, PrefetchScheduler(max_window_bytes=100), offload=0.0)
     assert set(recorder.windows[1:]) == {100}
 
 
