@@ -114,7 +114,7 @@ def test_auto_obeys_a_maximum_below_where_it_would_begin(tmp_path: Path) -> None
 def test_a_second_fit_measures_afresh(tmp_path: Path) -> None:
     """What the first fit took is not held against the second, whose counts begin at zero."""
     recorder = WindowRecorder()
-    trainer = make_trainer(tmp_path, offloading(offload="none"), callbacks=[PrefetchScheduler(), recorder])
+    trainer = make_trainer(tmp_path, offloading(offload=0.0), callbacks=[PrefetchScheduler(), recorder])
     trainer.fit(small_model(), batches(12))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(small_model(), batches(12))
