@@ -50,5 +50,7 @@ _REMEDIES = {
     errno.EACCES: "Make it readable and writable for this user, or give another path.",
     errno.EPERM: "Make it readable and writable for this user, or give another path.",
     errno.EROFS: "The filesystem is mounted read-only: give a path on a writable one.",
+    errno.ENODEV: "The drive is gone: look at `dmesg`, or give a path on another drive.",
+    errno.ENXIO: "The drive is gone: look at `dmesg`, or give a path on another drive.",
     errno.EMFILE: "Too many open files: raise the limit (`ulimit -n`).",
 }

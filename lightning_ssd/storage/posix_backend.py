@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lightning_ssd.storage.backend import Backend, BackendFile
+from lightning_ssd.storage.cleanup import close_fd
 from lightning_ssd.storage.slots import PAGE, align_down
 
 __all__ = ["PosixBackend"]
@@ -48,7 +49,7 @@ class _PosixFile(BackendFile):
             self._direct = os.open(path, os.O_RDWR | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
-                os.close(self._buffered)
+                close_fd(self._buffered, self._path)
                 raise
             self._warn()
         self._use_direct = self._direct is not None
@@ -60,9 +61,9 @@ class _PosixFile(BackendFile):
         return self._transfer(os.preadv, buffer, offset)
 
     def close(self) -> None:
-        os.close(self._buffered)
+        close_fd(self._buffered, self._path)
         if self._direct is not None:
-            os.close(self._direct)
+            close_fd(self._direct, self._path)
 
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, offset: int) -> int:
         """Moves as much of `buffer` as the file gives or takes; Python itself retries after EINTR."""

@@ -72,15 +72,15 @@ class ScratchDirectory:
                 self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 undo.callback(close_fd, self._parent, parent)
                 _sweep(self._parent, parent)
-                if keep:
-                    opened = _take_over(self._parent, kept_directory(path, rank))
                 while opened is None:  # once, unless another process sweeps at this very moment
-                    name = f"lightning_ssd-{secrets.token_hex(8)}-rank{rank}"
-                    opened = _create(self._parent, parent / name)
+                    name = parent / f"lightning_ssd-{secrets.token_hex(8)}-rank{rank}"
+                    opened = _open_locked(self._parent, kept_directory(path, rank) if keep else name, keep=keep)
             except OSError as error:
                 raise from_os_error(error, "create a scratch directory (argument `path`)", parent) from error
             undo.pop_all()
         self.files, self._lock = opened
+        if keep:
+            _kept_locks.add(self._lock)
         self.path = self.files.path
         self._open = True
 
@@ -135,74 +135,60 @@ def _lock_name(directory: Path) -> str:
     return f"{directory.name}.lock"
 
 
-def _take_over(parent: int, path: Path) -> tuple[PrivateDirectory, int]:
-    """Makes a directory, or takes an existing one, and returns it with its lock, which is held.
+def _open_locked(parent: int, path: Path, *, keep: bool) -> tuple[PrivateDirectory, int] | None:
+    """Makes a directory, or with `keep` opens the existing one, and returns it with its lock, which is held.
 
-    Raises:
-        StorageError: another process holds it, or another user may have put it there.
-    """
-    while True:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path.name, 0o700, dir_fd=parent)
-        with ExitStack() as undo, contextlib.suppress(FileNotFoundError):  # its owner may remove it at any moment
-            files = PrivateDirectory.open(path, parent=parent)
-            undo.callback(files.close)
-            # The lock is the first entry of a scratch directory, and the last that is removed.
-            if (names := files.names()) and _lock_name(path) not in names:
-                raise NotPrivateError(
-                    f"{path} has no lock file {_lock_name(path)}, so it is not a scratch directory, and it is not "
-                    "used. Move it elsewhere, or give another `path`."
-                )
-            lock = files.open_file(_lock_name(path), os.O_RDWR | os.O_CREAT)
-            undo.callback(close_fd, lock, path / _lock_name(path))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise StorageError(
-                    f"another run, which is alive, keeps its states in {path}: give this one another `path`"
-                ) from error
-            if _is_lock_of(files, lock):
-                files.sync()
-                os.fsync(parent)
-                undo.pop_all()
-                _kept_locks.add(lock)
-                return files, lock
-
-
-def _create(parent: int, path: Path) -> tuple[PrivateDirectory, int] | None:
-    """Makes a directory and returns it with its lock, which is held.
-
-    Until it is locked, a new directory looks like a killed run's, and another process may sweep it: the result is
+    Until it is locked, a new directory looks like a killed run's, and another process may remove it: the result is
     None then. (A lock on the parent would prevent that, but NFS locks no directories.)
 
     Raises:
-        NotPrivateError: another user put something in its place.
+        StorageError: another process holds the lock of the existing directory.
+        NotPrivateError: another user may have put the directory there.
+        OSError: the filesystem failed. A directory that was made is removed.
     """
-    os.mkdir(path.name, 0o700, dir_fd=parent)
-    try:
-        files = PrivateDirectory.open(path, parent=parent)
-    except FileNotFoundError:
-        return None
+    lock_name = _lock_name(path)
     with ExitStack() as undo:
-        undo.callback(files.close)
-        if files.names():
-            raise NotPrivateError(f"{path} was replaced while it was made: give a `path` that only you can write to.")
+        made = True
         try:
-            lock = files.open_file(_lock_name(path), os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        except FileNotFoundError:  # swept before it had a lock
-            return None
+            os.mkdir(path.name, 0o700, dir_fd=parent)
+            undo.callback(_remove_if_empty, parent, path.name)
+        except FileExistsError:
+            if not keep:
+                raise
+            made = False
         try:
+            files = PrivateDirectory.open(path, parent=parent)
+            undo.callback(files.close)
+            names = files.names()
+            # The lock is the first entry of a scratch directory, and the last that is removed.
+            if names and (not keep or lock_name not in names):
+                raise NotPrivateError(
+                    f"{path} has files but is no scratch directory that was made here, and it is not used: move it "
+                    "elsewhere, or give a `path` that only you can write to."
+                )
+            lock = files.open_file(lock_name, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_EXCL))
+            undo.callback(close_fd, lock, path / lock_name)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_lock_of(files, lock):
-                undo.pop_all()
-                return files, lock
-        except (BlockingIOError, FileNotFoundError):  # being swept, or swept: the sweeper removes it
-            pass
-        except BaseException:
-            _remove(parent, files, lock)
+            if not _is_lock_of(files, lock):
+                return None
+            if keep:
+                files.sync()
+                os.fsync(parent)
+        except FileNotFoundError:
+            return None
+        except BlockingIOError as error:
+            if not keep:  # the process that holds it removes the directory
+                return None
+            raise StorageError(
+                f"another run, which is alive, keeps its states in {path}: give this one another `path`"
+            ) from error
+        except OSError:
+            if made:
+                with clean_up("remove the lock file", path):
+                    files.remove_file(lock_name)
             raise
-        close_fd(lock, path)
-        return None
+        undo.pop_all()
+        return files, lock
 
 
 def _is_lock_of(files: PrivateDirectory, lock: int) -> bool:
@@ -227,8 +213,7 @@ def _sweep(parent: int, path: Path) -> None:
             try:
                 lock = files.open_file(_lock_name(files.path), os.O_RDWR)
             except FileNotFoundError:  # killed between mkdir and lock; or not yet locked; or being removed
-                with contextlib.suppress(OSError):
-                    _remove_empty(parent, files)  # and nothing that is not empty: its owner may have made the lock
+                _remove_if_empty(parent, name)  # its owner may have made the lock by now
                 continue
             except (OSError, NotPrivateError):
                 continue
@@ -254,7 +239,8 @@ def _remove(parent: int, files: PrivateDirectory, lock: int) -> None:
         files.remove_file(_lock_name(files.path))
     close_fd(lock, files.path)  # before rmdir: NFS keeps the name of a removed file that is open
     try:
-        _remove_empty(parent, files)
+        if files.is_in(parent):
+            os.rmdir(files.path.name, dir_fd=parent)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -262,14 +248,11 @@ def _remove(parent: int, files: PrivateDirectory, lock: int) -> None:
     files.close()
 
 
-def _remove_empty(parent: int, files: PrivateDirectory) -> None:
-    """Removes an empty directory by its name, if the name is still its own.
+def _remove_if_empty(parent: int, name: str) -> None:
+    """Removes the directory `name`, if it is empty.
 
-    `rmdir` takes a name, so another user may exchange the directory after the check. Then at most an empty directory
-    goes that they could have removed themselves: moving it here takes the same rights.
-
-    Raises:
-        OSError: it is not empty, or the filesystem failed.
+    `rmdir` takes a name, so another user may have exchanged the directory. Then at most an empty directory goes that
+    they could have removed themselves: moving it here takes the same rights.
     """
-    if files.is_in(parent):
-        os.rmdir(files.path.name, dir_fd=parent)
+    with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=parent)

@@ -22,6 +22,7 @@ from lightning_ssd.storage.blob import Blob, Piece
 from lightning_ssd.storage.calibration import Calibration, calibrate
 from lightning_ssd.storage.checksums import Checksums, Hashes
 from lightning_ssd.storage.choice import choose_backend
+from lightning_ssd.storage.cleanup import clean_up
 from lightning_ssd.storage.engine import Engine
 from lightning_ssd.storage.errors import StorageError, StorageFullError, from_os_error
 from lightning_ssd.storage.private import PrivateDirectory
@@ -153,8 +154,11 @@ class BlobStore:
             anew = not keep
 
             def let_go() -> None:
-                for directory in directories:
-                    directory.close(remove=anew or directory.empty)
+                for directory in directories[len(self._volumes) :]:  # volumes close their own
+                    remove = anew
+                    with clean_up("list the scratch directory", directory.path):
+                        remove = anew or directory.empty
+                    directory.close(remove=remove)
 
             undo.callback(let_go)
             for path in paths:

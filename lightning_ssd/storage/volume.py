@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lightning_ssd.storage.backend import Backend, BackendFile
-from lightning_ssd.storage.cleanup import close_fd
+from lightning_ssd.storage.cleanup import clean_up, close_fd
 from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.private import PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory
@@ -77,8 +77,15 @@ class Volume:
         self._open = True
 
     def disk_free(self) -> int:
-        """Returns the bytes that are free on this volume's filesystem."""
-        filesystem = os.fstatvfs(self._fd)
+        """Returns the bytes that are free on this volume's filesystem.
+
+        Raises:
+            StorageError: the filesystem failed.
+        """
+        try:
+            filesystem = os.fstatvfs(self._fd)
+        except OSError as error:
+            raise from_os_error(error, "ask for free space", self.path) from error
         return filesystem.f_bavail * filesystem.f_frsize
 
     def extend(self, nbytes: int) -> None:
@@ -89,17 +96,23 @@ class Volume:
             StorageError: the filesystem failed.
         """
         size = self.slots.capacity
+        action = f"preallocate {nbytes} bytes at offset {size} ({self.disk_free()} bytes free)"
         try:
-            os.posix_fallocate(self._fd, size, nbytes)
+            try:
+                os.posix_fallocate(self._fd, size, nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                # No way to take space up front here: a full disk shows when a piece is written, as an error all
+                # the same.
+                os.ftruncate(self._fd, size + nbytes)
+                _log.warning(
+                    "the filesystem of %s cannot preallocate: writes are slower, and may find it full", self.path
+                )
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                os.ftruncate(self._fd, size)  # what was taken before it failed
-                action = f"preallocate {nbytes} bytes at offset {size} ({self.disk_free()} bytes free)"
-                raise from_os_error(error, action, self.path) from error
-            # No way to take space up front here: a full disk shows when a piece is written, as an error all
-            # the same.
-            _log.warning("the filesystem of %s cannot preallocate: writes are slower, and may find it full", self.path)
-            os.ftruncate(self._fd, size + nbytes)
+            with clean_up(f"give back what was preallocated from offset {size}", self.path):
+                os.ftruncate(self._fd, size)
+            raise from_os_error(error, action, self.path) from error
         self.slots.grow(nbytes)
 
     def grow(self, nbytes: int, limit: int) -> bool:
@@ -143,14 +156,19 @@ class Volume:
             raise from_os_error(error, "flush to the drive", self.path) from error
 
     def close(self, *, remove: bool = True) -> None:
-        """Closes the file, and removes it with its directory unless told not to. No transfer is running. Idempotent."""
+        """Closes the file, and removes it with its directory unless told not to. No transfer is running.
+
+        Idempotent. Raises nothing: a failure is logged (see `clean_up`).
+        """
         if self._open:
             self._open = False
             if remove:
                 # A forked DataLoader worker has the file open too: its blocks go now, not when the worker ends.
-                os.ftruncate(self._fd, 0)
-            os.close(self._fd)
-            self.file.close()
+                with clean_up("truncate", self.path):
+                    os.ftruncate(self._fd, 0)
+            close_fd(self._fd, self.path)
+            with clean_up("close", self.path):
+                self.file.close()
         self._directory.close(remove=remove)
 
     def remove(self) -> None:
