@@ -29,7 +29,7 @@ def clean_up(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         _log.warning("%s", from_os_error(error, action, path))
-    except Exception as error:
+    except RuntimeError as error:  # of a backend's library
         _log.warning("could not %s %s: %s", action, Path(path), error)
 
 

@@ -180,9 +180,10 @@ def _open(name: str | Path, flags: int, parent: int | None, path: Path) -> int:
     except OSError as error:
         if error.errno not in (*_OTHER_KINDS, *_DENIED):
             raise
-        entry = os.stat(name, dir_fd=parent, follow_symlinks=False)  # for the message only
-        reason = _objection(entry, wanted)
-        if reason is None:  # the system forbids what is ours: a read-only filesystem, a security module
+        reason = None
+        with suppress(OSError):  # for the message only
+            reason = _objection(os.stat(name, dir_fd=parent, follow_symlinks=False), wanted)
+        if reason is None:  # a failing drive, or the system forbids access to an entry of this user's
             raise
         raise _not_private(path, reason) from error
     try:

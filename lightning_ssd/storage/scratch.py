@@ -168,12 +168,20 @@ def _open_locked(parent: int, path: Path, *, keep: bool) -> tuple[PrivateDirecto
                 )
             lock = files.open_file(lock_name, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_EXCL))
             undo.callback(close_fd, lock, path / lock_name)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is_lock_of(files, lock):
-                return None
-            if keep:
-                files.sync()
-                os.fsync(parent)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_lock_of(files, lock):
+                    return None
+                if keep:
+                    files.sync()
+                    os.fsync(parent)
+            except (FileNotFoundError, BlockingIOError):  # another process has it, or had
+                raise
+            except OSError:
+                if made:
+                    with clean_up("remove the lock file", path):
+                        files.remove_file(lock_name)
+                raise
         except FileNotFoundError:
             return None
         except BlockingIOError as error:
@@ -182,11 +190,6 @@ def _open_locked(parent: int, path: Path, *, keep: bool) -> tuple[PrivateDirecto
             raise StorageError(
                 f"another run, which is alive, keeps its states in {path}: give this one another `path`"
             ) from error
-        except OSError:
-            if made:
-                with clean_up("remove the lock file", path):
-                    files.remove_file(lock_name)
-            raise
         undo.pop_all()
         return files, lock
 

@@ -246,6 +246,7 @@ class BlobStore:
         if nbytes < 0:
             raise ValueError(f"a blob cannot have {nbytes} bytes")
         pieces: list[Piece] = []
+        refusals: list[StorageFullError] = []
         start = 0
         with self._lock:
             available = sum(volume.slots.capacity - volume.slots.used for volume in self._volumes)
@@ -255,9 +256,9 @@ class BlobStore:
                 raise self._full("allocate", nbytes, available)
             try:
                 while start < nbytes:
-                    piece = self._place(start, min(self.piece_bytes, nbytes - start))
-                    if piece is None:  # others took the disk's room since the check
-                        raise self._full("allocate", nbytes, start)
+                    piece = self._place(start, min(self.piece_bytes, nbytes - start), refusals)
+                    if piece is None:  # others took the disk's room since the check, or a limit forbids more
+                        raise self._full("allocate", nbytes, start) from (refusals[-1] if refusals else None)
                     pieces.append(piece)
                     start += piece.nbytes
             except BaseException:
@@ -381,12 +382,16 @@ class BlobStore:
         if buffer.device.type != "cpu" and not self.device_buffers:
             raise ValueError(f"backend {self.backend_name!r} takes host buffers only, not {buffer.device}")
 
-    def _place(self, start: int, nbytes: int) -> Piece | None:
+    def _place(self, start: int, nbytes: int, refusals: list[StorageFullError]) -> Piece | None:
+        """Returns a piece, or None where there is no room. Appends why files could not grow to `refusals`."""
         for index in self._stripes.order(nbytes):
             volume = self._volumes[index]
             offset = volume.slots.allocate(nbytes)
-            if offset is None and self._grow(volume, nbytes):
-                offset = volume.slots.allocate(nbytes)
+            try:
+                if offset is None and volume.grow(nbytes, self._limit()):
+                    offset = volume.slots.allocate(nbytes)
+            except StorageFullError as error:  # another volume may do
+                refusals.append(error)
             if offset is not None:
                 return self._placed(index, offset, start, nbytes)
         # Nowhere is so large a hole, and nothing grows: a shorter piece uses the largest there is.
@@ -409,12 +414,6 @@ class BlobStore:
             self._allocated -= align_up(piece.nbytes)
             if self._checksums is not None:
                 self._checksums.forget(piece)
-
-    def _grow(self, volume: Volume, nbytes: int) -> bool:
-        try:
-            return volume.grow(nbytes, self._limit())
-        except StorageFullError:  # others were faster than the check, or a file size limit: another volume may do
-            return False
 
     def _limit(self) -> int:
         """Bytes by which the files may still grow before they reach the capacity."""
