@@ -79,8 +79,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         min_bytes: saved tensors whose storage is smaller stay on the device.
         staging_memory: bytes of pinned memory that pass data to and from the SSDs.
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`, which takes
-            kvikio where GPUDirect Storage really works and says in the log what it took.
-        checksum: check every byte that comes back from the SSDs.
+            kvikio where GPUDirect Storage really works and `checksum=False`, and says in the log what it took.
+        checksum: hash every byte on its way to the SSDs and compare it on its way back, on the I/O threads: a flipped
+            bit or a lost write is an error before the value is used. Bytes pass through host memory then; with `False`
+            nothing is compared, and kvikio may move bytes directly between the GPU and the SSDs.
         states: where weights, gradients and optimizer states are. `"gpu"`: on the training device. `"host"`: in host
             memory: the device has a unit's weights only around their use, gradients leave as they appear, and the
             optimizer steps them on the CPU while the device computes. `"ssd"`: the same, with all but the gradients on
@@ -134,7 +136,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         min_bytes: int | str = 2**20,
         staging_memory: int | str = "1GiB",
         backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
-        checksum: bool = False,
+        checksum: bool = True,
         states: Literal["auto", "gpu", "host", "ssd"] = "auto",
         gpu_memory: int | str = "auto",
         units: Sequence[str] | None = None,

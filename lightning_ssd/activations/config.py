@@ -44,7 +44,7 @@ class OffloadConfig:
     min_bytes: int | str = 2**20
     staging_memory: int | str = "1GiB"
     backend: Literal["auto", "posix", "kvikio"] | Backend = "auto"
-    checksum: bool = False
+    checksum: bool = True
 
     def __post_init__(self) -> None:
         check_paths(self.path)

@@ -27,7 +27,8 @@ class ActivationOffload(pl.Callback):
         min_bytes: smaller saved tensors stay on the device.
         staging_memory: bytes of pinned memory on the way to and from the SSD.
         backend: how scratch files are read and written.
-        checksum: check every byte that comes back.
+        checksum: hash every byte on its way to the SSDs and compare it on its way back, on the I/O threads. Bytes pass
+            through host memory then; `False` is for GPUDirect Storage.
 
     Raises:
         ValueError: an argument is out of range.
@@ -44,7 +45,7 @@ class ActivationOffload(pl.Callback):
         min_bytes: int | str = 2**20,
         staging_memory: int | str = "1GiB",
         backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
-        checksum: bool = False,
+        checksum: bool = True,
     ) -> None:
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum

@@ -16,13 +16,17 @@ __all__ = ["choose_backend"]
 _log = logging.getLogger(__name__)
 
 
-def choose_backend(name: Literal["auto", "posix", "kvikio"] | Backend, device: torch.device) -> Backend:
+def choose_backend(
+    name: Literal["auto", "posix", "kvikio"] | Backend, device: torch.device, *, checksum: bool
+) -> Backend:
     """Makes the backend that `name` asks for, and logs which one it is and why.
 
     Args:
         name: ``"posix"``; ``"kvikio"``; ``"auto"``, which takes kvikio only where GPUDirect Storage is
             proven; or a backend, which is taken as it is.
         device: where the data that will be offloaded lives.
+        checksum: every byte passes through host memory, where it is hashed. Nothing that GPUDirect Storage moves does,
+            so ``"auto"`` does not take it then.
 
     Raises:
         StorageError: kvikio was asked for and cannot be used here.
@@ -35,11 +39,17 @@ def choose_backend(name: Literal["auto", "posix", "kvikio"] | Backend, device: t
         backend, why = PosixBackend(), "it was asked for"
     elif name == "kvikio":
         backend = KvikioBackend()
-        why = "it was asked for" + (
-            "" if backend.gds else "; in compatibility mode: GPUDirect Storage is not available"
-        )
+        why = "it was asked for"
+        if not backend.gds:
+            why += "; in compatibility mode: GPUDirect Storage is not available"
+        elif checksum:
+            why += (
+                "; bytes pass through host memory, where checksum=True hashes them: checksum=False moves them directly"
+            )
     elif name == "auto":
         reason = why_no_gds(device)
+        if reason is None and checksum:
+            reason = "checksum=True hashes bytes in host memory; checksum=False would use it"
         backend = KvikioBackend() if reason is None else PosixBackend()
         why = "GPUDirect Storage is available" if reason is None else f"no GPUDirect Storage: {reason}"
     else:

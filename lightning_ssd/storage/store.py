@@ -89,7 +89,7 @@ class BlobStore:
         backend: ``"posix"``, ``"kvikio"``, ``"auto"`` (kvikio only where GPUDirect Storage is proven), or a
             backend.
         capacity: most bytes to take on all SSDs together; None is as much as they have.
-        checksum: hash what is written and compare when it is read.
+        checksum: hash what is written and compare when it is read, on the I/O threads. Buffers are in host memory then.
         piece_bytes: bytes of the largest piece, a multiple of 4096.
         threads: I/O threads per SSD; so many pieces are in flight to it at most.
         rank: rank of this process in its run.
@@ -118,7 +118,7 @@ class BlobStore:
         device: torch.device,
         backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
         capacity: int | None = None,
-        checksum: bool = False,
+        checksum: bool = True,
         piece_bytes: int = 16 * 2**20,
         threads: int = 4,
         rank: int = 0,
@@ -133,14 +133,9 @@ class BlobStore:
             raise ValueError(f"threads must be at least 1, not {threads}")
         if capacity is not None and capacity < PAGE * len(paths):
             raise ValueError(f"capacity must be at least {PAGE} bytes per path, not {capacity}")
-        chosen = choose_backend(backend, device)
-        if checksum and chosen.device_buffers:
-            raise StorageError(
-                f"checksum=True hashes host memory, and backend {chosen.name!r} may be given CUDA memory. "
-                "Use backend='posix', or checksum=False."
-            )
+        chosen = choose_backend(backend, device, checksum=checksum)
         self.piece_bytes = piece_bytes
-        self.device_buffers = chosen.device_buffers
+        self.device_buffers = chosen.device_buffers and not checksum
         self.backend_name = chosen.name
         self._capacity = capacity
         self._lock = threading.Lock()  # guards volumes' slots, stripes and counters
@@ -367,6 +362,13 @@ class BlobStore:
                 f"the run that was killed had path={list(kept.paths)}, and this one has {self._paths}: give it the "
                 f"same, or remove {directories[0].path} and what it holds"
             )
+        if self._checksums is not None and not all(
+            (piece.volume, piece.offset) in kept.hashes for blob in kept.blobs for piece in blob.pieces
+        ):
+            raise StorageError(
+                f"the run that was killed had checksum=False, and without checksums {directories[0].path} cannot be "
+                f"checked: give this run checksum=False, too, or remove {directories[0].path} and what it holds"
+            )
         for directory in directories:
             if _noted_run(directory) != kept.run:
                 raise StorageError(
@@ -380,7 +382,10 @@ class BlobStore:
         if buffer.numel() < piece.nbytes:
             raise ValueError(f"a buffer of {buffer.numel()} bytes is too short for a piece of {piece.nbytes}")
         if buffer.device.type != "cpu" and not self.device_buffers:
-            raise ValueError(f"backend {self.backend_name!r} takes host buffers only, not {buffer.device}")
+            raise ValueError(
+                f"backend {self.backend_name!r} with checksum={self._checksums is not None} takes host buffers only, "
+                f"not {buffer.device}"
+            )
 
     def _place(self, start: int, nbytes: int, refusals: list[StorageFullError]) -> Piece | None:
         """Returns a piece, or None where there is no room. Appends why files could not grow to `refusals`."""

@@ -226,12 +226,16 @@ def test_compiled_blocks_give_the_same_numbers() -> None:
     assert_same(plain, train(SSDOffloadStrategy(**HOST), device="cuda", model=Compiled))
 
 
+@pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
-def test_kvikio_gives_the_same_numbers(model: Any) -> None:
-    """Device memory to the scratch file and back, by kvikio (in compat mode where there is no GPUDirect Storage)."""
+def test_kvikio_gives_the_same_numbers(model: Any, checksum: bool) -> None:
+    """Device memory to the scratch file and back, by kvikio (in compat mode where there is no GPUDirect Storage).
+
+    With checksums through host memory, where they are computed.
+    """
     pytest.importorskip("kvikio")
     plain = train("auto", device="cuda", model=model)
     moved = Moved()
-    strategy = SSDOffloadStrategy(offload=1.0, min_bytes=1, host_memory=0, backend="kvikio")
+    strategy = SSDOffloadStrategy(offload=1.0, min_bytes=1, host_memory=0, backend="kvikio", checksum=checksum)
     assert_same(plain, train(strategy, device="cuda", model=model, callbacks=[moved]))
     assert moved.stored > 0

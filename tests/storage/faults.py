@@ -56,6 +56,55 @@ class FaultyBackend(Backend):
         return call(buffer, offset)
 
 
+class DeviceBackend(PosixBackend):
+    """One that moves device memory, too, as kvikio does where GPUDirect Storage works."""
+
+    name = "device"
+    device_buffers = True
+    gds = True
+
+
+class CorruptingBackend(Backend):
+    """A drive that stores something else than it is given in one of its writes, and reports success.
+
+    Args:
+        number: the write that goes wrong, counted from 0; None: none does.
+        fault: the bytes that a write of `given` bytes, over `old` ones, leaves in the file.
+
+    Attributes:
+        writes: how many there were.
+    """
+
+    name = "corrupting"
+    device_buffers = False
+
+    def __init__(self, number: int | None, fault: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        self._inner = PosixBackend()
+        self._number = number
+        self._fault = fault
+        self._lock = threading.Lock()
+        self.writes = 0
+
+    def open(self, path: Path) -> BackendFile:
+        file = self._inner.open(path)
+
+        def transfer(
+            operation: Operation, call: Callable[[torch.Tensor, int], int], buffer: torch.Tensor, offset: int
+        ) -> int:
+            if operation == "read":
+                return call(buffer, offset)
+            with self._lock:
+                wrong = self.writes == self._number
+                self.writes += 1
+            if not wrong:
+                return call(buffer, offset)
+            old = torch.zeros_like(buffer)
+            file.read(old, offset)
+            return call(self._fault(buffer.clone(), old), offset)
+
+        return _Wrapped(file, transfer)
+
+
 class GatedBackend(Backend):
     """Holds every transfer at a gate, which is open at first.
 

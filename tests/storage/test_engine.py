@@ -26,6 +26,8 @@ def test_urgent_reads_go_first_and_each_kind_keeps_its_order(tmp_path: Path) -> 
     gate = GatedBackend()
     with open_store(tmp_path, backend=gate, threads=1) as store:
         pieces = store.allocate(6 * PIECE).pieces
+        for piece in pieces:
+            store.write(piece, buffer()).result()
         gate.hold()
         first = store.write(pieces[0], buffer())
         gate.wait_for_arrival()  # the only thread is busy: what follows queues

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_ssd import ActivationOffload, SSDOffloadStrategy
+from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.storage import (
     Backend,
     BackendFile,
@@ -16,7 +19,7 @@ from lightning_ssd.storage import (
     StorageError,
     StorageFullError,
 )
-from tests.storage.faults import FaultyBackend, Operation
+from tests.storage.faults import DeviceBackend, FaultyBackend, Operation
 from tests.storage.support import CPU, KIB, noise, open_store, read, write
 
 
@@ -106,17 +109,29 @@ def test_an_error_of_a_backends_own_kind(store: BlobStore, backend: FaultyBacken
         store.write(piece, noise(KIB)).result()
 
 
-def test_checksums_and_device_buffers_are_refused_together(tmp_path: Path) -> None:
-    class DeviceBackend(Backend):
-        name = "device"
-        device_buffers = True
+@pytest.mark.parametrize("checksum", [True, False])
+def test_with_checksums_a_store_takes_host_buffers_only(tmp_path: Path, checksum: bool) -> None:
+    """Bytes that are in device memory can't be hashed; a backend that moves them is given host memory."""
+    with open_store(tmp_path, backend=DeviceBackend(), checksum=checksum) as store:
+        assert store.device_buffers is not checksum
+        (piece,) = store.allocate(KIB).pieces
+        if checksum:
+            with pytest.raises(ValueError, match="'device' with checksum=True takes host buffers only, not meta"):
+                store.write(piece, torch.empty(KIB, dtype=torch.uint8, device="meta"))
+        store.write(piece, noise(KIB)).result()
 
-        def open(self, path: Path) -> BackendFile:
-            raise AssertionError("refused before anything is opened")
 
-    with pytest.raises(StorageError, match=r"checksum.*backend='posix'"):
-        BlobStore([tmp_path], device=CPU, backend=DeviceBackend(), checksum=True)
-    assert list(tmp_path.iterdir()) == []
+def test_checksums_are_on_unless_they_are_turned_off(tmp_path: Path) -> None:
+    """In the store, and so in every strategy and callback that does not say otherwise."""
+    assert OffloadConfig().checksum
+    assert SSDOffloadStrategy().config.checksum and ActivationOffload().config.checksum
+    backend = FaultyBackend()
+    with open_store(tmp_path, backend=backend) as store:
+        backend.flip = True
+        (piece,) = store.allocate(KIB).pieces
+        store.write(piece, noise(KIB)).result()
+        with pytest.raises(ChecksumError):
+            store.read(piece, noise(KIB)).result()
 
 
 def test_a_backend_that_cannot_open_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.storage import KvikioBackend, PinnedPool, PosixBackend, StorageError, choose_backend
+from lightning_ssd.storage import KvikioBackend, PinnedPool, PosixBackend, StorageError, choice, choose_backend
+from tests.storage.faults import DeviceBackend
 from tests.storage.support import CPU, noise
 
 PAGE = 4096
@@ -122,16 +123,30 @@ def test_memory_filesystems_work(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_auto_takes_posix_without_a_gpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_ssd"):
-        assert choose_backend("auto", CPU).name == "posix"
+        assert choose_backend("auto", CPU, checksum=False).name == "posix"
     assert "storage backend: posix" in caplog.text
     assert "not on a CUDA device" in caplog.text
 
 
 def test_a_backend_is_taken_as_it_is_and_an_unknown_name_refused() -> None:
     backend = PosixBackend()
-    assert choose_backend(backend, CPU) is backend
+    assert choose_backend(backend, CPU, checksum=True) is backend
     with pytest.raises(ValueError, match="'auto', 'posix', 'kvikio'"):
-        choose_backend("io_uring", CPU)  # type: ignore[arg-type]
+        choose_backend("io_uring", CPU, checksum=True)  # type: ignore[arg-type]
+
+
+def test_checksums_go_before_gpudirect_storage(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Device buffers can't be hashed: `auto` takes them with `checksum=False` only, and says so."""
+    monkeypatch.setattr(choice, "why_no_gds", lambda device: None)
+    monkeypatch.setattr(choice, "KvikioBackend", DeviceBackend)
+    with caplog.at_level(logging.INFO, logger="lightning_ssd"):
+        assert choose_backend("auto", CPU, checksum=True).name == "posix"
+        assert "checksum=False would use it" in caplog.text
+        assert choose_backend("auto", CPU, checksum=False).name == "device"
+        choose_backend("kvikio", CPU, checksum=True)
+    assert "through host memory, where checksum=True hashes them" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

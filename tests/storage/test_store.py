@@ -58,7 +58,7 @@ def test_a_large_blob_lies_on_all_volumes_by_their_speed(tmp_path: Path) -> None
         device_buffers = False
 
         def open(self, path: Path) -> BackendFile:
-            return drives[path.parent.parent].open(path)
+            return drives[path.resolve().parent.parent].open(path)
 
     with open_store(list(drives), backend=Drives()) as store:
         volumes = [piece.volume for piece in store.allocate(200 * 64 * KIB).pieces]
@@ -269,7 +269,7 @@ def test_another_store_takes_over_what_was_kept(tmp_path: Path) -> None:
     kept = pickle.loads(pickle.dumps(first.kept(blobs[:2])))
     first.close(remove=False)
     BlobStore(paths, device=CPU).close()  # sweeps nothing of it
-    second = BlobStore(paths, device=CPU, checksum=True, piece_bytes=16 * KIB, keep=True, kept=lambda: kept)
+    second = BlobStore(paths, device=CPU, checksum=True, piece_bytes=16 * KIB, keep=True, kept=lambda directory: kept)
     assert second.stats().allocated_bytes == sum(-(-blob.nbytes // PAGE) * PAGE for blob in blobs[:2])
     other = second.allocate(200 * KIB)
     write(second, other, noise(200 * KIB))

@@ -1,0 +1,181 @@
+"""Flipped bits, torn, lost and misdirected writes: an error before a wrong number is used, whatever is stored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd._lightning import pl
+from lightning_ssd.storage import BlobStore, ChecksumError, StorageError
+from tests.storage.faults import CorruptingBackend
+from tests.storage.support import CPU, KIB, noise, open_store, read, write
+from tests.trainings import batches, quiet, small_model
+
+PAGE = 4096
+
+
+@st.composite
+def faults(draw: st.DrawFn) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What a failing write leaves: `fault(given, old)`."""
+    kind = draw(st.sampled_from(["flip", "torn", "lost", "zeros", "shifted"]))
+    where, bit = draw(st.floats(0, 1, exclude_max=True)), draw(st.integers(0, 7))
+    length = draw(st.sampled_from([1, 8, 512, PAGE, 10 * PAGE]))
+
+    def fault(given: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        start = int(where * given.numel())
+        if kind == "flip":
+            given[start] ^= 1 << bit
+        elif kind == "torn":  # the drive lost power: from here on, the old bytes
+            given[start:] = old[start:]
+        elif kind == "lost":
+            given = old
+        elif kind == "zeros":
+            given[start : start + length] = 0
+        else:  # the right bytes in the wrong place
+            given = given.roll(512)
+        return given
+
+    return fault
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fault=faults(), number=st.integers(0, 12), sizes=st.lists(st.integers(1, 60 * KIB), min_size=1, max_size=4))
+def test_a_store_never_returns_wrong_bytes(
+    tmp_path_factory: pytest.TempPathFactory, fault: Any, number: int, sizes: list[int]
+) -> None:
+    """Blobs are written twice, so that old bytes are whole blobs, too; each is as written, or an error."""
+    path = tmp_path_factory.mktemp("ssd")
+    backend = CorruptingBackend(None, fault)
+    with open_store(path, backend=backend, capacity=512 * KIB, piece_bytes=16 * KIB) as store:
+        blobs = [store.allocate(size) for size in sizes]
+        for blob in blobs:
+            write(store, blob, noise(blob.nbytes, seed=100))
+        backend._number = backend.writes + number
+        for seed, blob in enumerate(blobs):
+            write(store, blob, noise(blob.nbytes, seed))
+        for seed, blob in enumerate(blobs):
+            try:
+                data = read(store, blob)
+            except ChecksumError as error:
+                assert "scratch.bin" in str(error) and "are not what was written" in str(error)
+            else:
+                assert torch.equal(data, noise(blob.nbytes, seed))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_what_was_kept_for_the_next_run_is_checked(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """Bytes that change between two runs are an error of the second."""
+    path = tmp_path_factory.mktemp("ssd")
+    first = BlobStore([path], device=CPU, capacity=64 * KIB, keep=True)
+    blob = first.allocate(5 * PAGE + 100)
+    write(first, blob, noise(blob.nbytes))
+    kept = first.kept([blob])
+    first.close(remove=False)
+    (file,) = path.glob("*/scratch.bin")
+    piece = blob.pieces[0]
+    where = piece.offset + data.draw(st.integers(0, piece.nbytes - 1))
+    content = bytearray(file.read_bytes())
+    content[where] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(content)
+    second = BlobStore([path], device=CPU, keep=True, kept=lambda directory: kept)
+    try:
+        with pytest.raises(ChecksumError):
+            read(second, blob)
+    finally:
+        second.close()
+
+
+def test_a_run_with_checksums_does_not_take_over_one_without(tmp_path: Path) -> None:
+    first = BlobStore([tmp_path], device=CPU, capacity=64 * KIB, keep=True, checksum=False)
+    blob = first.allocate(PAGE)
+    write(first, blob, noise(PAGE))
+    kept = first.kept([blob])
+    first.close(remove=False)
+    with pytest.raises(StorageError, match=r"had checksum=False.* give this run checksum=False, too, or remove"):
+        BlobStore([tmp_path], device=CPU, keep=True, kept=lambda directory: kept)
+    second = BlobStore([tmp_path], device=CPU, keep=True, checksum=False, kept=lambda directory: kept)
+    assert torch.equal(read(second, blob), noise(PAGE))
+    second.close()
+    assert not list(tmp_path.iterdir())
+
+
+# ---- trainings with all of their bytes on such a drive ----
+
+
+def fit(root: Path, strategy: Any) -> dict[str, torch.Tensor]:
+    model = small_model()
+    trainer = pl.Trainer(strategy=strategy, **quiet(root))
+    trainer.fit(model, batches(4))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def on_ssd(backend: CorruptingBackend, **arguments: Any) -> SSDOffloadStrategy:
+    """Activations, weights and optimizer states: all bytes are on SSDs between two uses."""
+    everything = {"states": "ssd", "gpu_memory": "1B", "offload": 1.0, "min_bytes": 1}
+    return SSDOffloadStrategy(**(everything | {"backend": backend, "ssd_capacity": "4MiB"} | arguments))
+
+
+def check_training(root: Path, number: int, fault: Any, expected: dict[str, torch.Tensor], recover: bool) -> bool:
+    """Returns whether the fault was found; what was not has changed no number."""
+    root.mkdir()
+    try:
+        found = fit(root, on_ssd(CorruptingBackend(number, fault), recover=recover))
+    except ChecksumError:
+        return True
+    assert all(torch.equal(found[name], value) for name, value in expected.items()), number
+    return False
+
+
+def flip(given: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    given[0] ^= 16
+    return given
+
+
+def lose(given: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return old
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return fit(tmp_path_factory.mktemp("plain"), "auto")
+
+
+def count_writes(root: Path, expected: dict[str, torch.Tensor], recover: bool) -> int:
+    root.mkdir()
+    backend = CorruptingBackend(None, flip)
+    found = fit(root, on_ssd(backend, recover=recover))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return backend.writes
+
+
+def test_a_training_uses_no_wrong_number(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Of activations, weights and optimizer states, at a few of all writes; without checksums losses differ."""
+    writes = count_writes(tmp_path / "whole", expected, recover=False)
+    numbers = random.Random(0).sample(range(writes // 3, 2 * writes // 3), 6)
+    found = [
+        check_training(tmp_path / str(number), number, (flip, lose)[index % 2], expected, False)
+        for index, number in enumerate(numbers)
+    ]
+    assert any(found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recover", [False, True])
+def test_a_training_uses_no_wrong_number_at_any_write(
+    tmp_path: Path, expected: dict[str, torch.Tensor], recover: bool
+) -> None:
+    writes = count_writes(tmp_path / "whole", expected, recover)
+    found = [
+        check_training(tmp_path / str(number), number, (flip, lose)[number % 2], expected, recover)
+        for number in range(0, 2 * writes // 3, max(1, writes // 60))
+    ]
+    assert sum(found) > len(found) // 4
