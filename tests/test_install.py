@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.products import thorough
+
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module", params=["editable", "wheel"])
+@pytest.fixture(scope="module", params=[thorough("editable"), "wheel"])
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with the package installed."""
     venv = tmp_path_factory.mktemp(request.param)

@@ -774,7 +774,9 @@ def test_lightnings_tuner_runs(tmp_path: Path, search: str) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
-    trainer = make_trainer(tmp_path, SSDOffloadStrategy(tmp_path, offload=1.0, min_bytes=1), max_epochs=1)
+    trainer = make_trainer(
+        tmp_path, SSDOffloadStrategy(tmp_path, offload=1.0, min_bytes=1, ssd_capacity="1MiB"), max_epochs=1
+    )
     model = Sized()
     if search == "lr_find":
         assert Tuner(trainer).lr_find(model, num_training=8) is not None

@@ -254,7 +254,10 @@ def test_a_storage_given_up_by_its_owner_comes_back(cache: TensorCache) -> None:
     "backend",
     [
         "aot_eager",
-        pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")),
+        pytest.param(
+            "inductor",
+            marks=[pytest.mark.thorough, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")],
+        ),
     ],
 )
 def test_compiled_submodule(cache: TensorCache, backend: str) -> None:

@@ -22,6 +22,7 @@ from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate
 from lightning_ssd.states import step
 from tests.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
 from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
+from tests.products import thorough
 from tests.states.test_training import Model
 from tests.states.test_training import train as train_states
 
@@ -31,12 +32,12 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate", "checkpointing"),
     [
-        (TinyGPT, "32-true", 1, "none"),
+        thorough(TinyGPT, "32-true", 1, "none"),
         (TinyGPT, "bf16-mixed", 3, "none"),
-        (TinyGPT, "bf16-mixed", 1, "non_reentrant"),
+        thorough(TinyGPT, "bf16-mixed", 1, "non_reentrant"),
         (TinyGPT, "32-true", 1, "reentrant"),
-        (SharedStorages, "32-true", 3, "none"),
-        (SharedStorages, "bf16-mixed", 1, "none"),
+        thorough(SharedStorages, "32-true", 3, "none"),
+        thorough(SharedStorages, "bf16-mixed", 1, "none"),
         (SharedStorages, "32-true", 1, "non_reentrant"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.products import thorough
 from tests.states.test_checkpoints import tree_equal
 from tests.states.test_places import ssd
 from tests.states.test_training import Model, adamw, assert_same, host, loader, train
@@ -21,7 +22,10 @@ OURS = ("out_gb", "stall_s")
 STRATEGIES = {"host": host, "ssd": ssd, "speculative": lambda: ssd(clip="speculative")}
 
 
-@pytest.fixture(params=list(STRATEGIES))
+NAMES = [name if name == "ssd" else thorough(name) for name in STRATEGIES]
+
+
+@pytest.fixture(params=NAMES)
 def strategy(request: pytest.FixtureRequest) -> Any:
     return STRATEGIES[request.param]()
 
@@ -201,7 +205,7 @@ def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) 
     assert not [name for name in vars(callback) if name.startswith("on_")]
 
 
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("name", NAMES)
 def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
     def callbacks() -> list[pl.Callback]:
         saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)

@@ -17,6 +17,7 @@ from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
 from lightning_ssd.states import StatesConfig, find_units
 from lightning_ssd.storage import StorageError
 from tests.plans import MACHINE, planner
+from tests.products import combinations, thorough
 from tests.states.test_training import Model, assert_same, train
 from tests.storage.faults import FaultyBackend
 
@@ -72,11 +73,14 @@ def ssd(path: Path, **arguments: Any) -> SSDOffloadStrategy:
     return SSDOffloadStrategy(path, **{"states": "ssd", "min_bytes": 1, "host_memory": "32MiB"} | arguments)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(
-    ("precision", "clip"), [("32-true", None), ("32-true", 0.5), ("bf16-mixed", None), ("bf16-true", None)]
+@combinations(
+    "precision_clip, accumulate",
+    [("32-true", None), ("32-true", 0.5), ("bf16-mixed", None), ("bf16-true", None)],
+    [1, 3],
+    quick=[(("32-true", 0.5), 3), (("bf16-mixed", None), 1), (("bf16-true", None), 3)],
 )
-def test_numbers_stay(tmp_path: Path, accumulate: int, precision: Any, clip: float | None) -> None:
+def test_numbers_stay(tmp_path: Path, accumulate: int, precision_clip: tuple[Any, float | None]) -> None:
+    precision, clip = precision_clip
     how: Any = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
     model = Model()
     # In bf16-true it is fp32 master weights that are stepped, as nowhere else.
@@ -90,19 +94,18 @@ def test_numbers_stay(tmp_path: Path, accumulate: int, precision: Any, clip: flo
     "make_optimizer",
     [
         pytest.param(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True, amsgrad=True), id="amsgrad"),
-        pytest.param(lambda p: torch.optim.SGD(p, lr=1e-1, fused=True, momentum=0.9, nesterov=True), id="sgd"),
+        thorough(lambda p: torch.optim.SGD(p, lr=1e-1, fused=True, momentum=0.9, nesterov=True), id="sgd"),
         pytest.param(lambda p: torch.optim.RMSprop(p, lr=1e-3), id="rmsprop"),
     ],
 )
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("groups", [thorough(False), True])
 def test_optimizer_states_go_along(tmp_path: Path, make_optimizer: Any, groups: bool) -> None:
     model = Model(make_optimizer, groups)
     moved = train(tmp_path, ssd(tmp_path), model, callbacks=[Mover(1)])
     assert_same(moved, train(tmp_path, "auto", model))
 
 
-@pytest.mark.parametrize("state_format", ["fp32", "split"])
-@pytest.mark.parametrize("clip", ["deferred", "speculative"])
+@combinations("clip, state_format", ["deferred", "speculative"], ["fp32", "split"], quick=[("speculative", "split")])
 def test_formats_and_slots_go_along(tmp_path: Path, state_format: Any, clip: Any) -> None:
     how: Any = {"precision": "bf16-true", "gradient_clip_val": 0.5}
     how_states: Any = {"state_format": state_format, "clip": clip}
@@ -223,7 +226,7 @@ class Scalars(Model):
         return super().forward(tokens) * self.scale
 
 
-@pytest.mark.parametrize("start", ["host", "ssd"])
+@pytest.mark.parametrize("start", [thorough("host"), "ssd"])
 def test_states_without_dimensions_go_along(tmp_path: Path, start: str) -> None:
     model = Scalars(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1))  # counts on the CPU, whatever the device
     how: Any = {"precision": "bf16-true"}
@@ -282,7 +285,7 @@ def test_scratch_space_that_runs_out_on_the_way(tmp_path: Path) -> None:
                 trainer.strategy.move_states(Plan(units, 2**20, 2**20))
                 self.found.add(sum(home.on_ssd[0] for home in trainer.strategy.model_states.homes.values()))
 
-    small: Any = {"states": "host", "ssd_capacity": 5 * 2**14, "tier": "ssd", "offload": "none"}
+    small: Any = {"states": "host", "ssd_capacity": "80KiB", "tier": "ssd", "offload": "none"}
     model, swaps = Model(), Swaps()
     assert_same(train(tmp_path, ssd(tmp_path, **small), model, callbacks=[swaps]), train(tmp_path, "auto", model))
     assert swaps.found

@@ -1,6 +1,7 @@
 """Whole trainings with model states on SSD, or where budgets put them, against plain Lightning."""
 
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import budget, build
 from lightning_ssd.storage import ChecksumError, PosixBackend, StorageError, StorageFullError
+from tests.products import combinations, thorough
 from tests.states.test_training import Block, Model, assert_same, host, loader, train
 from tests.storage.faults import FaultyBackend
 
@@ -26,16 +28,25 @@ def assert_nothing_is_left(path: Path) -> None:
 
 
 # 8.0 is above the norm of some steps of `Model`, and below that of others.
-@pytest.mark.parametrize("states", ["host", "ssd"])
-@pytest.mark.parametrize(("accumulate", "limit"), [(1, None), (1, 0.5), (1, 8.0), (3, 8.0)])
-@pytest.mark.parametrize("clip", ["deferred", "speculative", "auto"])
-@pytest.mark.parametrize("overlap", ["optimized", "naive", "none"])
+@combinations(
+    "overlap, clips, states",
+    ["optimized", "naive", "none"],
+    [("auto", None, 1), *product(["deferred", "speculative", "auto"], [0.5, 8.0], [1]), ("auto", 8.0, 3)],
+    ["host", "ssd"],
+    quick=[
+        ("optimized", ("auto", None, 1), "ssd"),
+        ("optimized", ("deferred", 8.0, 1), "host"),
+        ("optimized", ("speculative", 0.5, 1), "ssd"),
+        ("optimized", ("auto", 8.0, 3), "ssd"),
+        ("naive", ("speculative", 8.0, 1), "ssd"),
+        ("none", ("deferred", 0.5, 1), "ssd"),
+    ],
+)
 def test_numbers_are_plain_lightnings(
-    tmp_path: Path, states: str, accumulate: int, limit: float | None, clip: Any, overlap: Any
+    tmp_path: Path, overlap: Any, clips: tuple[Any, float | None, int], states: str
 ) -> None:
     """Bit for bit in 32-true, in every mode, with a checksum of every byte; and nothing is left behind."""
-    if limit is None and clip != "auto":
-        pytest.skip("nothing is clipped")
+    clip, limit, accumulate = clips
     arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=limit)
     expected = train(tmp_path, "auto", Model(), **arguments)
     strategy = ssd(states=states, overlap=overlap, clip=clip, checksum=True, gpu_memory="1B")
@@ -63,7 +74,7 @@ class Deep(Model):
         self.blocks.extend(Block() for _ in range(12))
 
 
-@pytest.mark.parametrize("host_memory", ["320kB", "450kB", "1GB"])
+@pytest.mark.parametrize("host_memory", [thorough("320kB"), "450kB", thorough("1GB")])
 def test_what_fits_is_in_host_memory(tmp_path: Path, host_memory: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = train(tmp_path, "auto", Deep())
     with caplog.at_level("INFO", "lightning_ssd"):
@@ -91,11 +102,9 @@ class Sparing(Deep):
         return logits
 
 
-@pytest.mark.parametrize("model", [Deep, Sparing])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("flats", [1, 2])
+@combinations("flats, accumulate, model", [1, 2], [1, 3], [Deep, Sparing], quick=[(1, 3, Sparing), (2, 1, Deep)])
 def test_gradients_share_memory(
-    tmp_path: Path, model: Any, accumulate: int, flats: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, flats: int, accumulate: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As little as one flat's: backward waits for steps, and for nobody who waits for it."""
     monkeypatch.setattr(budget, "LANDING_FLATS", flats)
@@ -177,8 +186,9 @@ def test_optimizers(tmp_path: Path, optimizer: str, groups: bool) -> None:
     assert_same(train(tmp_path, ssd(), Model(make, groups)), expected)
 
 
-@pytest.mark.parametrize("first", ["ssd", "auto"])
-@pytest.mark.parametrize("second", ["ssd", "host", "auto"])
+@combinations(
+    "second, first", ["ssd", "host", "auto"], ["ssd", "auto"], quick=[("ssd", "ssd"), ("host", "auto"), ("auto", "ssd")]
+)
 def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:
     """Whatever wrote a checkpoint, whatever goes on from it: the training is the same."""
     strategies: dict[str, Any] = {"ssd": ssd, "host": host, "auto": lambda: "auto"}
@@ -415,8 +425,12 @@ def test_what_has_no_values(tmp_path: Path) -> None:
 # ---- bf16-true ----
 
 
-@pytest.mark.parametrize("strategy", [{"states": "host"}, {"states": "ssd"}, {"states": "auto", "gpu_memory": "90kB"}])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@combinations(
+    "accumulate, strategy",
+    [1, 2],
+    [{"states": "host"}, {"states": "ssd"}, {"states": "auto", "gpu_memory": "90kB"}],
+    quick=[(1, {"states": "ssd"}), (2, {"states": "auto", "gpu_memory": "90kB"})],
+)
 def test_bf16_true_has_fp32_masters(tmp_path: Path, strategy: dict[str, Any], accumulate: int) -> None:
     """Bit for bit a loop with bf16 weights whose fp32 masters torch's fused AdamW steps, with sums in fp32."""
     model = Model()

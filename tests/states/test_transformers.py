@@ -21,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.products import combinations
 from tests.states.test_places import ssd
 from tests.states.test_training import host
 
@@ -88,8 +89,9 @@ def assert_same(a: Wrapped, b: Wrapped) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in a.state_dict().items())
 
 
-@pytest.mark.parametrize("make", [gpt2, bert, llama, t5])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@combinations(
+    "checkpointing, make", [False, True], [gpt2, bert, llama, t5], quick=[(False, gpt2), (True, llama), (False, t5)]
+)
 def test_numbers_are_plain_lightnings(tmp_path: Path, make: Any, checkpointing: bool) -> None:
     expected = trained(tmp_path, "auto", Wrapped(make, checkpointing=checkpointing))
     for strategy in (host(gpu_memory="1B"), ssd(clip="speculative")):

@@ -1,0 +1,22 @@
+"""Parametrization over products of values, of which the default run takes a part."""
+
+from collections.abc import Collection, Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+__all__ = ["combinations", "thorough"]
+
+
+def combinations(names: str, *values: Iterable[Any], quick: Collection[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Parametrizes a test over all combinations of `values`; those that are not in `quick` are marked `thorough`."""
+    every = list(product(*values))
+    assert all(combination in every for combination in quick)
+    marked = [combination if combination in quick else thorough(*combination) for combination in every]
+    return pytest.mark.parametrize(names, marked)
+
+
+def thorough(*values: Any, **how: Any) -> Any:
+    """Returns the parameters of a test, marked `thorough`."""
+    return pytest.param(*values, marks=pytest.mark.thorough, **how)
