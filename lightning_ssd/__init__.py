@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PrefetchScheduler,
         SwapPlanner,
     )
+    from lightning_ssd.states import register_optimizer
     from lightning_ssd.strategy import SSDOffloadStrategy
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "PrefetchScheduler",
     "SSDOffloadStrategy",
     "SwapPlanner",
+    "register_optimizer",
 ]
 __version__ = "0.1.0"
 
@@ -38,5 +40,5 @@ register()
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "lightning_ssd.strategy" if name == "SSDOffloadStrategy" else "lightning_ssd.callbacks"
-    return getattr(import_module(home), name)
+    homes = {"SSDOffloadStrategy": "lightning_ssd.strategy", "register_optimizer": "lightning_ssd.states"}
+    return getattr(import_module(homes.get(name, "lightning_ssd.callbacks")), name)

@@ -40,6 +40,7 @@ from lightning_ssd.states import (
     recording_loads,
     save,
     save_sharded,
+    steps_whole,
     take_in,
     take_off_meta,
 )
@@ -272,6 +273,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         try:
             super().setup(trainer)
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
+            whole = self._optimizers_stepped_whole() if fitting else []
             hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
             self._setup = Setup(
                 config=config,
@@ -280,7 +282,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 autocast=autocast,
                 clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
                 clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
-                hold=hold,
+                hold=hold or bool(whole),
+                whole=whole,
                 settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
                 start_over=self._starts_from_checkpoint,
             )
@@ -319,11 +322,29 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         }
         return training_settings(trainer, own)
 
+    def _optimizers_stepped_whole(self) -> list[torch.optim.Optimizer]:
+        """Returns the optimizers with offloaded parameters whose parameters may depend on each other."""
+        whole = []
+        for optimizer in self.optimizers:
+            offloaded = any(p in self._leaving for group in optimizer.param_groups for p in group["params"])
+            if offloaded and steps_whole(optimizer):
+                whole.append(optimizer)
+                name = type(optimizer).__name__
+                log.warning(
+                    "%s is stepped whole when backward has ended, with all weights and gradients in host memory: its "
+                    "parameters may depend on each other, or hooks look at its steps. If each is stepped on its own, "
+                    "`lightning_ssd.register_optimizer(%s)` lets steps overlap with backward",
+                    name,
+                    name,
+                )
+        return whole
+
     def _follow_states(self) -> None:
         """Has gradients clipped, scaled and dropped where `model_states` keeps them."""
         assert self.model_states is not None and self._precision is not None and self._setup is not None
         for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
+            wrapper.state = wrapper.optimizer.state  # type: ignore[attr-defined]
         self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=self._setup.hold)
 
     def can_move_states(self) -> bool:
@@ -333,6 +354,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         # With manual optimization gradients may add up from one batch to the next.
         assert self.lightning_module is not None
         if chosen or not self.lightning_module.automatic_optimization or self._pinned() is not None:
+            return False
+        if self._setup is not None and self._setup.whole:
             return False
         return self.model_states is not None and not self.model_states.accumulating
 

@@ -7,6 +7,7 @@ from lightning_ssd.states.loaded import Loaded, recording_loads
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states
+from lightning_ssd.states.optimizers import register_optimizer, steps_whole
 from lightning_ssd.states.replace import find_replaced
 from lightning_ssd.states.settings import Settings, describe, differences, model_settings
 from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
@@ -34,8 +35,10 @@ __all__ = [
     "model_settings",
     "move_model_states",
     "recording_loads",
+    "register_optimizer",
     "save",
     "save_sharded",
+    "steps_whole",
     "take_in",
     "take_off_meta",
 ]

@@ -26,7 +26,7 @@ from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
 from lightning_ssd.states.model_states import ModelStates, Overlap, StepTerms
-from lightning_ssd.states.optimizers import ElementwiseRule, Rule, check_optimizer, rule_for
+from lightning_ssd.states.optimizers import ElementwiseRule, Rule, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.settings import Settings
 from lightning_ssd.states.units import Unit, find_units
@@ -159,6 +159,7 @@ class Setup:
         hold: as in `StepTerms`.
         settings: of the training, if it is recorded.
         start_over: whether training starts from a checkpoint, and not from what a killed run has recorded.
+        whole: as in `StepTerms`.
     """
 
     config: StatesConfig
@@ -170,6 +171,7 @@ class Setup:
     hold: bool
     settings: Settings = field(default_factory=Settings.none)
     start_over: bool = False
+    whole: Sequence[Optimizer] = ()
 
     @property
     def scaled(self) -> bool:
@@ -196,6 +198,7 @@ class Setup:
             scaled=self.scaled,
             clip=self.config.clip,
             hold=self.hold,
+            whole=self.whole,
         )
 
     def landing(self, places: Places, device: torch.device, undo: contextlib.ExitStack) -> LandingMemory | None:
@@ -258,7 +261,7 @@ def make_model_states(
         loaded: checkpoint values of parameters that could not hold them.
 
     Raises:
-        ValueError: an optimizer can't step on the host; or `units` is wrong, or a budget too small.
+        ValueError: `recover=True` can't record an optimizer; or `units` is wrong, or a budget too small.
         StorageError: host memory or scratch space can't be had.
     """
     config, storage, default_path, autocast = setup.config, setup.storage, setup.default_path, setup.autocast
@@ -267,8 +270,6 @@ def make_model_states(
     if optimizers:
         stay |= {parameter for parameter in leaving if parameter.requires_grad and parameter not in groups}
     leaving = leaving - stay
-    for optimizer in {id(groups[p][0]): groups[p][0] for p in leaving if p in groups}.values():
-        check_optimizer(optimizer)
     units = find_units(module, config.units)
     stream_bytes = config.budget(device)
     resident: set[nn.Parameter] = set()
@@ -291,7 +292,7 @@ def make_model_states(
         of_units = make_flats(module, units, leaving, groups, device, autocast, most)
         flats = [flat for _, flats in of_units for flat in flats]
         of_flats = {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
-        rules = {flat: rule_for(optimizer, flat) for flat, (optimizer, _) in of_flats.items()}
+        rules = {flat: rule_for(optimizer, flat, setup.whole) for flat, (optimizer, _) in of_flats.items()}
         two_slots = recover or (setup.gated and config.clip != "deferred")
         layouts = [
             make_layout(flat, rules.get(flat), of_flats.get(flat), config, two_slots=two_slots) for flat in flats

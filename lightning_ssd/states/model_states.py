@@ -33,6 +33,7 @@ from lightning_ssd.states.gradient import Gradient, LandingMemory
 from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import Journal, Record
 from lightning_ssd.states.masters import Masters
+from lightning_ssd.states.optimizer_state import check_state, guard_state
 from lightning_ssd.states.optimizers import Rule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter, hook_gradient
 from lightning_ssd.states.place import Scratch
@@ -40,6 +41,7 @@ from lightning_ssd.states.plain_data import PlainData
 from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
+from lightning_ssd.states.whole_step import WholeStep
 from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import IOStats
 
@@ -81,6 +83,7 @@ class StepTerms:
         clip: "deferred": gated jobs wait. "speculative": where a home has two slots they are made at once, with what
             the factor most likely is, and made again if it was not. "auto": that, when it is seldom wrong.
         hold: whether user code may look at gradients or settings between backward and step: nothing begins earlier.
+        whole: optimizers that are stepped whole (see `WholeStep`); `hold` is set if there are any.
     """
 
     overlap: Overlap
@@ -89,6 +92,7 @@ class StepTerms:
     scaled: bool
     clip: Clip
     hold: bool
+    whole: Sequence[Optimizer] = ()
 
 
 class ModelStates:
@@ -194,9 +198,15 @@ class ModelStates:
                 hook = partial(self._landed, flat, index) if flat in rules else partial(self._refuse, item.name)
                 self._handles.append(hook_gradient(item.parameter, hook))
         optimizers = list({id(optimizer): optimizer for optimizer, _ in groups.values()}.values())
-        for optimizer in optimizers:
+        of_flats = [optimizer for optimizer in optimizers if optimizer not in terms.whole]
+        """Those whose flats are stepped one by one."""
+        for optimizer in of_flats:
             self._handles.append(optimizer.register_step_pre_hook(lambda optimizer, *_: self.begin_step(optimizer)))
             self._handles.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.end_step(optimizer)))
+            self._restore.append(guard_state(optimizer, self._where))
+        for optimizer in optimizers:
+            if optimizer in terms.whole:
+                self._restore.append(WholeStep(optimizer, self.lend_gradients).restore)
             self._watch_zero_grad(optimizer)
         self.state_dicts = StateDicts(
             module,
@@ -204,7 +214,7 @@ class ModelStates:
             rules,
             self._where,
             masters,
-            optimizers,
+            of_flats,
             settle=self._settle,
             release=self._stream.release,
             changing=self.forget_record,
@@ -604,6 +614,7 @@ class ModelStates:
     def begin_step(self, optimizer: Optimizer) -> None:
         """A step of `optimizer` begins: what backward completes from here on is stepped at once."""
         if self._stepping is None:
+            check_state(optimizer)
             self.state_dicts.before_change()
             self._stepping = optimizer
             self._gate.begin(hold=self._hold)

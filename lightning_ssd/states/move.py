@@ -19,7 +19,6 @@ from lightning_ssd.states.build import (
     STAGED_FLAT_ELEMENTS,
     Groups,
     Setup,
-    StatesConfig,
     check_given,
     groups_of,
     host_budget,
@@ -92,7 +91,7 @@ def move_model_states(
             parts_of_unit = [(states.homes[flat].layout, states.rules.get(flat)) for flat in flats]
         elif off:
             of_unit = make_flats(module, [unit], off, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
-            parts_of_unit = [_lay_out(flat, groups, config, states) for flat in of_unit]
+            parts_of_unit = [_lay_out(flat, groups, setup, states) for flat in of_unit]
         wanted.append([_Wanted(layout, rule, *off_device(given[unit.name])) for layout, rule in parts_of_unit])
     budget = host_budget(config, storage)
     if budget is not None and storage.host_memory == "auto":
@@ -155,12 +154,12 @@ class _Wanted:
     rest: Where
 
 
-def _lay_out(flat: Flat, groups: Groups, config: StatesConfig, states: ModelStates) -> tuple[Layout, Rule | None]:
+def _lay_out(flat: Flat, groups: Groups, setup: Setup, states: ModelStates) -> tuple[Layout, Rule | None]:
     """Returns how the values of a new flat lie in memory, and how it is stepped."""
     group = groups.get(flat.slices[0].parameter)
-    rule = None if group is None else rule_for(group[0], flat)
+    rule = None if group is None else rule_for(group[0], flat, setup.whole)
     two_slots = any(home.layout.slots == 2 for home in states.homes.values())
-    return make_layout(flat, rule, group, config, two_slots=two_slots), rule
+    return make_layout(flat, rule, group, setup.config, two_slots=two_slots), rule
 
 
 def _places(wanted: Sequence[Sequence[_Wanted]], budget: int | None, *, shared: bool) -> Places:

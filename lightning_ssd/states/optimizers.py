@@ -1,13 +1,15 @@
 """The user's optimizer on the host's flats: its class, its settings as they are now, its state by the same names."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.optim.sgd import sgd
 
 from lightning_ssd.states.adam import (
@@ -259,7 +261,7 @@ _SGD_OPTIONS = ("foreach", "fused", "weight_decay", "momentum", "lr", "dampening
 
 
 class OwnStepRule(Rule):
-    """Any other optimizer whose parameters don't depend on each other: its own `step`, on the flat's host tensors.
+    """Any other optimizer that steps each parameter on its own: its own `step`, on the flat's host tensors.
 
     Its states, whatever they are, stay in host memory, and a step can't be taken back.
     """
@@ -274,6 +276,7 @@ class OwnStepRule(Rule):
         self._optimizer._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
         self._optimizer._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
         self._optimizer.state = defaultdict(dict)
+        self._on_gpu = flat.weights.device.type != "cpu"
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
@@ -283,8 +286,10 @@ class OwnStepRule(Rule):
         for item, parameter, has_gradient in zip(self.flat.slices, self._parameters, has, strict=True):
             parameter.data = item.of(masters)
             parameter.grad = item.of(gradient).float() * scale if has_gradient else None
+        if self._on_gpu and "capturable" in options:  # it is for parameters on a GPU
+            options = {**options, "capturable": False}
         self._optimizer.param_groups = [{**options, "params": self._parameters}]
-        type(self._optimizer).step(self._optimizer)
+        _own_step(type(self._optimizer))(self._optimizer)
         opened.take(masters)
         for parameter in self._parameters:
             parameter.grad = None
@@ -296,29 +301,102 @@ class OwnStepRule(Rule):
         self._optimizer.state[self._parameters[index]] = dict(state)
 
 
+class WholeRule(Rule):
+    """Of an optimizer that is stepped whole (see `WholeStep`): its states are in host memory, in `Optimizer.state`."""
+
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        return ()
+
+    def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+        raise AssertionError("an optimizer that is stepped whole steps no flat")
+
+    def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
+        assert not state
+
+
+def _own_step(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """Returns the `step` of a class without what torch puts around it: hooks run once, around the user's `step`."""
+    step: Any = cls.step
+    return cast(Callable[[Optimizer], object], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+_REGISTERED: set[type[Optimizer]] = {
+    cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and cls not in (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+}
+"""Classes that step each parameter on its own."""
+
+
+def register_optimizer(cls: type[Optimizer]) -> type[Optimizer]:
+    """Says that an optimizer class steps each parameter on its own, so that its steps overlap with backward.
+
+    Offloaded parameters are stepped one part of the model after the other. That gives the numbers of plain training if
+    `step` computes the new values of a parameter from its own weight, gradient and state, and from the settings of its
+    group. It does not if `step` computes a norm over several parameters, counts its calls in an attribute, or reads an
+    attribute that changes during training. The classes of `torch.optim` are registered, and subclasses of registered
+    ones that add methods and override `__init__` alone; all others are stepped whole when backward has ended.
+
+    Args:
+        cls: the class; subclasses that override more are not meant.
+
+    Returns:
+        The class, so that this is a decorator, too.
+
+    Example::
+
+        @lightning_ssd.register_optimizer
+        class Lion(torch.optim.Optimizer): ...
+    """
+    _REGISTERED.add(cls)
+    return cls
+
+
+def steps_whole(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` must be stepped whole: its class is not registered, or hooks look at its steps."""
+    return bool(
+        registered_class(type(optimizer)) is None
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def registered_class(cls: type[Optimizer]) -> type[Optimizer] | None:
+    """Returns the registered class whose step `cls` makes, or None."""
+    for number, base in enumerate(cls.__mro__):
+        if base in _REGISTERED:
+            subclasses = cls.__mro__[:number]
+            changed = any(_differs(subclass, base, name) for subclass in subclasses for name in vars(subclass))
+            return None if changed else base
+    return None
+
+
+def _differs(subclass: type, cls: type, name: str) -> bool:
+    """Whether `subclass` overrides `name`, which the step of `cls` may use."""
+    if name.startswith("__") and name != "__setstate__":
+        return False
+    if not hasattr(cls, name):
+        return False
+    return inspect.unwrap(vars(subclass)[name]) is not inspect.unwrap(getattr(cls, name))
+
+
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Returns the parameters of all groups, in the order in which a state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def rule_for(optimizer: Optimizer, flat: Flat) -> Rule:
-    """Returns how `optimizer` steps `flat`."""
-    if type(optimizer) in (torch.optim.AdamW, torch.optim.Adam):
+def rule_for(optimizer: Optimizer, flat: Flat, whole: Container[Optimizer] = ()) -> Rule:
+    """Returns how `optimizer` steps `flat`; `whole`: optimizers that are stepped whole."""
+    if optimizer in whole:
+        return WholeRule(flat)
+    cls = registered_class(type(optimizer))
+    if cls in (torch.optim.AdamW, torch.optim.Adam):
         return AdamRule(flat)
-    if type(optimizer) is torch.optim.SGD:
+    if cls is torch.optim.SGD:
         return SGDRule(flat)
     return OwnStepRule(flat, optimizer)
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuses what can't be stepped unit by unit.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    if type(optimizer) in (torch.optim.LBFGS, torch.optim.SparseAdam):
-        raise ValueError(
-            f"{type(optimizer).__name__} can't step one unit after the other on the host. "
-            "Take another optimizer (AdamW, Adam, SGD, or any whose parameters don't depend on each other), or set "
-            "`states='gpu'`, which leaves weights, gradients and optimizer states to it."
-        )

@@ -18,11 +18,9 @@ LENGTHS = (1, 7, 15, 17, 63, 65, 1000, 4099)
 STEPS = 4
 
 optim = torch.optim
-REFUSED = (optim.LBFGS, optim.SparseAdam)
+OTHERS = (optim.LBFGS, optim.SparseAdam)  # `test_whole_step` has the first, and below is the second
 CLASSES: dict[str, Callable[[Any], optim.Optimizer]] = {
-    cls.__name__: cls
-    for cls in vars(optim).values()
-    if isinstance(cls, type) and cls not in (optim.Optimizer, *REFUSED)
+    cls.__name__: cls for cls in vars(optim).values() if isinstance(cls, type) and cls not in (optim.Optimizer, *OTHERS)
 }
 VARIANTS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "AdamW, fused": lambda groups: optim.AdamW(groups, fused=True),
@@ -142,3 +140,24 @@ def test_settings(tmp_path: Path, name: str, states: str, clip: float | None) ->
 @pytest.mark.parametrize("name", ["AdamW, fused", "AdamW, amsgrad", "SGD, nesterov, foreach", "AdamW, tensor lr"])
 def test_settings_with_states_on_ssd(tmp_path: Path, name: str) -> None:
     check(tmp_path, name, "ssd", None)
+
+
+class Sparse(Odd):
+    """An embedding with sparse gradients, which stays on the device, and frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda groups: optim.SparseAdam(groups[0]["params"], lr=1e-2), columns=False)
+        self.requires_grad_(False)
+        self.embedding = nn.Embedding(32, 8, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        rows = self.embedding(torch.arange(batch_idx, batch_idx + 4))
+        return super().training_step(batch, batch_idx) * rows.square().sum()
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.SparseAdam(self.embedding.parameters(), lr=1e-2)
+
+
+def test_sparse_adam(tmp_path: Path) -> None:
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1, offload="none")
+    assert differences(train(tmp_path, strategy, Sparse(), None), train(tmp_path, "auto", Sparse(), None)) == {}

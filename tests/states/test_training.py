@@ -379,11 +379,6 @@ def test_what_is_refused(tmp_path: Path, arguments: Any, trainer: Any, message: 
         train(tmp_path, SSDOffloadStrategy(**{"states": "host", "min_bytes": 1} | arguments), Model(), **trainer)
 
 
-def test_optimizers_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="LBFGS can't step .*states='gpu'"):
-        train(tmp_path, host(), Model(lambda p: torch.optim.LBFGS(list(p))))
-
-
 @pytest.mark.parametrize("clipped", [False, True])
 def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clipped: bool) -> None:
     """A gradient that stays on the device is infinite, and those that leave are not."""
