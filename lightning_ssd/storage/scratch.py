@@ -132,7 +132,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _lock_name(directory: Path) -> str:
-    return f"{directory.name}.lock"
+    return f"lock.{directory.name}"
 
 
 def _open_locked(parent: int, path: Path, *, keep: bool) -> tuple[PrivateDirectory, int] | None:

@@ -42,7 +42,7 @@ def victim(tmp_path: Path) -> Path:
     """A private directory of this user's, which looks like a scratch directory of a killed run."""
     victim = tmp_path / "home" / "precious"
     victim.mkdir(parents=True, mode=0o700)
-    for name in ("lock", "scratch.bin", "run", "journal", f"{KILLED}", f"{victim.name}.lock", "thesis.tex"):
+    for name in ("lock", "scratch.bin", "run", "journal", f"{KILLED}", f"lock.{victim.name}", "thesis.tex"):
         (victim / name).write_text(name)
         (victim / name).chmod(0o600)
     return victim
@@ -59,7 +59,7 @@ def shared(tmp_path: Path) -> Path:
 
 def make_directory(path: Path, mode: int = 0o700, uid: int | None = None) -> None:
     path.mkdir()
-    for name in (f"{path.name}.lock", "scratch.bin", "run", "journal"):
+    for name in (f"lock.{path.name}", "scratch.bin", "run", "journal"):
         (path / name).write_text(name)
         (path / name).chmod(0o600)
         if uid is not None:
@@ -157,9 +157,11 @@ def test_a_file_that_another_user_may_have_put_into_a_kept_directory_is_refused(
 ) -> None:
     """The file where the run is noted, the scratch file, the lock, and what the owner of the store reads."""
     path = kept_directory(shared)
-    name = f"{path.name}.lock" if name == "lock" else name
+    name = f"lock.{path.name}" if name == "lock" else name
     first = BlobStore([shared], device=CPU, capacity=2**20, keep=True)
-    kept = first.kept([first.allocate(KIB)])
+    blob = first.allocate(KIB)
+    write(first, blob, noise(KIB))
+    kept = first.kept([blob])
     first.close(remove=False)
     (path / "journal").write_text("x")
     (path / "journal").chmod(0o600)

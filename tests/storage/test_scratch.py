@@ -94,7 +94,7 @@ def test_processes_that_start_and_end_together(tmp_path: Path) -> None:
         "for rank in range(300):\n"
         "    directory = ScratchDirectory(sys.argv[1], rank)\n"
         "    (directory.path / 'data').write_bytes(b'x')\n"
-        "    assert (directory.path / f'{directory.path.name}.lock').exists()\n"
+        "    assert (directory.path / f'lock.{directory.path.name}').exists()\n"
         "    directory.close()\n"
         "    assert not directory.path.exists()\n"
     )
@@ -125,7 +125,7 @@ def test_a_directory_that_is_swept_while_it_is_made(
             swept.append(directory.name)
             if moment == "before the flock":
                 raise BlockingIOError  # a sweeper holds it, and removes the directory later
-            (directory / f"{directory.name}.lock").unlink()
+            (directory / f"lock.{directory.name}").unlink()
             directory.rmdir()
         flock(fd, operation)
 
