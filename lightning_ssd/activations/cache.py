@@ -33,6 +33,7 @@ from lightning_ssd.activations.record import (
     Record,
     SavedView,
     State,
+    as_plain_autograd_keeps,
     attach_record,
     check_version,
     find_record,
@@ -43,8 +44,9 @@ from lightning_ssd.planning import LATE, Choice
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import IOStats
 
-Kept = tuple[Tensor, int, Callable[[], None] | None]
-"""A saved tensor that stays where it is, its version, and what brings its memory back if that may be gone."""
+Kept = tuple[Tensor, int, Callable[[], None] | None, "weakref.ref[Tensor]"]
+"""A saved tensor that stays where it is, its version, what brings its memory back if that may be gone, and the tensor
+that autograd was given."""
 
 
 class BudgetError(RuntimeError):
@@ -90,6 +92,8 @@ class TensorCache:
 
     #: Finished micro-batches that are remembered: enough for a ragged last batch and for alternating optimizers.
     PATTERNS = 4
+    #: Waiting storages that each save looks at, the newest; all are looked at once in so many storages.
+    LOOKED_AT = 16
     #: Bytes of copies that say how fast copies are: single ones may have met others.
     TELLING = 2**28
 
@@ -121,6 +125,8 @@ class TensorCache:
         self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
         self._batch: MicroBatch | None = None
         self._profiled: deque[MicroBatch] = deque()
+        self._waiting: list[tuple[weakref.ref[Record], Sequence[TierName]]] = []
+        """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
         self._window: deque[_Leaving] = deque()
         self._window_used = 0
         self._copied_at = 0.0
@@ -161,6 +167,9 @@ class TensorCache:
         try:
             with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or contextlib.nullcontext():
                 yield
+            with self._turn:  # the forward's own variables are gone
+                self._offload_waiting(len(self._waiting))
+                self._release_window()
         finally:
             self._forwards -= 1
 
@@ -226,9 +235,7 @@ class TensorCache:
         nbytes = storage.nbytes()
         choice = None if self.forward_mode is None else choice_of(storage)
         if choice == "keep":
-            if self._window:  # the forward goes on, and copies end meanwhile
-                with self._turn:
-                    self._release_window()
+            self._make_progress()
             return _keep(tensor)
         if nbytes < self.min_bytes or getattr(storage, _STAYS, 0) == self._stats.micro_batches:
             return _keep(tensor)
@@ -248,6 +255,8 @@ class TensorCache:
         if self.placement.keeps(nbytes):
             setattr(storage, _STAYS, self._stats.micro_batches)
             return _keep(tensor)
+        if not storage.resizable():
+            return _keep(tensor)  # memory of others (NumPy, DLPack, CUDA graphs), who may write to it at any time
         assert self._batch is not None, "begin_micro_batch comes first"
         with self._turn:
             recomputed = recomputed_of(tensor, storage)
@@ -256,12 +265,10 @@ class TensorCache:
                     self._stats.recomputed += nbytes
                 return SavedView(tensor, recomputed, self._empty)
             record = find_record(storage)
-            if (
-                record is not None
-                and record.version == tensor._version
-                and record.nbytes == nbytes  # resized, which no version tells
-                and record.batch is self._batch
-            ):
+            # While the storage can be reached, its record holds the storage itself and not a copy (see `record`).
+            if record is not None and (record.state is not State.KEPT or record.nbytes != nbytes):
+                record = None  # resized since
+            if record is not None and record.batch is self._batch:
                 return SavedView(tensor, record, self._empty)
             tiers: Sequence[TierName] | None = None
             if choice is None and self._batch.stays_again(nbytes, self.window_bytes):
@@ -270,33 +277,46 @@ class TensorCache:
                     self._batch.add_without_record(nbytes)
                     self._stats.saved += nbytes
                     setattr(storage, _STAYS, self._stats.micro_batches)
-                    self._release_window()
+                    self._make_progress()
                     return _keep(tensor)
-            return SavedView(tensor, self._new_record(tensor, storage, choice, tiers), self._empty)
+            data = None if record is None else record.data
+            return SavedView(tensor, self._new_record(storage, data, choice, tiers), self._empty)
+
+    def _make_progress(self) -> None:
+        """Keeps storages moving while the forward saves tensors that stay: others were deleted, and copies ended."""
+        if self._window or self._waiting:
+            with self._turn:
+                self._offload_waiting(self.LOOKED_AT)
+                self._release_window()
 
     def _new_record(
         self,
-        tensor: Tensor,
         storage: torch.UntypedStorage,
+        data: Tensor | None,
         choice: Choice | None,
         tiers: Sequence[TierName] | None,
     ) -> Record:
         """Returns the record of a storage that is saved for the first time, which goes to `tiers`, if they are known.
 
-        Else the planned `choice` says where it goes, or the placement, unless backward begins with it.
+        Else the planned `choice` says where it goes, or the placement, unless backward begins with it. `data`: of its
+        record of an earlier micro-batch.
         """
         assert self._batch is not None
         begun = time.perf_counter()
         self._collect()
-        data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        record = Record(data, tensor._version, self._batch, len(self._batch.sizes), self._leftovers)
+        if data is None:
+            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        record = Record(data, self._batch, len(self._batch.sizes), self._leftovers)
         attach_record(storage, record)
         self._batch.add(record)
         self._stats.saved += record.nbytes
         if self.observer is not None:
             self.observer(storage, record)
         if choice is not None or tiers or not self._batch.keeps(record, self.window_bytes):
-            self._offload(record, data, tiers or self._tiers_of(choice, record.nbytes))
+            tiers = tiers or self._tiers_of(choice, record.nbytes)
+            if tiers:
+                self._waiting.append((weakref.ref(record), tiers))
+        self._offload_waiting(self.LOOKED_AT if record.index % self.LOOKED_AT else len(self._waiting))
         self._release_window()
         self.sending_seconds += time.perf_counter() - begun
         return record
@@ -307,16 +327,39 @@ class TensorCache:
             return self.placement.place(nbytes)
         return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
 
-    def _offload(self, record: Record, data: Tensor, tiers: Sequence[TierName]) -> None:
-        may_wait = self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
-        if not may_wait and self._window and self._window_used + record.nbytes > self.window_bytes:
+    def _offload_waiting(self, count: int) -> None:
+        """Offloads those of the newest `count` waiting storages that nothing but their records can reach any more."""
+        if not self._waiting:
             return
+        looked_at, self._waiting = self._waiting[-count:], self._waiting[:-count]
+        while looked_at:
+            reference, tiers = looked_at.pop(0)
+            record = reference()
+            if record is None or record.state is not State.KEPT:
+                continue
+            if record.is_shared() or not self._has_room_in_flight(record):
+                self._waiting.append((reference, tiers))
+            else:
+                self._offload(record, tiers)
+
+    def _has_room_in_flight(self, record: Record) -> bool:
+        """Whether `record` may be copied out now: a placement that may not wait leaves it for later."""
+        if not self._window or self._window_used + record.nbytes <= self.window_bytes:
+            return True
+        return self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
+
+    def _offload(self, record: Record, tiers: Sequence[TierName]) -> None:
+        data = record.data
+        assert data is not None
+        if data.untyped_storage().nbytes() < record.nbytes:
+            return  # shrunk by its owner before that let go of it
+        may_wait = self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
         for name in tiers:
             copy = self._store(name, data, may_wait)
             if copy is not None:
                 break
         else:
-            if tiers and self.placement.must_fit:
+            if self.placement.must_fit:
                 raise BudgetError(
                     f"no room for a saved tensor of {format_bytes(record.nbytes)}: "
                     + ", ".join(f"{name} tier: {self.tiers[name].describe()}" for name in tiers)
@@ -403,10 +446,12 @@ class TensorCache:
 
     def _unpack(self, saved: "Kept | SavedView") -> Tensor:
         if isinstance(saved, tuple):
-            tensor, version, fetch = saved
+            tensor, version, fetch, original = saved
             if fetch is not None:
                 with self._turn:
                     fetch()
+            else:
+                tensor = as_plain_autograd_keeps(tensor, original)
             check_version(tensor, version, tensor.dtype, tensor.size())
             # Backward begins with what stays: what has left is fetched ahead. One inside a forward wants but little.
             if not self._forwards and self._batch is not None and not self._batch.in_backward and in_backward():
@@ -513,4 +558,4 @@ _IN_PLACE_OF: Mapping[Choice, Sequence[TierName]] = {"host": ("host", "ssd"), "s
 
 def _keep(tensor: Tensor, fetch: Callable[[], None] | None = None) -> "Kept":
     # Detached: the node that saves its own output would else own itself, and never be freed.
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version, fetch
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version, fetch, weakref.ref(tensor)

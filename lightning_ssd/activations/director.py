@@ -124,7 +124,7 @@ class Director(ForwardMode):
     def saved(self, storage: torch.UntypedStorage, record: Record) -> None:
         """While checking: autograd has saved `storage`."""
         tried: tuple[weakref.ref[Recomputed], int] | None = getattr(storage, _TRIED, None)
-        if tried is not None and (recomputed := tried[0]()) is not None and recomputed.version == record.version:
+        if tried is not None and (recomputed := tried[0]()) is not None:
             self._expected[record] = recomputed, tried[1]
 
     def check(self, record: Record) -> None:

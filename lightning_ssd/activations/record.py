@@ -4,8 +4,22 @@ autograd holds `SavedView`s, a view holds its `Record`, and a record holds the b
 Nothing else keeps a record alive, so its lifetime is autograd's: when the last node that saved the storage is freed,
 the record dies and its place is given back, whatever became of the graph (run, retained, never run, dropped by an
 exception).
+
+Ownership of a storage's bytes, which makes a record exact whatever shares the storage:
+
+1. From its first save on, a record holds the storage itself, as plain autograd does. While user code can still reach
+   the storage through any other tensor, view, `.data`, NumPy array or storage object, its bytes may change under any
+   version counter or under none, and backward sees the change, as it does in plain autograd. So a storage has one
+   record per micro-batch, and no save compares versions to find it.
+2. When the record is the storage's only owner (`is_shared` is False), nothing can change the bytes any more, and no
+   tensor can be saved that shows them: only then are they copied out. The copy is the storage's last content.
+3. After the copy the record drops the storage, and the tier's copy is the only owner until a load brings it back, into
+   a new storage that nothing else shares.
+
+A saved tensor whose version counter moved raises PyTorch's error in backward (`check_version`), as without hooks.
 """
 
+import sys
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -83,22 +97,18 @@ class Record(Viewed):
     """The bytes of one storage that autograd saved.
 
     Args:
-        data: all bytes of the storage, one-dimensional `uint8`.
-        version: of the tensor that was saved; a storage that was changed since is saved again, as another record.
+        data: all bytes of the storage, one-dimensional `uint8`. Records of one storage share this tensor.
         batch: the micro-batch that it belongs to.
         index: its position in the micro-batch's order of saving.
         leftovers: takes what is to be given back when the record dies. Records die wherever Python frees them, inside
             a garbage collection too, so dying takes no lock and calls nobody.
     """
 
-    __slots__ = ("_leftovers", "batch", "copy", "index", "load", "nbytes", "state", "tier", "version")
+    __slots__ = ("_leftovers", "batch", "copy", "index", "load", "nbytes", "state", "tier")
 
-    def __init__(
-        self, data: Tensor, version: int, batch: "MicroBatch", index: int, leftovers: "deque[Leftover]"
-    ) -> None:
+    def __init__(self, data: Tensor, batch: "MicroBatch", index: int, leftovers: "deque[Leftover]") -> None:
         super().__init__()
         self.data = data
-        self.version = version
         self.nbytes = data.numel()
         self.batch = batch
         self.index = index
@@ -111,6 +121,14 @@ class Record(Viewed):
     def __del__(self) -> None:
         if self.copy is not None:
             self._leftovers.append(Leftover(self.copy, self.load))
+
+    def is_shared(self) -> bool:
+        """Whether anything but the records of the storage can still reach it (the record is `KEPT`)."""
+        assert self.data is not None
+        if _use_count(self.data) > _USE_COUNT_OF_ONE_OWNER:
+            return True
+        # A storage object that user code holds counts there only.
+        return sys.getrefcount(self.data.untyped_storage()) > _REFERENCES_OF_ONE_OWNER
 
     def leave(self, copy: StoredCopy, tier: TierName) -> None:
         """A tier has begun to store the bytes; the device's stay until `gone`."""
@@ -152,7 +170,7 @@ class SavedView:
     storage itself is gone from the device.
     """
 
-    __slots__ = ("_last_shown", "_probe", "_version", "dtype", "offset", "record", "size", "stride")
+    __slots__ = ("_last_shown", "_original", "_probe", "_version", "dtype", "offset", "record", "size", "stride")
 
     def __init__(self, tensor: Tensor, record: Viewed, empty: Tensor) -> None:
         self.record = record
@@ -163,6 +181,7 @@ class SavedView:
         self._version = tensor._version
         self._probe = tensor.detach()
         self._probe.data = empty
+        self._original = weakref.ref(tensor)
         self._last_shown = 0
         record.views += 1
         record.unseen += 1
@@ -182,16 +201,47 @@ class SavedView:
         check_version(self._probe, self._version, self.dtype, self.size)
 
     def show(self) -> Tensor:
-        """Returns the saved tensor; the record's bytes are on the device."""
+        """Returns the saved tensor; the record's bytes are on the device.
+
+        Raises:
+            RuntimeError: user code has resized the storage to less than it had when it was saved.
+        """
         record = self.record
         assert record.data is not None
+        storage = record.data.untyped_storage()
+        if storage.nbytes() < record.nbytes:  # `set_` would give it new memory
+            raise RuntimeError(
+                f"the storage of a saved tensor of {self.dtype} {list(self.size)} was resized to {storage.nbytes()} "
+                f"bytes between forward and backward; it had {record.nbytes} when it was saved. Don't resize storages "
+                "that backward needs, or restore them before `backward`."
+            )
         tensor = torch.empty(0, dtype=self.dtype, device=record.data.device).set_(
-            record.data.untyped_storage(), self.offset, self.size, self.stride
+            storage, self.offset, self.size, self.stride
         )
         if self._last_shown != record.times_back:
             self._last_shown = record.times_back
             record.seen()
-        return tensor
+        return as_plain_autograd_keeps(tensor, self._original)
+
+
+def as_plain_autograd_keeps(saved: Tensor, original: "weakref.ref[Tensor]") -> Tensor:
+    """Returns `saved`, or the tensor that was saved where assigning to its `.data` has replaced its storage since.
+
+    Plain autograd keeps an operation's inputs themselves, so that backward sees a replaced storage, and of its outputs
+    what they were. An assignment to `.data` moves no version counter. It is seen here as long as the tensor is alive,
+    which an output's node must not ensure: the two would own each other.
+
+    Args:
+        saved: the tensor as it was saved.
+        original: the tensor that was saved.
+    """
+    tensor = original()
+    if tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return saved
+    tensor._fix_weakref()  # type: ignore[attr-defined]  # its Python object may be owned by C++ alone
+    if tensor.is_set_to(saved) or tensor.grad_fn is torch._C._current_autograd_node():
+        return saved
+    return tensor.detach()
 
 
 def check_version(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size) -> None:
@@ -215,13 +265,27 @@ def find_record(storage: torch.UntypedStorage) -> Record | None:
     return None if reference is None else reference()
 
 
-def attach_record(storage: torch.UntypedStorage, record: Record) -> None:
+def attach_record(storage: torch.UntypedStorage, record: Record | None) -> None:
     """Makes `record` what `find_record` returns for `storage`.
 
     The reference lives on the storage's Python object, which lives as long as the storage: an identity that all views
     share, and that a later storage at the same address does not inherit.
     """
-    setattr(storage, _RECORD, weakref.ref(record))
+    setattr(storage, _RECORD, None if record is None else weakref.ref(record))
+
+
+def _use_count(tensor: Tensor) -> int:
+    """Returns how many tensors and other C++ objects hold the storage of `tensor`."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def _counts_of_one_owner() -> tuple[int, int]:
+    """Returns the use count and the references of a storage that one tensor holds: versions of torch differ."""
+    owner = torch.empty(1, dtype=torch.uint8, device="cpu")
+    attach_record(owner.untyped_storage(), None)
+    return _use_count(owner), sys.getrefcount(owner.untyped_storage())
 
 
 _RECORD = "_lightning_ssd_record"
+_USE_COUNT_OF_ONE_OWNER, _REFERENCES_OF_ONE_OWNER = _counts_of_one_owner()

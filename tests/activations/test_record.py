@@ -81,6 +81,7 @@ def run(steps: list[tuple[str, int, int]], losses: int, hooks: Hooks) -> tuple[l
     leaves = [nn.Parameter(values[0]), nn.Parameter(values[1].t()), values[2].clone().requires_grad_()]
     values = [*leaves, values[3]]
     legal = 0
+    a = b = value = values[0]
     with hooks():
         for name, first, second in steps:
             a, b = values[first % len(values)], values[second % len(values)]
@@ -94,6 +95,7 @@ def run(steps: list[tuple[str, int, int]], losses: int, hooks: Hooks) -> tuple[l
             with suppress(RuntimeError):  # a part of a chunk whose base was changed can't be looked at any more
                 if value.requires_grad:
                     sums.append(value.sum())
+        del values, value, a, b  # a storage that is in use is not offloaded
     error = ""
     for index, loss in enumerate(sums):
         try:
