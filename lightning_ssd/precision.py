@@ -56,6 +56,7 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str) -> torch.dtype 
 
 
 class _StreamingPrecision(pl.plugins.Precision):
+    __qualname__ = pl.plugins.Precision.__qualname__
     states: ModelStates
     lend: bool
 
@@ -79,10 +80,12 @@ class _StreamingPrecision(pl.plugins.Precision):
 
 
 class _StreamingHalfPrecision(_StreamingPrecision, pl.plugins.HalfPrecision):
-    pass
+    __qualname__ = pl.plugins.HalfPrecision.__qualname__
 
 
 class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
+    __qualname__ = pl.plugins.MixedPrecision.__qualname__  # under which a checkpoint has the scaler's state
+
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:

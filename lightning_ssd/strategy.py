@@ -1,6 +1,7 @@
 """`SSDOffloadStrategy`: the only file that knows Lightning's Strategy contract."""
 
 import contextlib
+import gc
 import logging
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,6 +170,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._loaded: Loaded = {}
         """Values that a checkpoint had for parameters, between its restoration and `setup`."""
         self._starts_from_checkpoint = False
+        self._has_left = False
+        """Whether states leave the device, or left it in the last training: checkpoints may have lazy tensors."""
         self._restore_callbacks: list[Callable[[], None]] = []
         self._recovery: Recovery | None = None
         self._failed = False
@@ -272,6 +275,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             config = replace(config, clip=pinned.clip)
         try:
             super().setup(trainer)
+            if fitting and self._has_left:
+                gc.collect()  # optimizers of a fit before, in cycles with their schedulers, have room on the SSDs
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
             whole = self._optimizers_stepped_whole() if fitting else []
             hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
@@ -297,6 +302,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 given=None if pinned is None else _placed_states(pinned),
                 loaded=self._loaded,
             )
+            self._has_left = True
         finally:
             self._leaving = set()
             self._unborn = Unborn(set(), set())
@@ -342,10 +348,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _follow_states(self) -> None:
         """Has gradients clipped, scaled and dropped where `model_states` keeps them."""
         assert self.model_states is not None and self._precision is not None and self._setup is not None
-        for wrapper in self._lightning_optimizers:  # they have torch's own `zero_grad`, not that of what they wrap
+        self._update_wrappers()
+        self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=self._setup.hold)
+
+    def _update_wrappers(self) -> None:
+        """Gives Lightning's wrappers of optimizers the attributes that model states replace, or have given back."""
+        for wrapper in self._lightning_optimizers:  # they copied the attributes when they were made
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
             wrapper.state = wrapper.optimizer.state  # type: ignore[attr-defined]
-        self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=self._setup.hold)
 
     def can_move_states(self) -> bool:
         """Whether `move_states` may be called: states leave the device, and it was left to us where they are."""
@@ -469,7 +479,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.model_states is None:
+        if not self._has_left:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is None and self._owns_files(filepath):
             self._save(checkpoint, filepath)
@@ -560,8 +570,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._failed = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.tensor_cache is not None
         self._begin("train")
+        if self.tensor_cache is None:  # a loop that runs after `fit`
+            return super().training_step(*args, **kwargs)
         with self.tensor_cache.hooks():
             return super().training_step(*args, **kwargs)
 
@@ -598,6 +609,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             if cache is not None:
                 stack.callback(cache.close)
             if states is not None:
+                stack.callback(self._update_wrappers)
                 stack.callback(states.close, keep=keep)
 
 
@@ -613,7 +625,7 @@ def _user_sees_gradients(trainer: pl.Trainer) -> bool:
     if any(_overridden(hook, module, pl.LightningModule) for hook in (*hooks, "configure_gradient_clipping")):
         return True
     return any(
-        _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(type(callback), hook))
+        _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(type(callback), hook, None))
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         for hook in hooks
     )
@@ -624,4 +636,4 @@ def _is_ours(function: object) -> bool:
 
 
 def _overridden(hook: str, what: object, base: type) -> bool:
-    return getattr(type(what), hook) is not getattr(base, hook)
+    return getattr(type(what), hook, None) is not getattr(base, hook)  # a mock's class has none

@@ -13,7 +13,7 @@ from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, ended, finished
 from lightning_ssd.states.loaded import Loaded, exact_value
-from lightning_ssd.states.place import Place, Scratch, SSDPlace
+from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.split import join, split
 from lightning_ssd.storage import Blob, PinnedBuffer
 
@@ -417,6 +417,17 @@ class Home:
         """Gives its places back."""
         for place in self._places:
             place.free()
+
+    def free_host_memory(self) -> None:
+        """Gives back its places in host memory; those on SSDs go away with the scratch files."""
+        for place in self._places:
+            if isinstance(place, HostPlace):
+                place.free()
+
+    @property
+    def rest(self) -> Place | None:
+        """Keeps all but the compute weights; None where there is no more."""
+        return self._places[1] if len(self._places) > 1 else None
 
     def _lay_out(self, parts: list[Tensor], buffer: PinnedBuffer | None, *, step: bool) -> Opened:
         rest = parts[1] if len(parts) > 1 else None

@@ -56,6 +56,8 @@ class LazyTensor(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         shown = cast(Any, func).__self__.__name__ if name == "__get__" else name
+        if shown in _CONVERSIONS and _changes_nothing(*args, **(kwargs or {})):
+            return args[0]
         if shown not in _SHAPES:
             args, kwargs = apply_to_collection((args, dict(kwargs or {})), LazyTensor, LazyTensor.take_in)
         with torch._C.DisableTorchFunctionSubclass():
@@ -65,6 +67,16 @@ class LazyTensor(Tensor):
 _SHAPES = ("shape", "dtype", "device", "size", "dim", "ndim", "numel", "element_size", "is_floating_point", "layout",
            "requires_grad", "nbytes", "itemsize", "__len__", "__hash__", "is_cuda", "grad_fn", "is_leaf")  # fmt: skip
 """What shows no values."""
+
+
+_CONVERSIONS = ("to", "cpu")
+"""What returns the tensor itself where it is so already: Lightning moves optimizer states to the CPU after training."""
+
+
+def _changes_nothing(tensor: Tensor, device: object = "cpu", **options: object) -> bool:
+    """Whether `tensor.to(device)` is `tensor`, which is on the CPU."""
+    to_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
+    return to_cpu and set(options) <= {"non_blocking"}
 
 
 class LazyTensors:
@@ -150,7 +162,12 @@ def save(checkpoint: Any, path: str | Path) -> None:
         with replacing(path, part) as file:
             # The values are put in behind torch's back, which knows no checksum of them. torch.load asks for none.
             torch.serialization.set_crc32_options(False)
-            torch.save(apply_to_collection(checkpoint, LazyTensor, marked), cast(IO[bytes], _Filling(file, marks)))
+            filling = _Filling(file, marks)
+            try:
+                torch.save(apply_to_collection(checkpoint, LazyTensor, marked), cast(IO[bytes], filling))
+            except BaseException as error:
+                # torch, which closes its file then, raises an error about that instead of the one that was first.
+                raise (filling.error or error) from None
             assert not marks, "a tensor was not written in one piece"
     finally:
         torch.serialization.set_crc32_options(checked)
@@ -162,8 +179,17 @@ class _Filling(io.RawIOBase):
     def __init__(self, file: io.BufferedWriter, marks: dict[bytes, LazyTensor]) -> None:
         self._file = file
         self._marks = marks
+        self.error: BaseException | None = None
+        """The first error of a `write`."""
 
     def write(self, data: Any) -> int:
+        try:
+            return self._write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+    def _write(self, data: Any) -> int:
         if len(data) >= _MARK_BYTES and (tensor := self._marks.pop(bytes(data[:_MARK_BYTES]), None)) is not None:
             values = tensor.values().contiguous().view(-1).view(torch.uint8)
             assert values.numel() == len(data)

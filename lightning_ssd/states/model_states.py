@@ -32,9 +32,10 @@ from lightning_ssd.states.gate import Clip, Gate
 from lightning_ssd.states.gradient import Gradient, LandingMemory
 from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import Journal, Record
+from lightning_ssd.states.left import LeftStates
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizer_state import check_state, guard_state
-from lightning_ssd.states.optimizers import Rule, parameters_of
+from lightning_ssd.states.optimizers import Rule, WholeRule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter, hook_gradient
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.plain_data import PlainData
@@ -180,6 +181,7 @@ class ModelStates:
         self._gate = Gate(copies, clip=terms.clip, gated=terms.gated, scaled=terms.scaled)
         self._lent = False
         self._closed = False
+        self._left = LeftStates()
         self._stepped = Busy(0, 0.0)
         """Set, and whole, by the stepper's thread alone: any may read it."""
         self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay
@@ -219,6 +221,8 @@ class ModelStates:
             release=self._stream.release,
             changing=self.forget_record,
         )
+        if recovered is None:
+            self.state_dicts.adopt_states(of_flats)
 
     # ---- a micro-batch ----
 
@@ -409,7 +413,7 @@ class ModelStates:
             if self.scratch is not None:
                 stack.callback(self._let_go_of_scratch, keep=keep)
             stack.callback(self._copies.close)
-            stack.callback(self._give_back)
+            stack.callback(self._give_back, keep=keep)
 
     @property
     def closed(self) -> bool:
@@ -472,8 +476,14 @@ class ModelStates:
 
     def _let_go_of_scratch(self, *, keep: bool) -> None:
         assert self.scratch is not None
-        recorded = self._journal is not None and self._journal.written
-        self.scratch.close(remove=not (keep and recorded))
+        if self._left.on_ssd:
+            self._left.blobs = self.scratch.detach()
+        else:
+            self.scratch.close(remove=not (keep and self._recorded_for_next_run))
+
+    @property
+    def _recorded_for_next_run(self) -> bool:
+        return self._journal is not None and self._journal.written
 
     # ---- weights ----
 
@@ -490,8 +500,8 @@ class ModelStates:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _give_back(self) -> None:
-        """Makes the parameters whole on the CPU, as the last step that was made left them."""
+    def _give_back(self, *, keep: bool) -> None:
+        """Makes parameters and optimizer states whole, as the last step that was made left them."""
         # Half of a step is none, where it can be taken back.
         for begun, whole in ((self._before, False), (self._last, True)):
             counting = [home for flat, steps in begun.items() if (home := self.homes[flat]).steps > steps]
@@ -499,11 +509,30 @@ class ModelStates:
                 continue
             for home in counting:
                 home.revert()
-        for home in self.homes.values():
-            with contextlib.suppress(Exception):  # a step that was not made; its weights are those before it
+                self.rules[home.flat].revert()
+        for flat, home in self.homes.items():
+            failed: Exception | None = None
+            try:
                 home.drain()
+            except Exception as error:  # a step that was not made; its weights are those before it
+                failed = error
             home.give_back()
-            home.free()  # at once: both together may have no room
+            if flat in self.rules and not isinstance(self.rules[flat], WholeRule):
+                self._give_states_back(flat, home, failed, keep=keep)
+            home.free_host_memory()  # at once: both together may have no room
+
+    def _give_states_back(self, flat: Flat, home: Home, failed: Exception | None, *, keep: bool) -> None:
+        """Gives the user's optimizer what a checkpoint that is saved from now on is to have of it."""
+        optimizer, _ = self._groups[flat]
+        if failed is not None:
+            self._left.refuse(home, optimizer, f"a step of it failed ({failed}). Save before that happens.")
+        elif keep and self._recorded_for_next_run:
+            self._left.refuse(home, optimizer, "they are kept for the next run, which goes on from them by itself")
+        else:
+            try:
+                self._left.give(home, self.rules[flat], optimizer)
+            except Exception as error:  # such as too little memory: the other flats are given back all the same
+                self._left.refuse(home, optimizer, str(error))
 
     # ---- gradients ----
 

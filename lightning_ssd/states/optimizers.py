@@ -58,6 +58,10 @@ class Rule(ABC):
         """The last step counts; `has` is what it was given."""
         return None
 
+    def revert(self) -> None:
+        """Takes the last `commit` back, where a step can be taken back."""
+        return None
+
     def kept(self) -> object:
         """Returns what `take_over` wants, to go on from the values that the flat has."""
         raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
@@ -89,6 +93,7 @@ class ElementwiseRule(Rule):
     def __init__(self, flat: Flat) -> None:
         super().__init__(flat)
         self._steps = [0] * len(flat.slices)
+        self._steps_before = self._steps
         self._device = flat.weights.device
 
     def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
@@ -114,7 +119,11 @@ class ElementwiseRule(Rule):
     def take_over(self, kept: Any) -> None:
         self._steps = list(kept)
 
+    def revert(self) -> None:
+        self._steps = self._steps_before
+
     def commit(self, has: Sequence[bool]) -> None:
+        self._steps_before = self._steps
         self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has, strict=True)]
 
     def state_of(self, index: int, opened: Opened) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_ssd.states.futures import all_of, finished
 from lightning_ssd.states.worker import Worker
-from lightning_ssd.storage import Blob, BlobStore, PinnedPool
+from lightning_ssd.storage import Blob, BlobStore, DetachedBlobs, PinnedPool
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, align_up
 
@@ -222,13 +222,20 @@ class Scratch:
         Args:
             remove: the files go away.
         """
-        try:
+        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+            stack.callback(self.staging.close)
+            stack.callback(self.window.close)
+            stack.callback(self.store.close, remove=remove)
+            stack.callback(self.fetcher.close)
+            self.opener.close()
+
+    def detach(self) -> DetachedBlobs:
+        """Closes it, and returns what its blobs can be read from."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)  # of all that is left then
             self.opener.close()
             self.fetcher.close()
-        finally:
-            self.store.close(remove=remove)
-            self.window.close()
-            self.staging.close()
+            return self.store.detach()
 
 
 def _make_pools(window: int, staging: int, *, pin: bool) -> tuple[PinnedPool, PinnedPool]:

@@ -4,7 +4,7 @@ One flat after the other is at hand, so that a state dict needs no more memory t
 """
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,14 +223,30 @@ class StateDicts:
         self._changing()
         states = dict(state["state"])
         for number, flat, index in self._numbers(optimizer):
-            self._open({flat})
-            item = self._at_hand[flat]
-            if not item.loading:  # what is written back is whole
-                item.values.round()
-            item.changed = True
-            self._rules[flat].load_state(index, states.pop(number, {}), item.values)
+            self._load_state(flat, index, states.pop(number, {}))
         self.put_away()
         return {**state, "state": states}
+
+    def adopt_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """Takes over states that optimizers have already of parameters that leave: of a `fit` before, or initial ones.
+
+        Adagrad makes some when it is made; an optimizer that `configure_optimizers` returns again has those of its
+        last training.
+        """
+        for optimizer in optimizers:
+            for _, flat, index in self._numbers(optimizer):
+                state = optimizer.state.pop(flat.slices[index].parameter, None)
+                if state:
+                    self._load_state(flat, index, state)
+        self.put_away()
+
+    def _load_state(self, flat: Flat, index: int, state: Mapping[str, Any]) -> None:
+        self._open({flat})
+        item = self._at_hand[flat]
+        if not item.loading:  # what is written back is whole
+            item.values.round()
+        item.changed = True
+        self._rules[flat].load_state(index, state, item.values)
 
     def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, Flat, int]]:
         """Yields, of the optimizer's parameters that have left, the number in its state dict, and flat and index."""

@@ -6,6 +6,7 @@ What others use: `BlobStore` for the SSDs, `PinnedPool` for host memory, and the
 from lightning_ssd.storage.backend import Backend, BackendFile
 from lightning_ssd.storage.blob import Blob, Piece
 from lightning_ssd.storage.choice import choose_backend
+from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError
 from lightning_ssd.storage.kvikio_backend import KvikioBackend
 from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
@@ -22,6 +23,7 @@ __all__ = [
     "Blob",
     "BlobStore",
     "ChecksumError",
+    "DetachedBlobs",
     "IOStats",
     "Kept",
     "KvikioBackend",

@@ -23,6 +23,7 @@ from lightning_ssd.storage.calibration import Calibration, calibrate
 from lightning_ssd.storage.checksums import Checksums, Hashes
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.cleanup import clean_up
+from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.engine import Engine
 from lightning_ssd.storage.errors import StorageError, StorageFullError, from_os_error
 from lightning_ssd.storage.private import PrivateDirectory
@@ -355,6 +356,12 @@ class BlobStore:
             # Also when Ctrl-C ends the wait: transfers that still run end on files without a name.
             for volume in self._volumes if remove else ():
                 volume.remove()
+
+    def detach(self) -> DetachedBlobs:
+        """Closes the store, as `close` does, but that its blobs can be read from the result, which then owns them."""
+        atexit.unregister(self._at_exit)
+        self._engine.close()
+        return DetachedBlobs([(volume.path, volume.detach()) for volume in self._volumes], self._checksums)
 
     def _check_kept(self, kept: Kept, directories: Sequence[ScratchDirectory]) -> None:
         if list(kept.paths) != self._paths:

@@ -171,6 +171,17 @@ class Volume:
                 self.file.close()
         self._directory.close(remove=remove)
 
+    def detach(self) -> int:
+        """Ends transfers, removes the file's name and its directory, and returns a descriptor of its bytes.
+
+        They are there until the caller closes it. No transfer is running.
+        """
+        self._open = False
+        with clean_up("close", self.path):
+            self.file.close()
+        self._directory.close()
+        return self._fd
+
     def remove(self) -> None:
         """Removes the file and its directory; transfers that still run end undisturbed. Idempotent."""
         self._directory.close()

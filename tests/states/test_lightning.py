@@ -2,6 +2,10 @@
 
 import copy
 import csv
+import errno
+import gc
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.states import load_sharded
+from lightning_ssd.states.lazy import LazyTensor
+from lightning_ssd.storage import StorageError
 from tests.products import thorough
 from tests.states.test_checkpoints import tree_equal
 from tests.states.test_places import ssd
 from tests.states.test_training import Model, adamw, assert_same, host, loader, train
+from tests.storage.faults import FaultyBackend
 
 OURS = ("out_gb", "stall_s")
 """Metrics that our progress bar adds."""
@@ -258,3 +266,117 @@ def test_masters_are_swapped_with_an_average_whole(tmp_path: Path, strategy: Any
 
     for one, other in zip(weights(strategy, [Never()]), weights(host(), []), strict=True):
         assert torch.equal(one, other)
+
+
+# ---- after training ----
+
+
+def fitted(path: Path, strategy: Any, model: pl.LightningModule | None = None, **arguments: Any) -> pl.Trainer:
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, default_root_dir=path, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **{"max_epochs": 1} | arguments,
+    )  # fmt: skip
+    trainer.fit(Model() if model is None else model, loader())
+    return trainer
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.Adagrad(p, lr=0.1)], ids=["AdamW", "Adagrad"])
+@pytest.mark.parametrize("checkpoints", ["file", "sharded"])
+def test_a_checkpoint_that_is_saved_after_training_has_optimizer_states(
+    tmp_path: Path, strategy: Any, checkpoints: str, make_optimizer: Any
+) -> None:
+    """The same as plain Lightning's, also after an evaluation, and training goes on from it, in both directions."""
+    strategy._save = SSDOffloadStrategy(checkpoints=checkpoints)._save
+    plain = fitted(tmp_path, "auto", Model(make_optimizer))
+    ours = fitted(tmp_path, strategy, Model(make_optimizer))
+    assert not list(tmp_path.rglob("lightning_ssd-*"))
+    contents = []
+    for name, trainer in (("plain", plain), ("ours", ours)):
+        trainer.validate(trainer.lightning_module, loader(1), verbose=False)
+        trainer.save_checkpoint(tmp_path / name)
+        sharded = (tmp_path / name).is_dir()
+        assert sharded == (name == "ours" and checkpoints == "sharded")
+        load = load_sharded if sharded else partial(torch.load, weights_only=False)
+        contents.append(load(tmp_path / name))
+    assert len(contents[0]["optimizer_states"][0]["state"]) == 25
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        assert tree_equal(contents[1][part], contents[0][part]), part
+
+    def resumed(how: Any, name: str) -> Any:
+        model = Model(make_optimizer)
+        trainer = pl.Trainer(
+            accelerator="cpu", strategy=how, default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, max_epochs=2,
+        )  # fmt: skip
+        trainer.fit(model, loader(), ckpt_path=str(tmp_path / name))
+        return model
+
+    expected = resumed("auto", "plain")
+    assert_same(resumed(host(), "ours"), expected)
+    assert_same(resumed(ssd(), "plain"), expected)
+    if checkpoints == "file":
+        assert_same(resumed("auto", "ours"), expected)
+
+
+def open_scratch_files() -> list[str]:
+    files = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]  # not that of the listing
+    return [str(path) for path in files if "scratch.bin" in os.readlink(path)]
+
+
+def test_optimizer_states_on_ssds_stay_there_after_training_until_the_optimizer_goes(tmp_path: Path) -> None:
+    gc.collect()  # the optimizers of other tests
+    trainer = fitted(tmp_path, ssd())
+    (optimizer,) = trainer.optimizers
+    tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    lazy = [value for value in tensors if isinstance(value, LazyTensor)]
+    assert len(lazy) == len(tensors) and all(value._read is not None for value in lazy)
+    assert len(open_scratch_files()) == 1 and not list(tmp_path.rglob("lightning_ssd-*"))
+    assert copy.deepcopy(optimizer.state_dict())["state"] and lazy[0]._read is None
+    del optimizer, tensors, lazy, trainer
+    gc.collect()
+    assert open_scratch_files() == []
+
+
+class Keeping(Model):
+    """Returns the same optimizer in every fit."""
+
+    def configure_optimizers(self) -> Any:
+        if not hasattr(self, "kept"):
+            self.kept = self.make_optimizer(list(self.parameters()))
+        return self.kept
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.Adagrad(p, lr=0.1)], ids=["AdamW", "Adagrad"])
+def test_an_optimizer_that_is_kept_goes_on_with_its_states(tmp_path: Path, make_optimizer: Any) -> None:
+    def twice(first: Any, second: Any) -> Any:
+        model = Keeping(make_optimizer)
+        fitted(tmp_path, first, model)
+        fitted(tmp_path, second, model)
+        return model
+
+    expected = twice("auto", "auto")
+    for first, second in ((ssd(), host()), (host(), "auto"), ("auto", ssd()), (ssd(), ssd())):
+        assert_same(twice(first, second), expected)
+
+
+def test_states_of_a_step_that_failed_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
+    storage = FaultyBackend()
+    strategy = ssd(backend=storage)
+
+    class Failing(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                storage.error["write"] = OSError(errno.EIO, "Input/output error")
+
+    trainer = None
+    with pytest.raises(StorageError):
+        model = Failing()
+        trainer = pl.Trainer(
+            accelerator="cpu", strategy=strategy, default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+        )  # fmt: skip
+        trainer.fit(model, loader())
+    assert trainer is not None
+    with pytest.raises(RuntimeError, match="optimizer states of .* are not available"):
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert not (tmp_path / "after.ckpt").exists()
