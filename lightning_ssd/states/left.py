@@ -61,7 +61,7 @@ class LeftStates:
         assert isinstance(rest, SSDPlace)
         self.on_ssd = True
         blob, nbytes = rest.blobs[rest.slot], value.numel() * value.element_size()
-        start = value.storage_offset() * value.element_size()
+        start = int(value.storage_offset()) * value.element_size()
 
         def read() -> Tensor:
             assert self.blobs is not None
