@@ -29,6 +29,7 @@ from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
 from lightning_ssd.activations.placement import Placement
 from lightning_ssd.activations.recompute import Recomputed, recomputed_of
 from lightning_ssd.activations.record import (
+    Kept,
     Leftover,
     Record,
     SavedView,
@@ -43,10 +44,6 @@ from lightning_ssd.activations.weights import fetch_of, is_weight
 from lightning_ssd.planning import LATE, Choice
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import IOStats
-
-Kept = tuple[Tensor, int, Callable[[], None] | None, "weakref.ref[Tensor]"]
-"""A saved tensor that stays where it is, its version, what brings its memory back if that may be gone, and the tensor
-that autograd was given."""
 
 
 class BudgetError(RuntimeError):

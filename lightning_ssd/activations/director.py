@@ -130,10 +130,10 @@ class Director(ForwardMode):
     def check(self, record: Record) -> None:
         """While checking: backward is about to be given what `record` has."""
         recomputed, number = self._expected.pop(record, (None, 0))
-        if recomputed is None:
+        if recomputed is None or recomputed.expired:
             return
         assert record.data is not None
-        with contextlib.suppress(RuntimeError):  # what it reads has changed since
+        with contextlib.suppress(RuntimeError):  # it reads what has changed since, or returns something else
             if torch.equal(record.data, recomputed.remake()):
                 self.proved.add(number)
 
@@ -151,7 +151,7 @@ class Director(ForwardMode):
         random = random_state(func, self._device) if again else None
         result = func(*args, **kwargs)
         tensors = tensors_of(result)
-        recipe = Recipe(func, args, kwargs, random, self._pack, self._unpack) if again else None
+        recipe = Recipe(func, args, kwargs, tensors, random, self._pack, self._unpack) if again else None
         for position, choice in step.choices.items():
             tensor = tensors[position]
             if choice != "recompute":

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from lightning_ssd.activations.graph import is_random, tensors_of
-from lightning_ssd.activations.record import SavedView, Viewed
+from lightning_ssd.activations.record import Kept, SavedView, Viewed, forget_original
 
-Pack = Callable[[Tensor], Any]
+Pack = Callable[[Tensor], "Kept | SavedView"]
 
 
 class Recipe:
@@ -30,6 +30,7 @@ class Recipe:
         func: the operation, as dispatched.
         args: its arguments; it has returned already.
         kwargs: its arguments by name.
+        returned: the tensors that it has returned, in order.
         random: what `random_state` returned before it ran.
         pack: takes a tensor over, as autograd's hook does.
         unpack: gives it back.
@@ -40,6 +41,7 @@ class Recipe:
         func: Any,
         args: Any,
         kwargs: Any,
+        returned: Sequence[Tensor],
         random: "RandomState | None",
         pack: Pack,
         unpack: Callable[[Any], Tensor],
@@ -47,11 +49,14 @@ class Recipe:
         self._func = func
         self._random = random
         self._unpack = unpack
+        self._returned = [_describe(tensor) for tensor in returned]
+        self._grad_enabled = torch.is_grad_enabled()
+        """Some kernels return workspaces for backward only where gradients are enabled (oneDNN's LSTM)."""
         self._results: list[weakref.ref[Recomputed]] = []
         self._reads: list[Recomputed] = []
 
         def pack_argument(tensor: Tensor) -> _Packed:
-            packed = pack(tensor)
+            packed = forget_original(pack(tensor))  # the operation has read what it was
             if isinstance(packed, SavedView) and isinstance(packed.record, Recomputed):
                 self._reads.append(packed.record)
             if (recipes := _recipes_of(tensor)) is not None:
@@ -99,8 +104,21 @@ class Recipe:
 
         args = _mapped(self._args, _Packed, unpack_argument)
         kwargs = {name: _mapped(value, _Packed, unpack_argument) for name, value in self._kwargs.items()}
-        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast(), _as_it_was(self._random):
-            return tensors_of(self._func(*args, **kwargs))
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch.set_grad_enabled(self._grad_enabled),
+            torch._C._DisableAutocast(),
+            _as_it_was(self._random),
+        ):
+            tensors = tensors_of(self._func(*args, **kwargs))
+        returned = [_describe(tensor) for tensor in tensors]
+        if returned != self._returned:
+            raise RuntimeError(
+                f"{self._func} returned {returned} when it was recomputed in backward, and {self._returned} in "
+                "forward: it depends on more than its arguments. Give `SwapPlanner` a plan that keeps or offloads "
+                "its results."
+            )
+        return tensors
 
     def expire(self) -> None:
         """What it reads is about to change: runs it, if somebody has saved what it makes; nobody does after this."""
@@ -109,6 +127,11 @@ class Recipe:
             self.make()
         for recomputed in results:
             recomputed.expired = True
+
+
+def _describe(tensor: Tensor) -> tuple[torch.dtype, torch.Size, int]:
+    """Returns what a recomputed tensor must have in common with the first one."""
+    return tensor.dtype, tensor.size(), tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +191,16 @@ class Recomputed(Viewed):
         if not self.expired:
             self.data = None
 
+    def adopt(self, storage: torch.UntypedStorage) -> None:
+        """Shows `storage`, the one that the operation returned, from here on: it is about to be changed.
+
+        The change may come through an alias with a version counter of its own, and backward sees it then, as in plain
+        autograd. Saved tensors that share the counter raise PyTorch's error.
+        """
+        self.expired = True
+        if self.views:
+            self.data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
 
 RandomState = tuple[torch.Generator, Tensor]
 """A generator, and a state that it was in."""
@@ -188,19 +221,25 @@ def mark_recomputed(tensor: Tensor, recomputed: Recomputed) -> None:
 
 def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed | None:
     """Returns what `tensor` can be made again by, as it is now."""
-    reference: weakref.ref[Recomputed] | None = getattr(storage, _RECOMPUTED, None)
-    recomputed = None if reference is None else reference()
+    recomputed = _marked(storage)
     if recomputed is None or recomputed.expired or recomputed.version != tensor._version:
         return None
     return recomputed
 
 
+def _marked(storage: torch.UntypedStorage) -> Recomputed | None:
+    reference: weakref.ref[Recomputed] | None = getattr(storage, _RECOMPUTED, None)
+    return None if reference is None else reference()
+
+
 def before_change(tensors: Sequence[Tensor]) -> None:
-    """Has everything made that is to be computed from what `tensors` hold now."""
+    """Has everything made that is to be computed from what the storages of `tensors` hold now, or is in them."""
     for tensor in tensors:
         recipes = _recipes_of(tensor)
         for recipe in list(recipes or ()):
             recipe.expire()
+        if tensor.layout is torch.strided and (recomputed := _marked(tensor.untyped_storage())) is not None:
+            recomputed.adopt(tensor.untyped_storage())
 
 
 def _recipes_of(tensor: Tensor) -> "weakref.WeakSet[Recipe] | None":

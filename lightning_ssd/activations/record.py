@@ -23,6 +23,7 @@ import sys
 import weakref
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +34,14 @@ from lightning_ssd.activations.tier import Load, StoredCopy, TierName
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.micro_batch import MicroBatch
+
+
+Original = Callable[[], Tensor | None]
+"""A weak reference to the tensor that was saved."""
+
+Kept = tuple[Tensor, int, Callable[[], None] | None, Original]
+"""A saved tensor that stays where it is, its version, what brings its memory back if that may be gone, and the tensor
+that autograd was given."""
 
 
 class State(Enum):
@@ -181,7 +190,7 @@ class SavedView:
         self._version = tensor._version
         self._probe = tensor.detach()
         self._probe.data = empty
-        self._original = weakref.ref(tensor)
+        self._original: Original = weakref.ref(tensor)
         self._last_shown = 0
         record.views += 1
         record.unseen += 1
@@ -224,7 +233,19 @@ class SavedView:
         return as_plain_autograd_keeps(tensor, self._original)
 
 
-def as_plain_autograd_keeps(saved: Tensor, original: "weakref.ref[Tensor]") -> Tensor:
+def forget_original(saved: "Kept | SavedView") -> "Kept | SavedView":
+    """Returns `saved`, which is the tensor as it was saved from here on, also if its `.data` is assigned to."""
+    if isinstance(saved, SavedView):
+        saved._original = _no_original
+        return saved
+    return (*saved[:3], _no_original)
+
+
+def _no_original() -> None:
+    return None
+
+
+def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
     """Returns `saved`, or the tensor that was saved where assigning to its `.data` has replaced its storage since.
 
     Plain autograd keeps an operation's inputs themselves, so that backward sees a replaced storage, and of its outputs

@@ -56,19 +56,32 @@ class Directed:
         self.graph = self.recorder.graph
         return self.graph.saved(self.cache.min_bytes)
 
+    def check(self) -> AbstractContextManager[None]:
+        """A forward, and a backward, that try what might be recomputed, as `SwapPlanner` does."""
+        again: dict[int, Choice] = {
+            item.buffer: "recompute" for item in self.graph.saved(self.cache.min_bytes) if item.again
+        }
+        self._make_director(again)
+        self.director.checking = True
+        self.cache.observer, self.cache.checker = self.director.saved, self.director.check
+        return self.cache.hooks()
+
     def direct(self, choices: dict[int, Choice]) -> AbstractContextManager[None]:
+        self._make_director(choices)
+        return self.cache.hooks()
+
+    def end_direct(self) -> None:
+        self.cache.end_backward()
+        self.cache.forward_mode = self.cache.observer = self.cache.checker = None
+        self.director.close()
+
+    def _make_director(self, choices: dict[int, Choice]) -> None:
         chains = {item.buffer: item.chain for item in self.graph.saved(self.cache.min_bytes)
                   if choices.get(item.buffer) == "recompute"}  # fmt: skip
         self.director = Director(self.units, CPU, self.cache.pack, self.cache.unpack)
         self.director.program = make_program(self.graph, choices, chains)
         self.cache.begin_micro_batch()
         self.cache.forward_mode = self.director
-        return self.cache.hooks()
-
-    def end_direct(self) -> None:
-        self.cache.end_backward()
-        self.cache.forward_mode = None
-        self.director.close()
 
 
 def draw(saved: Sequence[Saved], seed: int, recompute: float) -> dict[int, Choice]:
@@ -276,3 +289,47 @@ def test_backward_fetches_ahead_while_it_is_at_what_stays(cache: TensorCache) ->
     assert cache.tiers["host"].bytes_in == before + 2 * value.nbytes
     del values
     directed.end_direct()
+
+
+def test_a_forward_that_changes_what_the_recorded_one_did_not(cache: TensorCache) -> None:
+    """A change through an alias with a version counter of its own shows in backward, as in plain autograd."""
+
+    def forward(x: Tensor, changes: bool) -> Tensor:
+        hidden = x.sin()
+        out = hidden.exp() * hidden
+        if changes:
+            hidden.data.mul_(2)
+        return (out * hidden.cos()).sum()
+
+    leaves = [torch.randn(100)]
+    directed = Directed(cache)
+    gradients(lambda x: forward(x, False), leaves, directed.record)
+    choices = everything(directed.end_record())
+    for changes in (True, False):
+        (expected,) = gradients(lambda x: forward(x, changes), leaves)  # noqa: B023  # called at once
+        (actual,) = gradients(lambda x: forward(x, changes), leaves, lambda: directed.direct(choices))  # noqa: B023
+        directed.end_direct()
+        assert torch.equal(actual, expected)
+
+
+def test_data_that_is_assigned_after_an_operation_is_not_what_it_read(cache: TensorCache) -> None:
+    """The operation is recomputed from its argument as it was."""
+    alive = []
+
+    def forward(x: Tensor) -> Tensor:
+        hidden = x * 2
+        out = hidden.exp()
+        hidden.data = torch.zeros(100)
+        alive.append(hidden)
+        return out.sum()
+
+    leaves = [torch.randn(100)]
+    (expected,) = gradients(forward, leaves)
+    directed = Directed(cache)
+    gradients(forward, leaves, directed.record)
+    choices = everything(directed.end_record())
+    before = cache.stats().recomputed
+    (actual,) = gradients(forward, leaves, lambda: directed.direct(choices))
+    directed.end_direct()
+    assert cache.stats().recomputed > before
+    assert torch.equal(actual, expected)
