@@ -259,7 +259,7 @@ PROGRAMS = st.lists(STEP, min_size=1, max_size=24)
 WINDOWS = st.sampled_from([0, 100, 10_000])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2))
 def test_random_programs(cache: TensorCache, program: Program, window: int, survivors: int) -> None:
     check(cache, program, window, survivors)

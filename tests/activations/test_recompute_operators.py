@@ -282,7 +282,7 @@ def check(cache: TensorCache, program: Program, survivors: int) -> None:
         assert all(map(same, actual, expected))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, survivors=st.integers(0, 2))
 def test_random_programs(cache: TensorCache, program: Program, survivors: int) -> None:
     """Storages that are shared and changed in every way: what a trial has proved is recomputed."""
