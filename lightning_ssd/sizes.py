@@ -2,6 +2,8 @@
 
 import math
 import re
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
@@ -111,11 +113,17 @@ def parse_bytes(value: int | str, argument: str) -> int:
 
 def show_argument(name: str, value: object) -> str:
     """Returns `` `name=value` `` for a message, whatever the value is, at a bounded length."""
+    return f"`{name}={show_value(value)}`"
+
+
+def show_value(value: object) -> str:
+    """Returns a value for a message, whatever it is, at a bounded length."""
     try:
-        text = repr(value)
+        # YAML's aliases can make containers whose whole text would fill the memory.
+        text = reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set)) else repr(value)
     except Exception:  # of user classes, and of integers with thousands of digits
         text = f"<{type(value).__name__}>"
-    return f"`{name}={text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}`"
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 def format_bytes(nbytes: float) -> str:

@@ -137,10 +137,11 @@ class HardwareProfile:
         """Returns the profile that the file `path` holds.
 
         Raises:
-            ValueError: the file is wrong; the message names the field.
+            FileNotFoundError: there is no such file.
+            ValueError: the file is wrong; the message names the file and the field.
         """
         where = f"the hardware profile {path}"
-        machine = dict(as_mapping(load_json(path), where))
+        machine = dict(as_mapping(load_json(path, where), where))
         machine["launch"] = from_mapping(LaunchCosts, machine.get("launch", {}), f"`launch` of {where}")
         return from_mapping(cls, machine, where)
 

@@ -1,6 +1,7 @@
 """What a training step of a model does: times, FLOPs and bytes of its units and their operators."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -251,21 +252,24 @@ class ModelProfile:
         """Returns the profile that the file `path` holds.
 
         Raises:
-            ValueError: the file is wrong; the message names the unit, the operator and the field.
+            FileNotFoundError: there is no such file.
+            ValueError: the file is wrong; the message names the file, the unit, the operator and the field.
         """
         where = f"the model profile {path}"
-        model = dict(as_mapping(load_json(path), where))
+        model = dict(as_mapping(load_json(path, where), where))
         units = []
         for unit in _sequence(model.get("units", ()), f"`units` of {where}"):
             unit = dict(as_mapping(unit, f"a unit of {where}"))
-            of = f"the unit `{unit.get('name')}` of {where}"
+            of = f"the unit `{unit.get('name')!s:.80}` of {where}"
             operators = []
             for operator in _sequence(unit.get("operators", ()), f"`operators` of {of}"):
                 operator = dict(as_mapping(operator, f"an operator of {of}"))
-                operator["tensors"] = tuple(_sequence(operator.get("tensors", ()), f"`tensors` of an operator of {of}"))
-                operators.append(
-                    from_mapping(OperatorProfile, operator, f"the operator `{operator.get('name')}` of {of}")
-                )
+                tensors = f"`tensors` of an operator of {of}"
+                operator["tensors"] = tuple(_sequence(operator.get("tensors", ()), tensors))
+                if not all(isinstance(name, str) for name in operator["tensors"]):
+                    raise ValueError(f"{tensors} must be strings.")
+                where_in = f"the operator `{operator.get('name')!s:.80}` of {of}"
+                operators.append(from_mapping(OperatorProfile, operator, where_in))
             units.append(from_mapping(UnitProfile, unit | {"operators": tuple(operators)}, of))
         return from_mapping(cls, model | {"units": tuple(units)}, where)
 
@@ -287,8 +291,8 @@ class ModelProfile:
 
 
 def _check_unique(what: str, names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ValueError(f"The name `{name}` is there twice among {what}. Rename one of them.")
 
 

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import yaml
 
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.record import as_mapping
-from lightning_ssd.sizes import format_bytes, parse_bytes
+from lightning_ssd.planning.record import as_mapping, read_text
+from lightning_ssd.sizes import format_bytes, parse_bytes, show_value
 
 Tier = Literal["gpu", "host", "ssd"]
 Where = Literal["keep", "host", "ssd"]
@@ -113,8 +113,10 @@ class Plan:
             ValueError: it holds none; the message names the entry.
         """
         try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            content = yaml.load(text, _Loader)
+        except RecursionError:
+            raise ValueError("The plan is nested too deeply. Correct it, or plan again.") from None
+        except Exception as error:  # PyYAML raises errors of many kinds for values that are not of their tag
             raise ValueError(f"The plan is not YAML: {error}. Correct it, or plan again.") from error
         fields = _take(content, "the plan", ("window_bytes", "staging_bytes", "clip", "units"))
         units = {}
@@ -126,11 +128,12 @@ class Plan:
                 _check_choice(f"{where}.{field}", entry[field], allowed)
             for operator, choice in operators.items():
                 _check_choice(f"{where}.operators.{operator}", choice, CHOICES)
-            units[str(name)] = UnitPlan(
-                entry["weights"], entry["states"], entry["input"], {str(key): value for key, value in operators.items()}
-            )
+            units[name] = UnitPlan(entry["weights"], entry["states"], entry["input"], dict(operators))
         _check_choice("clip", fields["clip"], CLIP_MODES)
-        window, staging = (parse_bytes(fields[name], name) for name in ("window_bytes", "staging_bytes"))
+        try:
+            window, staging = (parse_bytes(fields[name], name) for name in ("window_bytes", "staging_bytes"))
+        except TypeError as error:
+            raise ValueError(str(error)) from error
         return cls(units, window, staging, fields["clip"])
 
     def save(self, path: str | Path) -> None:
@@ -142,9 +145,14 @@ class Plan:
         """Returns the plan that the YAML file `path` holds.
 
         Raises:
-            ValueError: it holds none; the message names the entry.
+            FileNotFoundError: there is no such file.
+            ValueError: it holds none; the message names the file and the entry.
         """
-        return cls.from_yaml(Path(path).read_text(encoding="utf-8"))
+        text = read_text(path, f"the plan {path}")
+        try:
+            return cls.from_yaml(text)
+        except ValueError as error:
+            raise ValueError(f"the plan {path}: {error}") from error
 
     def describe(self) -> str:
         """Returns the plan as a table, with one line for neighbours that are treated alike."""
@@ -170,9 +178,24 @@ class Plan:
         return "\n".join(lines)
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
+    """PyYAML's safe loader, which refuses keys that are there twice, of which it would drop one, or are no strings."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+        found: dict[str, Any] = super().construct_mapping(node, deep)
+        for name in found:
+            if not isinstance(name, str):
+                raise ValueError(f"the key {show_value(name)} is no string: write it in quotes")
+        keys = Counter(self.construct_object(key) for key, _ in node.value)
+        for name, count in keys.items():
+            if count > 1:
+                raise ValueError(f"the key {show_value(name)} is there twice")
+        return found
+
+
 def _check_choice(entry: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"`{entry}={value!r}` must be one of {', '.join(map(repr, allowed))}.")
+        raise ValueError(f"`{entry}={show_value(value)}` must be one of {', '.join(map(repr, allowed))}.")
 
 
 def _check_names(where: str, given: list[str], expected: list[str]) -> None:
@@ -193,7 +216,7 @@ def _take(value: object, where: str, names: tuple[str, ...]) -> Mapping[str, Any
     for name in value:
         if name not in names:
             raise ValueError(
-                f"{where} has an entry `{name}`, which means nothing. Remove it; there are: {', '.join(names)}."
+                f"{where} has an entry `{name:.80}`, which means nothing. Remove it; there are: {', '.join(names)}."
             )
     for name in names:
         if name not in value:

@@ -1,27 +1,39 @@
 """Records as JSON: dataclasses of numbers, names and further records."""
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
-from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from lightning_ssd.sizes import show_value
 
 Record = TypeVar("Record")
 
+LARGEST = 1e30
+"""Largest number of a record: sums and products of several such numbers are finite, and no machine has more."""
+
+MOST_BYTES = 2**26
+"""Bytes of the largest file that is read as a plan or profile: those of models with 10,000 operators are smaller."""
+
 
 def check_positive(what: str, value: float) -> None:
-    """Raises ValueError unless `value` is a finite number above 0; `what` names it in the message."""
-    if not (isfinite(value) and value > 0):
+    """Raises ValueError unless `value` is a number above 0, and at most `LARGEST`; `what` names it in the message."""
+    if not 0 < value <= LARGEST:
         raise ValueError(
-            f"`{what}={value!r}` must be a finite number above 0. Measure it, or take it from a data sheet."
+            f"`{what}={show_value(value)}` must be a finite number above 0. Measure it, or take it from a data "
+            f"sheet: it is at most {LARGEST:g}."
         )
 
 
 def check_not_negative(what: str, value: float) -> None:
-    """Raises ValueError unless `value` is a finite number of at least 0; `what` names it in the message."""
-    if not (isfinite(value) and value >= 0):
-        raise ValueError(f"`{what}={value!r}` must be a finite number, and not below 0.")
+    """Raises ValueError unless `value` is a number from 0 to `LARGEST`; `what` names it in the message."""
+    if not 0 <= value <= LARGEST:
+        raise ValueError(
+            f"`{what}={show_value(value)}` must be a finite number, and not below 0, nor above {LARGEST:g}."
+        )
 
 
 def as_mapping(value: Any, where: str) -> Mapping[Any, Any]:
@@ -46,15 +58,37 @@ def from_mapping(record: type[Record], values: Any, where: str) -> Record:
     known = {field.name: field for field in fields(record)}  # type: ignore[arg-type]  # a dataclass
     for name in values:
         if name not in known:
-            raise ValueError(f"{where} has no field `{name}`. Remove it; there are: {', '.join(known)}.")
+            raise ValueError(f"{where} has no field `{name:.80}`. Remove it; there are: {', '.join(known)}.")
     for name, field in known.items():
         if name not in values and field.default is MISSING:
             raise ValueError(f"{where} lacks the field `{name}`. Add it.")
-    for name, value in values.items():
-        number = known[name].type in (int, float, "int", "float")
-        if number and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"`{name}={value!r}` of {where} must be a number.")
-    return record(**values)
+    types = get_type_hints(record)
+    checked = {name: _checked(name, value, types[name], where) for name, value in values.items()}
+    try:
+        return record(**checked)
+    except ValueError as error:  # of the record's own check
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _checked(name: str, value: Any, kind: Any, where: str) -> Any:
+    """Returns the value of a field of type `kind`: a whole float is an integer, too."""
+    kinds = [*get_args(kind), kind] if NoneType in get_args(kind) else [kind]
+    if value is None and NoneType in kinds:
+        return value
+    if int in kinds or float in kinds:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"`{name}={show_value(value)}` of {where} must be a number.")
+        if not -LARGEST <= value <= LARGEST:
+            raise ValueError(f"`{name}={show_value(value)}` of {where} must be finite, and at most {LARGEST:g}.")
+        if float in kinds:
+            return value
+        if value != int(value):
+            raise ValueError(f"`{name}={show_value(value)}` of {where} must be a whole number.")
+        return int(value)
+    for plain, word in ((str, "a string"), (bool, "`true` or `false`")):
+        if plain in kinds and not isinstance(value, plain):
+            raise ValueError(f"`{name}={show_value(value)}` of {where} must be {word}.")
+    return value
 
 
 def save_json(record: Any, path: str | Path) -> None:
@@ -62,13 +96,48 @@ def save_json(record: Any, path: str | Path) -> None:
     Path(path).write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
 
 
-def load_json(path: str | Path) -> Any:
-    """Returns what the JSON file `path` holds.
+def load_json(path: str | Path, where: str) -> Any:
+    """Returns the content of the JSON file `path`; `where` names it in messages.
 
     Raises:
-        ValueError: it is no JSON.
+        FileNotFoundError: there is no such file.
+        ValueError: it can't be read, or is no JSON, or a mapping has a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in found if names.count(name) > 1)
+            raise ValueError(f"the key {show_value(twice)} is there twice")
+        return found
+
+    text = read_text(path, where)
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply. Correct it, or measure again.") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}. Correct it, or measure again.") from error
+
+
+def read_text(path: str | Path, where: str) -> str:
+    """Returns the text of a file that a person may have edited; `where` names it in messages.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no regular file, has more than `MOST_BYTES`, can't be read, or is not UTF-8.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}. Correct it, or measure again.") from error
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{where} is not a file.")
+        if found.st_size > MOST_BYTES:
+            raise ValueError(f"{where} has {found.st_size} bytes, and at most {MOST_BYTES} are read.")
+        return Path(path).read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: {error}. Give the file that was saved.") from error
+    except OSError as error:
+        raise ValueError(f"{where} can't be read: {error.strerror}.") from error

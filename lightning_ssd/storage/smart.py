@@ -43,18 +43,24 @@ def read_wear(path: Path) -> DriveWear | None:
             [command, "--json", "--all", device], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS
         )
         said = json.loads(asked.stdout)
-    except (OSError, subprocess.TimeoutExpired, ValueError):
+    except (OSError, subprocess.TimeoutExpired, ValueError, RecursionError):
         return None
-    if not isinstance(said, Mapping):
-        return None
-    log = said.get("nvme_smart_health_information_log", {})
-    units, used = log.get("data_units_written"), log.get("percentage_used")
+    units = _number(said, "nvme_smart_health_information_log", "data_units_written")
+    used = _number(said, "nvme_smart_health_information_log", "percentage_used")
     if used is None:  # other kinds of drives
-        used = said.get("endurance_used", {}).get("current_percent")
+        used = _number(said, "endurance_used", "current_percent")
     if units is None and used is None:
         return None
     written = NVME_UNIT * int(units) if units is not None else None
     return DriveWear(device, written, float(used) / 100 if used is not None else None)
+
+
+def _number(said: Any, section: str, name: str) -> float | None:
+    """Returns a number that smartctl printed; None where there is none, or none that a drive can have counted."""
+    value = said.get(section) if isinstance(said, Mapping) else None
+    value = value.get(name) if isinstance(value, Mapping) else None
+    plausible = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
+    return value if plausible else None
 
 
 def device_of(path: Path, sysfs: Path = Path("/sys")) -> str | None:
