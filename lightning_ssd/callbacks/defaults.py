@@ -11,11 +11,8 @@ def add_default_callbacks(trainer: pl.Trainer) -> None:
     """Adds the callbacks of the package that the user did not give, before the user's checkpoint callbacks."""
     callbacks = trainer_callbacks(trainer)
     given = list(callbacks)
-    missing: list[pl.Callback] = [
-        kind()
-        for kind in (MicroBatchSwitch, PrefetchScheduler, OffloadMonitor)
-        if not any(isinstance(callback, kind) for callback in given)
-    ]
+    defaults: list[pl.Callback] = [MicroBatchSwitch(), PrefetchScheduler(), OffloadMonitor(loggers=False)]
+    missing = [default for default in defaults if not any(isinstance(callback, type(default)) for callback in given)]
     first = [callback for callback in given if not isinstance(callback, pl.callbacks.Checkpoint)]
     last = [callback for callback in given if isinstance(callback, pl.callbacks.Checkpoint)]
     callbacks[:] = [*first, *missing, *last]

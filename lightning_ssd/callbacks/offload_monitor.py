@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -35,12 +36,16 @@ class OffloadMonitor(pl.Callback):
       ever written to them, and of the share of their endurance that the most worn one has used up. Where `smartctl` is
       installed and may ask; at most every ten minutes.
 
+    The one that a strategy adds by itself writes to no logger: loggers get what they get from plain Lightning, until
+    the user adds `OffloadMonitor()`. Neither adds to the Trainer's metrics (`callback_metrics` and the like).
+
     Args:
-        progress_bar: show bytes out (`out_gb`) and stalls (`stall_s`) of the last interval in the progress bar, and
-            `ssd_years` if it is logged.
+        progress_bar: show bytes offloaded (`out_gb`) and stalls (`stall_s`) of the last interval in the progress bar,
+            from the first that is not 0 on, and `ssd_years` if it is logged.
         endurance: bytes that the drives of `path` are rated for, all together ("600TB"; their data sheets say TBW).
             Ratings are for small random writes, which wear more than ours: the drives last longer (SSDTrain III-D).
             `None`: `ssd_years` is not logged.
+        loggers: log to the Trainer's loggers.
 
     Raises:
         ValueError: `endurance` is no number of bytes.
@@ -48,8 +53,13 @@ class OffloadMonitor(pl.Callback):
     Inert without an offloading strategy.
     """
 
-    def __init__(self, progress_bar: bool = True, endurance: int | str | None = None) -> None:
+    def __init__(self, progress_bar: bool = True, endurance: int | str | None = None, *, loggers: bool = True) -> None:
         self._progress_bar = progress_bar
+        self._loggers = loggers
+        self._shown: dict[str, float] = {}
+        """Metrics in the progress bar."""
+        self._bar: pl.callbacks.ProgressBar | None = None
+        """Where they are shown, during a training."""
         self._endurance = None if endurance is None else parse_bytes(endurance, "endurance")
         self._caches = _Counts()
         self._stores = _Counts()
@@ -62,6 +72,34 @@ class OffloadMonitor(pl.Callback):
         self._last = {}
         self._begun = time.perf_counter()
         self._asked = float("-inf")
+        self._shown = {}
+        if self._progress_bar and find_tensor_cache(trainer) is not None:
+            self._show_in(trainer.progress_bar_callback)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._leave_progress_bar()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._leave_progress_bar()
+
+    def _show_in(self, bar: "pl.callbacks.ProgressBar | None") -> None:
+        """Adds metrics to those that `bar` shows. (What is logged for a progress bar is in `callback_metrics`, too.)"""
+        self._leave_progress_bar()
+        if bar is None:
+            return
+        get_metrics = bar.get_metrics
+
+        @wraps(get_metrics)
+        def get_all(*args: Any, **kwargs: Any) -> Any:
+            return {**get_metrics(*args, **kwargs), **self._shown}
+
+        bar.get_metrics = get_all  # type: ignore[method-assign]
+        self._bar = bar
+
+    def _leave_progress_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            del bar.get_metrics
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -73,18 +111,18 @@ class OffloadMonitor(pl.Callback):
             return  # as Lightning's own metrics: once a step, at its end
         metrics = self._metrics(cache, getattr(trainer.strategy, "model_states", None))
         metrics |= self._drives(trainer, cache)
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if self._loggers else ():
             logger.log_metrics(
                 {f"OffloadMonitor/{name}": value for name, value in metrics.items()},
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
         if self._progress_bar:
             out = metrics.get("host_bytes_out", 0.0) + metrics.get("ssd_bytes_out", 0.0)
-            pl_module.log("out_gb", out / 1e9, prog_bar=True, logger=False)
             stall = metrics["store_stall_s"] + metrics["load_stall_s"]
-            pl_module.log("stall_s", stall, prog_bar=True, logger=False)
+            if out or stall or self._shown:
+                self._shown |= {"out_gb": out / 1e9, "stall_s": stall}
             if "ssd_years" in metrics:
-                pl_module.log("ssd_years", metrics["ssd_years"], prog_bar=True, logger=False)
+                self._shown["ssd_years"] = metrics["ssd_years"]
 
     def _drives(self, trainer: pl.Trainer, cache: TensorCache) -> dict[str, float]:
         states = getattr(trainer.strategy, "model_states", None)

@@ -71,7 +71,7 @@ def _train(
     **arguments: Any,
 ) -> tuple[pl.Trainer, Watch]:
     watch = Watch()
-    callbacks = [monitor, watch] if monitor else [watch]
+    callbacks = [monitor or OffloadMonitor(), watch]
     trainer = make_trainer(root, strategy or offloading(), logger=logger, callbacks=callbacks, **arguments)
     trainer.fit(small_model(kind=partial(SmallModel, depth)), batches())
     return trainer, watch
@@ -126,7 +126,7 @@ def test_a_second_fit_counts_from_zero(tmp_path: Path) -> None:
     logger = MemoryLogger()
     watch = Watch()
     # A window of its own: the same goes out in every step.
-    callbacks = [PrefetchScheduler(window_bytes=0), watch]
+    callbacks = [PrefetchScheduler(window_bytes=0), OffloadMonitor(), watch]
     trainer = make_trainer(tmp_path, offloading(), logger=logger, callbacks=callbacks, log_every_n_steps=1)
     trainer.fit(small_model(), batches())
     trainer.fit_loop.max_epochs = 2
@@ -148,25 +148,70 @@ def test_it_logs_to_every_logger_of_the_trainer(tmp_path: Path) -> None:
         assert {name: float(row[f"OffloadMonitor/{name}"]) for name in metrics} == pytest.approx(metrics)
 
 
-@pytest.mark.parametrize("logger", [False, True])
-def test_the_progress_bar_gets_two_keys(tmp_path: Path, logger: bool) -> None:
-    trainer, _ = _train(tmp_path, MemoryLogger() if logger else False, log_every_n_steps=1)
-    assert set(trainer.progress_bar_metrics) == {"out_gb", "stall_s"}
-    assert trainer.progress_bar_metrics["out_gb"] > 0
+class Bar(pl.callbacks.TQDMProgressBar):
+    """Keeps what it shows, and draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
+        self.seen.append(dict(self.get_metrics(trainer, pl_module)))
 
 
-def test_the_progress_bar_can_be_left_alone(tmp_path: Path) -> None:
-    logger = MemoryLogger()
-    trainer, _ = _train(tmp_path, logger, monitor=OffloadMonitor(progress_bar=False), log_every_n_steps=1)
-    assert trainer.progress_bar_metrics == {}
-    assert len(logger.rows) == 6
+def _shown(root: Path, strategy: Any, *callbacks: pl.Callback, **arguments: Any) -> tuple[list[dict[str, Any]], Any]:
+    bar = Bar()
+    trainer = make_trainer(
+        root, strategy, callbacks=[bar, *callbacks], enable_progress_bar=True, log_every_n_steps=1, **arguments
+    )
+    trainer.fit(small_model(), batches())
+    assert "get_metrics" not in vars(bar)
+    return bar.seen, trainer
+
+
+@pytest.mark.parametrize("monitors", [[], [OffloadMonitor()]], ids=["default", "the user's"])
+def test_the_progress_bar_shows_two_metrics_where_something_moves(tmp_path: Path, monitors: list[Any]) -> None:
+    seen, trainer = _shown(tmp_path, offloading(), *monitors)
+    assert set(seen[-1]) == {"out_gb", "stall_s"} and seen[-1]["out_gb"] > 0
+    for strategy in ("auto", offloading(offload="none")):
+        still, _ = _shown(tmp_path, strategy, *monitors)
+        assert all("out_gb" not in metrics for metrics in still)
+    hidden, _ = _shown(tmp_path, offloading(), OffloadMonitor(progress_bar=False))
+    assert all("out_gb" not in metrics for metrics in hidden)
+
+
+def test_the_trainers_metrics_and_loggers_get_what_they_get_from_plain_lightning(tmp_path: Path) -> None:
+    """And a monitor of the user's own logs to the loggers only."""
+
+    def metrics(strategy: Any, *callbacks: pl.Callback) -> Any:
+        logger = MemoryLogger()
+        _, trainer = _shown(tmp_path, strategy, *callbacks, logger=logger)
+        names = [sorted(of) for of in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)]
+        return names, len(logger.rows)
+
+    expected = metrics("auto")
+    assert metrics(offloading()) == expected and expected[1] == 0
+    assert metrics(offloading(), OffloadMonitor()) == (expected[0], 6)
+
+
+def test_a_step_that_fetches_its_own_batches_is_monitored(tmp_path: Path) -> None:
+    """Lightning wants a batch size for what is logged then, which only the step knows."""
+
+    class Fetching(SmallModel):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return self.loss(batch)
+
+    trainer = make_trainer(tmp_path, offloading(), callbacks=[Bar()], enable_progress_bar=True, log_every_n_steps=1)
+    trainer.fit(Fetching(), batches())
+    assert trainer.global_step == 6
 
 
 def test_it_is_inert_without_an_offloading_strategy(tmp_path: Path) -> None:
     logger = MemoryLogger()
     trainer, _ = _train(tmp_path, logger, strategy="auto", monitor=OffloadMonitor(), log_every_n_steps=1)
     assert logger.rows == []
-    assert trainer.progress_bar_metrics == {}
 
 
 def test_wear_of_the_drives_by_states_and_activations(tmp_path: Path) -> None:
