@@ -105,8 +105,17 @@ class Recovery:
         self._recorded_step: int | None = None
         """`global_step` of the last record, or of the first batch."""
 
-    def take_up(self, record: Record) -> None:
-        """Has the Trainer restore what was recorded, as if it had been given a checkpoint."""
+    def take_up(self, record: Record, settings: Settings) -> None:
+        """Has the Trainer restore what was recorded, as if it had been given a checkpoint.
+
+        Args:
+            record: of the run that was killed.
+            settings: of this one.
+
+        Raises:
+            StorageError: a setting differs that numbers depend on.
+        """
+        self._refuse(record, differences(record.settings.fixed, settings.fixed))
         checkpoint = dict(record.rest)
         own = checkpoint.pop(_KEY)
         self._kept_gradients = checkpoint.pop(_GRADIENTS)
@@ -114,16 +123,6 @@ class Recovery:
         self._ahead, self.random = own["ahead"], own["random"]
         self._resumed = record
         self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint | self._hyper_parameters()
-
-    def check_settings(self, settings: Settings) -> None:
-        """Compares settings with those of the run that was killed, which goes on: no checkpoint was given.
-
-        Raises:
-            StorageError: one differs that numbers depend on.
-        """
-        record = self._resumed
-        assert record is not None
-        self._refuse(record, differences(record.settings.fixed, settings.fixed))
         log.warning("going on after step %d of a run that was killed", record.rest["global_step"])
         if changed := differences(record.settings.noted, settings.noted):
             log.warning("what has changed since: %s", describe(changed))

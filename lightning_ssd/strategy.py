@@ -24,6 +24,7 @@ from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import (
+    Ending,
     Loaded,
     ModelStates,
     Settings,
@@ -174,7 +175,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Whether states leave the device, or left it in the last training: checkpoints may have lazy tensors."""
         self._restore_callbacks: list[Callable[[], None]] = []
         self._recovery: Recovery | None = None
-        self._failed = False
+        self._failure: BaseException | None = None
+        """What the training has failed with."""
         self._precision: pl.plugins.Precision | None = None
         """The Trainer's own plugin, while another is in its place."""
         self._leaving: set[torch.nn.Parameter] = set()
@@ -312,7 +314,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._recovery = Recovery(trainer, self.model_states)
             if (record := self.model_states.recovered) is not None:
                 self.model_states.state_dicts.protected = True
-                self._recovery.take_up(record)
+                self._recovery.take_up(record, self._setup.settings)
         self._restore_callbacks = [lend_weights(callback, self.whole_weights) for callback in averaging]
         self._precision = self.precision_plugin
         self._follow_states()
@@ -511,8 +513,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return
         if self._taking_up:
             self._check_nothing_replaced(self.lightning_module)
-            assert self._recovery is not None and self._setup is not None
-            self._recovery.check_settings(self._setup.settings)
         with self._but_what_has_left():
             super().load_model_state_dict(checkpoint, strict=strict and not self._taking_up)
 
@@ -565,9 +565,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if self.model_states is not None:
             self.model_states.state_dicts.protected = False
 
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self.model_states is not None:
+            self.model_states.finish()
+
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        self._failed = True
+        self._failure = exception
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin("train")
@@ -595,22 +600,26 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def teardown(self) -> None:
         cache, self.tensor_cache = self.tensor_cache, None
         states, self.model_states = self.model_states, None
-        keep, self._failed = self._failed, False
+        recovery, self._recovery = self._recovery, None
         restores, self._restore_callbacks = self._restore_callbacks, []
-        self._streams = self._recovery = None
+        self._streams = None
         self._starts_from_checkpoint = False
         self._loaded = {}
         if self._precision is not None:
             self.precision_plugin, self._precision = self._precision, None
-        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
-            stack.callback(super().teardown)
-            for restore in restores:
-                stack.callback(restore)
-            if cache is not None:
-                stack.callback(cache.close)
-            if states is not None:
-                stack.callback(self._update_wrappers)
-                stack.callback(states.close, keep=keep)
+        ending = Ending(self._failure)
+        self._failure = None
+        if states is not None:
+            ending.run(states.close, ending.failure)
+            ending.run(self._update_wrappers)
+        if cache is not None:
+            ending.run(cache.close)
+        for restore in reversed(restores):
+            ending.run(restore)
+        ending.run(super().teardown)
+        ending.raise_failure()
+        if recovery is not None and ending.failure is None:
+            recovery.end()
 
 
 def _placed_states(plan: Plan) -> dict[str, tuple[Tier, Tier]]:

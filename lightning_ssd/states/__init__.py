@@ -1,6 +1,7 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
 from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, leaving_parameters, make_model_states
+from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.journal import Record
 from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.loaded import Loaded, recording_loads
@@ -14,6 +15,7 @@ from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.states.units import Unit, find_units
 
 __all__ = [
+    "Ending",
     "Loaded",
     "ModelStates",
     "Record",

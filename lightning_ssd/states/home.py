@@ -358,22 +358,27 @@ class Home:
             raise
         self.close(values, changed=True)
 
-    def give_back(self) -> None:
-        """Makes the parameters whole again, on the CPU and in their own dtype, if they point to the flat."""
+    def give_back(self) -> Exception | None:
+        """Makes the parameters whole again, on the CPU and in their own dtype, if they point to the flat.
+
+        Returns:
+            Why they could not be read, and are NaN; None if they were.
+        """
         if not self.flat.attached:
-            return
+            return None
         self.flat.attached = False
         try:
             values = self.open().result()
         except Exception as error:
             log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, error)
             for item in self.flat.slices:
-                item.parameter.data = torch.tensor(float("nan"), dtype=item.dtype).expand(item.parameter.shape)
-            return
+                item.parameter.data = torch.full(item.parameter.shape, float("nan"), dtype=item.dtype)
+            return error
         masters = values.masters()
         for item in self.flat.slices:
             item.parameter.data = item.of(masters).to(item.dtype, copy=True)
         self.close(values, changed=False)
+        return None
 
     def move(self, weights: Place | None, rest: Place | None) -> None:
         """Takes values to other places, which it owns from then on, and gives those before back.

@@ -12,6 +12,7 @@ I/O threads only move bytes and futures.
 """
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.copies import Busy, Copies, Mark
 from lightning_ssd.activations.weights import mark_streamed
+from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, finished, then
 from lightning_ssd.states.gate import Clip, Gate
@@ -39,12 +41,15 @@ from lightning_ssd.states.optimizers import Rule, WholeRule, parameters_of
 from lightning_ssd.states.parameter import StreamedParameter, hook_gradient
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.plain_data import PlainData
+from lightning_ssd.states.settings import describe
 from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
 from lightning_ssd.states.whole_step import WholeStep
 from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import IOStats
+
+log = logging.getLogger(__name__)
 
 Overlap = Literal["none", "naive", "optimized"]
 
@@ -165,7 +170,7 @@ class ModelStates:
         self._launched: dict[Flat, Future[None]] = {}
         """Steps that have begun since the last `optimizer.step`."""
         self._before: dict[Flat, int] = {}
-        """Of flats with two slots whose step has begun since then, how many counted before."""
+        """Of flats whose step has begun since then, how many counted before."""
         self._last: dict[Flat, int] = {}
         """The same of the last `optimizer.step`."""
         self._committed: Future[None] = finished(None)
@@ -395,25 +400,48 @@ class ModelStates:
                         "repeat after a kill. Change them elsewhere, or set `recover=False`."
                     )
 
-    def close(self, *, keep: bool = False) -> None:
+    def finish(self) -> None:
+        """Returns when every step that has begun is made, its bytes are where they belong, and its record is written.
+
+        Raises:
+            Exception: what went wrong in one.
+        """
+        self.drain()
+        self._recorded.result()
+
+    def close(self, failure: BaseException | None = None) -> None:
         """Gives the parameters back, whole and on the CPU, and ends threads and hooks.
 
         Args:
-            keep: the last record, if there is one, and what it names stay on the SSDs for the next run.
+            failure: what training has failed with. It gets a note if the weights are not those of one step; the last
+                record, if there is one, and what it names stay on the SSDs for the next run.
+
+        Raises:
+            Exception: without `failure`: a step was not made, or its result could not be read; with a note as above.
+                The last record stays then, too.
         """
         if self._closed:
             return
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._give_up, keep=keep)  # whatever happens to the other
-            self._end(keep=keep)
+        ending = Ending(failure)
+        if failure is None:
+            ending.run(self.finish)
+        ending.run(self._end)
+        self._give_up(ending)
+        ending.raise_failure()
 
-    def _give_up(self, *, keep: bool) -> None:
+    def _give_up(self, ending: Ending) -> None:
         """Gives back the parameters, and the memory of the homes."""
-        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
-            if self.scratch is not None:
-                stack.callback(self._let_go_of_scratch, keep=keep)
-            stack.callback(self._copies.close)
-            stack.callback(self._give_back, keep=keep)
+        failed = self._give_back(ending)
+        kept = False
+        if self._journal is not None:
+            if ending.failure is None:  # before the bytes that it names go
+                ending.run(self._journal.forget)
+            kept = self._journal.written
+            for flat, home in self.homes.items():
+                self._give_states_back(flat, home, failed.get(flat), kept=kept)
+        ending.run(self._copies.close)
+        if self.scratch is not None:
+            ending.run(self._let_go_of_scratch, kept=kept)
 
     @property
     def closed(self) -> bool:
@@ -436,54 +464,51 @@ class ModelStates:
         self.state_dicts.before_change()
         self._stream.release_all()
         masters = {parameter: master.data for parameter, master in self._masters.of.items()}
-        try:
-            self._end(keep=False)
-        except BaseException:
-            self._give_up(keep=False)
-            raise
+        ending = Ending()
+        ending.run(self._end)
+        if ending.failure is not None:
+            self._give_up(ending)
+        ending.raise_failure()
         return Parts(self.units, self.homes, self.rules, self._copies, self.scratch, masters)
 
-    def _end(self, *, keep: bool) -> None:
-        """Ends threads and hooks, and gives back all memory but that of the homes."""
+    def _end(self) -> None:
+        """Ends threads and hooks, and gives back all memory but that of the homes.
+
+        Raises:
+            Exception: the first error; all has ended.
+        """
         self._closed = True
-        with contextlib.suppress(Exception):  # what was being loaded when training failed
-            self.state_dicts.remove()
+        ending = Ending()
+        ending.run(self.state_dicts.remove)
         for handle in self._handles:
             handle.remove()
         for parameter in self._where:
             parameter.__class__ = nn.Parameter
         for restore in self._restore:
             restore()
-        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
-            stack.callback(self._gate.close)
-            stack.callback(self._masters.close)
-            if self._landing is not None:
-                stack.callback(self._landing.close)
-            for gradient in self._gradients.values():  # before the weights need room
-                stack.callback(gradient.free)
-            for flat in self.homes:
-                stack.callback(self._stream.release, flat)
-            stack.callback(self._stepper.close)
-            for gradient in self._gradients.values():  # steps that have begun are made
-                stack.callback(wait, [gradient.settled])
-            if self._journal is not None:
-                stack.callback(self._journal.close)
-                if not keep:  # before the bytes that it names go
-                    stack.callback(self._journal.forget)
-                stack.callback(wait, [self._recorded])
-            stack.callback(self._copies.drain)
-            stack.callback(self._gate.shut)
+        ending.run(self._gate.shut)
+        ending.run(self._copies.drain)
+        if self._journal is not None:
+            ending.run(wait, [self._recorded])
+            ending.run(self._journal.close)
+        ending.run(wait, [gradient.settled for gradient in self._gradients.values()])  # steps that have begun are made
+        ending.run(self._stepper.close)
+        for flat in self.homes:
+            ending.run(self._stream.release, flat)
+        for gradient in self._gradients.values():  # before the weights need room
+            ending.run(gradient.free)
+        if self._landing is not None:
+            ending.run(self._landing.close)
+        ending.run(self._masters.close)
+        ending.run(self._gate.close)
+        ending.raise_failure()
 
-    def _let_go_of_scratch(self, *, keep: bool) -> None:
+    def _let_go_of_scratch(self, *, kept: bool) -> None:
         assert self.scratch is not None
-        if self._left.on_ssd:
+        if self._left.on_ssd and not kept:
             self._left.blobs = self.scratch.detach()
         else:
-            self.scratch.close(remove=not (keep and self._recorded_for_next_run))
-
-    @property
-    def _recorded_for_next_run(self) -> bool:
-        return self._journal is not None and self._journal.written
+            self.scratch.close(remove=not kept)
 
     # ---- weights ----
 
@@ -500,39 +525,92 @@ class ModelStates:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _give_back(self, *, keep: bool) -> None:
-        """Makes parameters and optimizer states whole, as the last step that was made left them."""
-        # Half of a step is none, where it can be taken back.
-        for begun, whole in ((self._before, False), (self._last, True)):
-            counting = [home for flat, steps in begun.items() if (home := self.homes[flat]).steps > steps]
-            if whole and len(counting) == len(begun) and not any(home.written().exception() for home in counting):
-                continue
-            for home in counting:
-                home.revert()
-                self.rules[home.flat].revert()
+    def _give_back(self, ending: Ending) -> dict[Flat, Exception]:
+        """Makes the parameters whole on the CPU, as the last step that was made left them.
+
+        Without a journal, which says whether they are the next run's, the optimizer states, too.
+
+        Args:
+            ending: its failure gets a note if the weights are not those of one step.
+
+        Returns:
+            Of flats whose last step was not made, why.
+        """
+        ahead: list[str] = []
+        for begun, ended in ((self._before, False), (self._last, True)):
+            ahead += self._take_back_half(begun, ended=ended)
+        lost: list[str] = []
+        failed: dict[Flat, Exception] = {}
         for flat, home in self.homes.items():
-            failed: Exception | None = None
             try:
                 home.drain()
             except Exception as error:  # a step that was not made; its weights are those before it
-                failed = error
-            home.give_back()
-            if flat in self.rules and not isinstance(self.rules[flat], WholeRule):
-                self._give_states_back(flat, home, failed, keep=keep)
+                failed[flat] = error
+            if (unread := home.give_back()) is not None:
+                ending.run(_raise, unread)
+                lost.append(flat.name)
+            if self._journal is None:
+                self._give_states_back(flat, home, failed.get(flat), kept=False)
             home.free_host_memory()  # at once: both together may have no room
+        notes = [f"these weights could not be read, and are NaN now: {describe(lost)}"] if lost else []
+        if ahead:
+            notes.append(f"the weights are not those of one step: one ahead of the others are {describe(ahead)}")
+        if ending.failure is not None:
+            for note in notes:
+                log.error("%s", note)
+                ending.failure.add_note(f"After that, {note}.")
+        return failed
 
-    def _give_states_back(self, flat: Flat, home: Home, failed: Exception | None, *, keep: bool) -> None:
+    def _give_states_back(self, flat: Flat, home: Home, failed: Exception | None, *, kept: bool) -> None:
         """Gives the user's optimizer what a checkpoint that is saved from now on is to have of it."""
+        if flat not in self.rules or isinstance(self.rules[flat], WholeRule):
+            return
         optimizer, _ = self._groups[flat]
         if failed is not None:
             self._left.refuse(home, optimizer, f"a step of it failed ({failed}). Save before that happens.")
-        elif keep and self._recorded_for_next_run:
+        elif kept:
             self._left.refuse(home, optimizer, "they are kept for the next run, which goes on from them by itself")
         else:
             try:
                 self._left.give(home, self.rules[flat], optimizer)
             except Exception as error:  # such as too little memory: the other flats are given back all the same
                 self._left.refuse(home, optimizer, str(error))
+
+    def _take_back_half(self, begun: Mapping[Flat, int], *, ended: bool) -> list[str]:
+        """Takes a step back that was not made everywhere, where it can be: half of a step is none.
+
+        Args:
+            begun: of the flats whose step has begun, how many steps counted before.
+            ended: whether parameters on the device, if they have steps, have made theirs.
+
+        Returns:
+            What has made the step all the same, by name.
+        """
+        homes = {flat: self.homes[flat] for flat in begun}
+        counting = [flat for flat, home in homes.items() if home.steps > begun[flat]]
+        if not counting:
+            return []
+        if ended and len(counting) == len(begun) and not any(home.written().exception() for home in homes.values()):
+            return []
+        made = [flat for flat in counting if homes[flat].layout.slots == 1]
+        for flat in counting:
+            if flat not in made:
+                homes[flat].revert()
+                self.rules[flat].revert()
+        on_device = self._steps_on_device
+        if len(made) == (len(begun) if ended else len(self.rules)) and on_device == (ended and on_device):
+            return []  # all of it, with the values of one-slot flats that were not written lost
+        return [flat.name for flat in made] + ["parameters that stay on the device"] * (ended and on_device)
+
+    @property
+    def _steps_on_device(self) -> bool:
+        """Whether there are parameters that the user's optimizers step on the device."""
+        optimizers = {id(optimizer): optimizer for optimizer, _ in self._groups.values()}.values()
+        return any(
+            parameter.requires_grad and parameter not in self._where
+            for optimizer in optimizers
+            for parameter in parameters_of(optimizer)
+        )
 
     # ---- gradients ----
 
@@ -732,8 +810,7 @@ class ModelStates:
         guess = self._gate.guess
         # One made in vain must leave what was, and the gradient, as they are.
         certain = self._gate.known.done()
-        if home.layout.slots == 2:
-            self._before[flat] = home.steps
+        self._before[flat] = home.steps
         if self._overlap == "naive":
             done = step.naive([arrived, *ready])
         elif guess is not None and (certain or (home.layout.slots == 2 and landed is not None)):
@@ -753,6 +830,10 @@ class ModelStates:
         """Makes the steps that have begun, before values are read."""
         if not self._lent:
             self.drain()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _wants(flat: Flat) -> tuple[bool, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -103,6 +104,54 @@ class CorruptingBackend(Backend):
             return call(self._fault(buffer.clone(), old), offset)
 
         return _Wrapped(file, transfer)
+
+
+class FailingAtBackend(Backend):
+    """Fails at one transfer, by its number, and then at none or at all others.
+
+    Args:
+        at: number of the first transfer that fails, from 0; those before `arm` don't count.
+        operation: transfers that count.
+        dead: whether all those after it fail, too.
+        armed: whether transfers count from the start.
+
+    Attributes:
+        failed: transfers that failed.
+    """
+
+    name = "failing"
+    device_buffers = False
+
+    def __init__(self, at: int, operation: Operation, *, dead: bool = False, armed: bool = True) -> None:
+        self._inner = PosixBackend()
+        self._left = at
+        self._operation = operation
+        self._dead = dead
+        self._armed = armed
+        self._lock = threading.Lock()
+        self.failed = 0
+
+    def open(self, path: Path) -> BackendFile:
+        return _Wrapped(self._inner.open(path), self._transfer)
+
+    def arm(self) -> None:
+        """Transfers count from now on."""
+        self._armed = True
+
+    def _transfer(
+        self,
+        operation: Operation,
+        call: Callable[[torch.Tensor, int], int],
+        buffer: torch.Tensor,
+        offset: int,
+    ) -> int:
+        with self._lock:
+            if self._armed and operation == self._operation:
+                self._left -= 1
+                if self._left == -1 or (self._left < -1 and self._dead):
+                    self.failed += 1
+                    raise OSError(errno.EIO, "Input/output error")
+        return call(buffer, offset)
 
 
 class GatedBackend(Backend):

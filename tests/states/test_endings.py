@@ -1,0 +1,334 @@
+"""Trainings that a drive ends at any of its transfers: `fit` raises, or has plain Lightning's numbers; never less."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.storage import StorageError
+from tests.storage.faults import FailingAtBackend, Operation
+from tests.trainings import Watch, make_trainer, nothing_left, package_threads  # noqa: F401
+
+WIDTH, STEPS = 48, 3
+NOTE = "After that, "
+
+
+class Toy(pl.LightningModule):
+    """Two blocks that leave and a scale that may stay; keeps its weights after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(2)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.blocks(batch).pow(2).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.blocks(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
+
+
+class WithSmall(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch * self.scale, batch_idx)
+
+
+def weights(module: pl.LightningModule) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+class Keep(pl.Callback):
+    """Keeps the weights after each step."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Tensor]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept.append(weights(pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.kept.append(weights(pl_module))
+
+
+class Arm(pl.Callback):
+    """Has a backend count its transfers from the start of the training, so that its calibration does not."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def on_train_start(self, *_: Any) -> None:
+        self._backend.arm()
+
+
+def train(root: Path, strategy: Any, model: type[Toy] = Toy, **arguments: Any) -> Toy:
+    module = model()
+    rows = torch.randn(STEPS * 4, WIDTH, generator=torch.Generator().manual_seed(5))
+    trainer = make_trainer(root, strategy, **({"gradient_clip_val": 0.1} | arguments))
+    try:
+        trainer.fit(module, DataLoader(rows, 4), DataLoader(rows[:4], 4))
+    except BaseException as error:
+        error.module = module  # type: ignore[attr-defined]
+        raise
+    return module
+
+
+def offload(backend: Any, **arguments: Any) -> SSDOffloadStrategy:
+    small = dict(states="ssd", min_bytes=1024, offload="none", gpu_memory="1B", ssd_capacity="512KiB", backend=backend)
+    return SSDOffloadStrategy(**(small | arguments))
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "speculative": dict(clip="speculative"),
+    "deferred": dict(clip="deferred"),
+    "naive": dict(overlap="naive", clip="deferred"),
+    "none": dict(overlap="none", clip="speculative"),
+    "recover": dict(recover=True),
+    "recover, no clipping": dict(recover=True),
+    "no clipping": dict(),
+    "activations": dict(states="gpu", offload=1.0, min_bytes=512, staging_memory="16MiB", ssd_capacity="256KiB"),
+}
+
+
+def check_fault(
+    root: Path,
+    mode: str,
+    operation: Operation,
+    at: int,
+    plain: list[dict[str, Tensor]],
+    model: type[Toy],
+    *,
+    dead: bool,
+) -> bool:
+    """Trains with one fault; returns whether it was reached."""
+    backend = FailingAtBackend(at, operation, dead=dead, armed=False)
+    clipping = None if "no clipping" in mode else 0.1
+    # What is still being written is handed back from memory: it is read where writes end before backward.
+    arguments = dict(
+        gradient_clip_val=clipping, callbacks=[Arm(backend), *([Watch()] if mode == "activations" else [])]
+    )
+    what = f"{mode}, {operation} {at}, {'dead' if dead else 'once'}"
+    try:
+        module = train(root, offload(backend, **MODES[mode]), model, **arguments)
+    except StorageError as error:
+        assert backend.failed, what
+        assert error.__context__ in (None, error.__cause__), f"{what}: {error.__context__!r} is shown first"
+        found = weights(error.module)  # type: ignore[attr-defined]
+        notes = [note for note in getattr(error, "__notes__", []) if note.startswith(NOTE)]
+        whole = any(equal(found, step) for step in plain)
+        assert whole or notes, f"{what}: {error}"
+        lost = any(bool(value.isnan().any()) for value in found.values())
+        assert lost == any("NaN" in note for note in notes), what
+        assert not (whole and notes), f"{what}: {notes}"
+        if MODES[mode].get("recover"):
+            module = train(root, offload("posix", **MODES[mode]), model, gradient_clip_val=clipping)
+            assert equal(weights(module), plain[-1]), what
+    else:
+        assert equal(weights(module), plain[-1]), what
+    assert package_threads() == [], what
+    return backend.failed > 0
+
+
+def every_fault(root: Path, mode: str, positions: Any, *, model: type[Toy] = Toy) -> None:
+    keep = Keep()
+    train(root, "auto", model, gradient_clip_val=None if "no clipping" in mode else 0.1, callbacks=[keep])
+    for operation in ("write", "read"):
+        for at in positions:
+            reached = [check_fault(root, mode, operation, at, keep.kept, model, dead=dead) for dead in (False, True)]
+            if not any(reached):
+                assert at > 1, f"{mode} has no {operation} at all"
+                break
+        else:
+            assert len(positions) < 100
+
+
+@pytest.mark.parametrize("mode", ["speculative", "recover", "deferred"])
+def test_some_transfers_that_fail(tmp_path: Path, mode: str) -> None:
+    every_fault(tmp_path, mode, range(1, 40, 6))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", [Toy, WithSmall])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_transfer_that_fails(tmp_path: Path, mode: str, model: type[Toy]) -> None:
+    every_fault(tmp_path, mode, range(200), model=model)
+
+
+class FailLast(pl.Callback):
+    """Has every write fail from the beginning of a batch on, when those of the steps before have ended."""
+
+    def __init__(self, backend: FailingAtBackend, batch: int = STEPS - 1) -> None:
+        self._backend = backend
+        self._batch = batch
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._batch:
+            trainer.strategy.model_states.drain()
+            self._backend.arm()
+
+
+class See(pl.Callback):
+    """Notes what Lightning calls at the end."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_exception(self, *_: Any) -> None:
+        self.seen.append("exception")
+
+    def on_fit_end(self, *_: Any) -> None:
+        self.seen.append("fit end")
+
+
+class StopAt(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.should_stop = True
+
+
+ENDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "epochs": (STEPS - 1, {}),
+    "max_steps in the middle of an epoch": (1, dict(max_steps=2, max_epochs=-1)),
+    "should_stop": (1, dict(callbacks=[StopAt()], min_epochs=0)),
+    "no validation": (STEPS - 1, dict(limit_val_batches=0)),
+    "validation after the last step": (STEPS - 1, dict(check_val_every_n_epoch=1, num_sanity_val_steps=0)),
+}
+
+
+@pytest.mark.parametrize("recover", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_the_last_step_is_written_before_fit_returns(tmp_path: Path, end: str, recover: bool) -> None:
+    """Else `fit` raises, and a run that is recorded goes on after the step before."""
+    batch, arguments = ENDS[end]
+    backend, see = FailingAtBackend(0, "write", dead=True, armed=False), See()
+    callbacks = [*arguments.get("callbacks", []), FailLast(backend, batch), see]
+    options = dict(clip="speculative", recover=recover)
+    with pytest.raises(StorageError, match=r"could not write .*scratch\.bin: \[EIO\]") as raised:
+        train(tmp_path, offload(backend, **options), **(arguments | {"callbacks": callbacks}))
+    assert see.seen == ["exception"]
+    keep = Keep()
+    expected = train(tmp_path, "auto", **(arguments | {"callbacks": [*arguments.get("callbacks", []), keep]}))
+    assert equal(weights(raised.value.module), keep.kept[batch])  # type: ignore[attr-defined]
+    assert (tmp_path / "lightning_ssd-kept-rank0" / "journal").exists() == recover
+    if recover:
+        assert equal(weights(train(tmp_path, offload("posix", **options), **arguments)), weights(expected))
+
+
+def test_a_checkpoint_at_the_end_is_of_a_whole_step_or_none(tmp_path: Path) -> None:
+    class Save(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "end.ckpt")
+
+    backend = FailingAtBackend(0, "write", dead=True, armed=False)
+    with pytest.raises(StorageError, match="EIO"):
+        train(tmp_path, offload(backend), callbacks=[FailLast(backend), Save()])
+    assert not (tmp_path / "end.ckpt").exists()
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_end"])
+def test_an_error_of_the_user_is_not_masked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, error: type[BaseException]
+) -> None:
+    """By those of a drive that dies meanwhile; Lightning turns Ctrl-C into `SystemExit`."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Lightning would have this process ignore Ctrl-C
+
+    class Raise(pl.Callback):
+        pass
+
+    def fail(self: Any, trainer: Any, pl_module: Any, *arguments: Any) -> None:
+        if hook != "on_train_batch_end" or arguments[-1] == STEPS - 1:
+            raise error
+
+    setattr(Raise, hook, fail)
+    backend = FailingAtBackend(0, "write", dead=True, armed=False)
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error) as raised:
+        train(
+            tmp_path, offload(backend, clip="speculative"), callbacks=[FailLast(backend), Raise()], limit_val_batches=0
+        )
+    assert not isinstance(raised.value, StorageError)
+    keep = Keep()
+    train(tmp_path, "auto", callbacks=[keep])
+    assert any(equal(weights(raised.value.module), step) for step in keep.kept)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recover", [False, True])
+def test_weights_that_can_not_be_read_at_the_end_are_said_to_be_lost(tmp_path: Path, recover: bool) -> None:
+    """Also where the training itself has ended well; with a record they are not."""
+    backend = FailingAtBackend(0, "read", dead=True, armed=False)
+
+    class Unread(pl.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.strategy.model_states.drain()
+            backend.arm()
+
+    with pytest.raises(StorageError, match=r"could not read .*scratch\.bin") as raised:
+        train(tmp_path, offload(backend, recover=recover), callbacks=[Unread()])
+    (note,) = raised.value.__notes__
+    assert "could not be read, and are NaN now: blocks.0" in note
+    assert all(bool(value.isnan().all()) for value in weights(raised.value.module).values())  # type: ignore[attr-defined]
+    if recover:
+        expected = train(tmp_path, "auto")
+        assert equal(weights(train(tmp_path, offload("posix", recover=True))), weights(expected))
+
+
+def test_weights_of_an_evaluation_that_can_not_be_read(tmp_path: Path) -> None:
+    backend = FailingAtBackend(0, "read", dead=True, armed=False)
+
+    class Unread(pl.Callback):
+        def on_validation_end(self, *_: Any) -> None:
+            backend.arm()
+
+    trainer = make_trainer(tmp_path, offload(backend), callbacks=[Unread()])
+    with pytest.raises(StorageError, match="could not read"):
+        trainer.validate(Toy(), DataLoader(torch.randn(4, WIDTH), 4), verbose=False)
+
+
+@pytest.mark.parametrize("call", ["fsync", "fdatasync", "rename"])
+def test_a_journal_that_can_not_be_written_is_named_and_leaves_the_last_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Which the next run goes on from."""
+    real = getattr(os, call)
+    broken = False
+
+    class Break(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            nonlocal broken
+            if batch_idx == 2 and not broken:
+                trainer.strategy.model_states.finish()
+                broken = True
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if broken:
+            raise OSError(28, "No space left on device")
+        return real(*arguments, **options)
+
+    expected = train(tmp_path, "auto", max_epochs=2)
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match=f"{tmp_path}/.*ENOSPC.*Free space"):
+        patch.setattr(os, call, fail)
+        train(tmp_path, offload("posix", recover=True), callbacks=[Break()], max_epochs=2)
+    assert (tmp_path / "lightning_ssd-kept-rank0" / "journal").exists()
+    found = train(tmp_path, offload("posix", recover=True), max_epochs=2)
+    assert equal(weights(found), weights(expected))
