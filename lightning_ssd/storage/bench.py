@@ -221,7 +221,8 @@ def _store(
     device: torch.device,
     memory: Literal["host", "cuda"],
 ) -> Iterator[_Run]:
-    store = BlobStore(paths, device=device, backend=backend, piece_bytes=_BLOCK, threads=_THREADS)
+    checksum = memory == "host"  # the default, which device memory can't have
+    store = BlobStore(paths, device=device, backend=backend, piece_bytes=_BLOCK, threads=_THREADS, checksum=checksum)
     try:
         size = len(paths) * blocks * _BLOCK
         store.reserve(align_up(size))

@@ -193,26 +193,6 @@ def test_what_is_in_a_scratch_directory_is_removed_and_not_followed(
     assert bool(list(shared.iterdir())) == stat.S_ISDIR(entry.st_mode)  # nobody makes directories there: they stay
 
 
-def test_a_file_is_replaced_whole(shared: Path) -> None:
-    directory = ScratchDirectory(shared)
-    files = directory.files
-    with files.replacing_file("record") as file:
-        file.write(b"first")
-    with pytest.raises(ZeroDivisionError), files.replacing_file("record") as file:
-        file.write(b"second")
-        raise ZeroDivisionError
-    assert files.read_file("record") == b"first"
-    assert "record.part" not in files.names()
-    (directory.path / "record.part").symlink_to(shared / "elsewhere")  # of a run that was killed, or of somebody
-    with files.replacing_file("record") as file:
-        file.write(b"third")
-    assert files.read_file("record") == b"third"
-    assert not (shared / "elsewhere").exists()
-    with pytest.raises(FileNotFoundError):
-        files.read_file("absent")
-    directory.close()
-
-
 # ---- entries that are exchanged between two system calls ----
 
 _EVENTS = {"open", "os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.listdir", "os.scandir", "fcntl.flock"}
