@@ -89,8 +89,10 @@ class TensorCache:
 
     #: Finished micro-batches that are remembered: enough for a ragged last batch and for alternating optimizers.
     PATTERNS = 4
-    #: Waiting storages that each save looks at, the newest; all are looked at once in so many storages.
+    #: Waiting storages that each record looks at, the newest; all are looked at once in so many storages.
     LOOKED_AT = 16
+    #: Saved storages without a record from one look at the waiting ones to the next.
+    LOOKED_AT_EVERY = 4
     #: Bytes of copies that say how fast copies are: single ones may have met others.
     TELLING = 2**28
 
@@ -124,6 +126,8 @@ class TensorCache:
         self._profiled: deque[MicroBatch] = deque()
         self._waiting: list[tuple[weakref.ref[Record], Sequence[TierName]]] = []
         """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
+        self._stayed = 0
+        """Storages that were saved, and stayed, while others were waiting or in flight."""
         self._window: deque[_Leaving] = deque()
         self._window_used = 0
         self._copied_at = 0.0
@@ -281,10 +285,13 @@ class TensorCache:
 
     def _make_progress(self) -> None:
         """Keeps storages moving while the forward saves tensors that stay: others were deleted, and copies ended."""
-        if self._window or self._waiting:
-            with self._turn:
+        if not self._window and not self._waiting:
+            return
+        self._stayed += 1
+        with self._turn:
+            if self._stayed % self.LOOKED_AT_EVERY == 0:
                 self._offload_waiting(self.LOOKED_AT)
-                self._release_window()
+            self._release_window()
 
     def _new_record(
         self,

@@ -113,11 +113,13 @@ class Record(Viewed):
             a garbage collection too, so dying takes no lock and calls nobody.
     """
 
-    __slots__ = ("_leftovers", "batch", "copy", "index", "load", "nbytes", "state", "tier")
+    __slots__ = ("_leftovers", "_storage", "batch", "copy", "index", "load", "nbytes", "state", "tier")
 
     def __init__(self, data: Tensor, batch: "MicroBatch", index: int, leftovers: "deque[Leftover]") -> None:
         super().__init__()
         self.data = data
+        self._storage: int = data.untyped_storage()._cdata
+        """The storage's C++ object, which `data` keeps alive while the record is `KEPT`."""
         self.nbytes = data.numel()
         self.batch = batch
         self.index = index
@@ -134,7 +136,7 @@ class Record(Viewed):
     def is_shared(self) -> bool:
         """Whether anything but the records of the storage can still reach it (the record is `KEPT`)."""
         assert self.data is not None
-        if _use_count(self.data) > _USE_COUNT_OF_ONE_OWNER:
+        if torch._C._storage_Use_Count(self._storage) > _USE_COUNT_OF_ONE_OWNER:
             return True
         # A storage object that user code holds counts there only.
         return sys.getrefcount(self.data.untyped_storage()) > _REFERENCES_OF_ONE_OWNER
@@ -295,17 +297,12 @@ def attach_record(storage: torch.UntypedStorage, record: Record | None) -> None:
     setattr(storage, _RECORD, None if record is None else weakref.ref(record))
 
 
-def _use_count(tensor: Tensor) -> int:
-    """Returns how many tensors and other C++ objects hold the storage of `tensor`."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
-
-
 def _counts_of_one_owner() -> tuple[int, int]:
     """Returns the use count and the references of a storage that one tensor holds: versions of torch differ."""
     owner = torch.empty(1, dtype=torch.uint8, device="cpu")
     attach_record(owner.untyped_storage(), None)
-    return _use_count(owner), sys.getrefcount(owner.untyped_storage())
+    count: int = torch._C._storage_Use_Count(owner.untyped_storage()._cdata)
+    return count, sys.getrefcount(owner.untyped_storage())
 
 
 _RECORD = "_lightning_ssd_record"
