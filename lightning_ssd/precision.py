@@ -1,7 +1,6 @@
-"""Precision plugins for gradients that are not where Lightning looks: lent to the user's hooks, and clipped."""
+"""Precision plugins for gradients that are not where Lightning looks: clipped and scaled where they are."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,13 +11,12 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.states import ModelStates
 
 
-def streaming_precision(precision: pl.plugins.Precision, states: ModelStates, *, lend: bool) -> pl.plugins.Precision:
+def streaming_precision(precision: pl.plugins.Precision, states: ModelStates) -> pl.plugins.Precision:
     """Returns the plugin that does what `precision` does, for gradients that `states` keeps.
 
     Args:
         precision: the Trainer's plugin, of a class that `autocast_dtype` takes.
         states: who has the gradients.
-        lend: whether hooks between backward and step see parameters and gradients whole, on the CPU.
     """
     streaming: _StreamingPrecision
     if isinstance(precision, pl.plugins.MixedPrecision):
@@ -29,7 +27,6 @@ def streaming_precision(precision: pl.plugins.Precision, states: ModelStates, *,
     else:
         streaming = _StreamingPrecision()
     streaming.states = states
-    streaming.lend = lend
     return streaming
 
 
@@ -58,25 +55,16 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str) -> torch.dtype 
 class _StreamingPrecision(pl.plugins.Precision):
     __qualname__ = pl.plugins.Precision.__qualname__
     states: ModelStates
-    lend: bool
 
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         self.states.end_backward()
-        with self._lent():
-            return super().post_backward(tensor, module)
-
-    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
-        with self._lent():
-            super()._after_closure(model, optimizer)
+        return super().post_backward(tensor, module)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.states.clip(optimizer, clip_val, "value")
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.states.clip(optimizer, clip_val, "norm")
-
-    def _lent(self) -> AbstractContextManager[None]:
-        return self.states.lend_gradients() if self.lend else nullcontext()
 
 
 class _StreamingHalfPrecision(_StreamingPrecision, pl.plugins.HalfPrecision):
@@ -93,11 +81,11 @@ class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         # As in Lightning's, but that the step begins before backward, and that gradients are unscaled where they are.
         torch_optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not self.lend:
+        if not self.states.hold:
             self.states.begin_step(torch_optimizer)
         result = closure()
         skipped = result is None and model.automatic_optimization
-        if not skipped and self.lend:
+        if not skipped and self.states.hold:
             with self.states.lend_gradients():
                 self.scaler.unscale_(torch_optimizer)
         elif not skipped:

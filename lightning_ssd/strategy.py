@@ -351,7 +351,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Has gradients clipped, scaled and dropped where `model_states` keeps them."""
         assert self.model_states is not None and self._precision is not None and self._setup is not None
         self._update_wrappers()
-        self.precision_plugin = streaming_precision(self._precision, self.model_states, lend=self._setup.hold)
+        self.precision_plugin = streaming_precision(self._precision, self.model_states)
 
     def _update_wrappers(self) -> None:
         """Gives Lightning's wrappers of optimizers the attributes that model states replace, or have given back."""
@@ -631,8 +631,14 @@ def _user_sees_gradients(trainer: pl.Trainer) -> bool:
     """Whether user code runs between backward and step, which may look at gradients or change them."""
     module = trainer.lightning_module
     hooks = ("on_after_backward", "on_before_optimizer_step")
-    if any(_overridden(hook, module, pl.LightningModule) for hook in (*hooks, "configure_gradient_clipping")):
+    own = (*hooks, "configure_gradient_clipping", "backward", "optimizer_step")
+    if any(_overridden(hook, module, pl.LightningModule) for hook in own):
         return True
+    if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+        return True
+    for parameter in module.parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return True
     return any(
         _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(type(callback), hook, None))
         for callback in trainer.callbacks  # type: ignore[attr-defined]

@@ -40,7 +40,7 @@ from lightning_ssd.activations.record import (
     find_record,
 )
 from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
-from lightning_ssd.activations.weights import fetch_of, is_weight
+from lightning_ssd.activations.weights import SavedWeight, is_weight, offloaded_weights
 from lightning_ssd.planning import LATE, Choice
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import IOStats
@@ -231,8 +231,8 @@ class TensorCache:
         if tensor.layout is not torch.strided:
             return _keep(tensor)
         storage = tensor.untyped_storage()
-        if (fetch := fetch_of(storage)) is not None:
-            return _keep(tensor, fetch)
+        if (weights := offloaded_weights(storage)) is not None:
+            return weights.save(tensor)
         nbytes = storage.nbytes()
         choice = None if self.forward_mode is None else choice_of(storage)
         if choice == "keep":
@@ -449,14 +449,14 @@ class TensorCache:
             return self._unpack(saved)
 
     def _unpack(self, saved: "Kept | SavedView") -> Tensor:
-        if isinstance(saved, tuple):
-            tensor, version, fetch, original = saved
-            if fetch is not None:
+        if isinstance(saved, tuple | SavedWeight):
+            if isinstance(saved, SavedWeight):
                 with self._turn:
-                    fetch()
+                    tensor = saved.load()
             else:
+                tensor, version, original = saved
                 tensor = as_plain_autograd_keeps(tensor, original)
-            check_version(tensor, version, tensor.dtype, tensor.size())
+                check_version(tensor, version, tensor.dtype, tensor.size())
             # Backward begins with what stays: what has left is fetched ahead. One inside a forward wants but little.
             if not self._forwards and self._batch is not None and not self._batch.in_backward and in_backward():
                 with self._turn:
@@ -560,6 +560,6 @@ _IN_PLACE_OF: Mapping[Choice, Sequence[TierName]] = {"host": ("host", "ssd"), "s
 """Where what was meant for a tier goes if that has no room."""
 
 
-def _keep(tensor: Tensor, fetch: Callable[[], None] | None = None) -> "Kept":
+def _keep(tensor: Tensor) -> "Kept":
     # Detached: the node that saves its own output would else own itself, and never be freed.
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version, fetch, weakref.ref(tensor)
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version, weakref.ref(tensor)

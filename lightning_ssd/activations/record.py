@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.activations.tier import Load, StoredCopy, TierName
+from lightning_ssd.activations.weights import SavedWeight
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.micro_batch import MicroBatch
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 Original = Callable[[], Tensor | None]
 """A weak reference to the tensor that was saved."""
 
-Kept = tuple[Tensor, int, Callable[[], None] | None, Original]
-"""A saved tensor that stays where it is, its version, what brings its memory back if that may be gone, and the tensor
-that autograd was given."""
+Kept = tuple[Tensor, int, Original] | SavedWeight
+"""A saved tensor that stays where it is, its version, and the tensor that autograd was given; or a reference to a
+weight that may be evicted."""
 
 
 class State(Enum):
@@ -240,7 +241,7 @@ def forget_original(saved: "Kept | SavedView") -> "Kept | SavedView":
     if isinstance(saved, SavedView):
         saved._original = _no_original
         return saved
-    return (*saved[:3], _no_original)
+    return saved if isinstance(saved, SavedWeight) else (*saved[:2], _no_original)
 
 
 def _no_original() -> None:

@@ -16,7 +16,7 @@ from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.forward import ForwardMode, Part, Visit, in_backward
 from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, is_random, tensors_of, written
 from lightning_ssd.activations.record import Record
-from lightning_ssd.activations.weights import fetch_of, is_weight
+from lightning_ssd.activations.weights import is_weight, offloaded_weights
 
 HEAD_START = 0.5
 """Seconds that a GPU works ahead of what is timed: it has the clock then that it can keep."""
@@ -268,7 +268,7 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
     for value in tensors_of(tree):
         if value.layout is torch.strided and not value.is_quantized:
             storage = value.untyped_storage()
-            found[storage] = fetch_of(storage) is not None or is_weight(value, storage)
+            found[storage] = offloaded_weights(storage) is not None or is_weight(value, storage)
     return found
 
 

@@ -1,9 +1,31 @@
 """Which saved tensors are weights: they live on the device anyway, so storing them would free nothing."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class SavedWeight(ABC):
+    """What autograd keeps in place of a weight that may be evicted: a reference, which holds no memory."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def load(self) -> Tensor:
+        """Returns the weight, fetched again; the compute stream is ordered after its arrival.
+
+        Raises:
+            RuntimeError: the weight was changed in place after it was saved.
+        """
+
+
+class OffloadedWeights(Protocol):
+    """The weights that share a storage which is freed when they are evicted."""
+
+    def save(self, tensor: Tensor) -> SavedWeight:
+        """Returns a reference to `tensor`, a view of the storage."""
 
 
 def mark_weights(module: nn.Module) -> None:
@@ -13,14 +35,19 @@ def mark_weights(module: nn.Module) -> None:
             setattr(tensor.untyped_storage(), _WEIGHT, True)
 
 
-def mark_streamed(storage: torch.UntypedStorage, fetch: Callable[[], None]) -> None:
-    """Marks the storage of weights that leave: `fetch` is called before backward uses what was saved of it."""
-    setattr(storage, _FETCH, fetch)
+def mark_offloaded(storage: torch.UntypedStorage, weights: OffloadedWeights) -> None:
+    """Marks the storage of weights that may be evicted: autograd keeps references to them instead of tensors."""
+    setattr(storage, _OFFLOADED, weights)
 
 
-def fetch_of(storage: torch.UntypedStorage) -> Callable[[], None] | None:
-    """Returns what brings the memory of `storage` back, if it is one of `mark_streamed`."""
-    return getattr(storage, _FETCH, None)
+def unmark_offloaded(storage: torch.UntypedStorage) -> None:
+    """Leaves a marked storage to the tensors that still refer to it, as an ordinary one."""
+    delattr(storage, _OFFLOADED)
+
+
+def offloaded_weights(storage: torch.UntypedStorage) -> OffloadedWeights | None:
+    """Returns the weights that `mark_offloaded` named for `storage`, if it is marked."""
+    return getattr(storage, _OFFLOADED, None)
 
 
 def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
@@ -46,4 +73,4 @@ def _is_cast_of_parameter(tensor: Tensor) -> bool:
 
 # On the storage's Python object, which lives as long as the storage (see `record.attach_record`).
 _WEIGHT = "_lightning_ssd_weight"
-_FETCH = "_lightning_ssd_fetch"
+_OFFLOADED = "_lightning_ssd_offloaded"

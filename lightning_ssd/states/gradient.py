@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -52,6 +53,17 @@ class LandingMemory:
         self._pool.close()
 
 
+class GradientState(Enum):
+    """Of one parameter, on the training thread: what `Tensor.grad` shows in plain training."""
+
+    NONE = auto()
+    """No gradient."""
+    PRESENT = auto()
+    """A gradient that no step has used."""
+    STEPPED = auto()
+    """A gradient that a step has used, and that `zero_grad` has not dropped."""
+
+
 class Gradient:
     """Host memory for the gradient of one flat.
 
@@ -91,6 +103,12 @@ class Gradient:
         """Whether anything is, or will be, in `total`. The training thread's."""
         self.mark: Mark = None
         """Of the last copy out."""
+        self.states = [GradientState.NONE] * len(flat.slices)
+        """Of each parameter."""
+        self.kept = False
+        """Whether `total` still has the gradients that a step has used, as plain training leaves them."""
+        self.assigned: dict[int, Tensor] = {}
+        """Gradients that other code has assigned, by parameter; they are not in `total` yet."""
 
     def begin(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:
         """Something is about to land, and nothing has: returns when there is memory for it.
@@ -101,6 +119,23 @@ class Gradient:
         self.settled.result()
         if self._memory is not None and self._give_back is None:
             self._has(*self._memory.take(self._flat.nbytes, under_way))
+
+    def accumulated(self) -> Tensor:
+        """Returns `total`, which is made if it is missing. The caller has waited for `settled`."""
+        if self.total is None:
+            with torch.inference_mode(False):
+                self.total = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
+        return self.total
+
+    def fold(self) -> None:
+        """Takes the gradients that were assigned into `total`: they are the parameters' gradients so far."""
+        if self.assigned:
+            self.settled.result()
+            for index, gradient in self.assigned.items():
+                self._flat.slices[index].of(self.accumulated()).copy_(gradient.detach())
+                self.summed[index] = True
+            self.assigned.clear()
+            self.summing = True
 
     def settle(self, done: "Future[None]") -> None:
         """What has landed is used until `done`."""
@@ -122,11 +157,10 @@ class Gradient:
 
     def add(self, landed: list[bool]) -> None:
         """Adds what has landed to the total, in fp32: on the worker."""
-        if self.total is None:
-            self.total = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
+        whole = self.accumulated()
         for index, item in enumerate(self._flat.slices):
             if landed[index]:
-                total, gradient = item.of(self.total), item.of(self.landing)
+                total, gradient = item.of(whole), item.of(self.landing)
                 if self.summed[index]:
                     total.add_(gradient)
                 else:
@@ -135,6 +169,8 @@ class Gradient:
 
     def forget(self) -> None:
         """Drops what has landed and what was summed up, if its step has not begun."""
+        self.assigned.clear()
+        self.states = [GradientState.NONE] * len(self.states)
         if self.summing or any(self.landed):
             self.settled.result()
             self.landed = [False] * len(self.landed)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +26,25 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.copies import Busy, Copies, Mark
-from lightning_ssd.activations.weights import mark_streamed
+from lightning_ssd.states.access import Access
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, finished, then
 from lightning_ssd.states.gate import Clip, Gate
-from lightning_ssd.states.gradient import Gradient, LandingMemory
+from lightning_ssd.states.gradient import Gradient, GradientState, LandingMemory
+from lightning_ssd.states.gradient_access import GradientAccess
 from lightning_ssd.states.home import Home
+from lightning_ssd.states.hooks import ModuleHook
 from lightning_ssd.states.journal import Journal, Record
 from lightning_ssd.states.left import LeftStates
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizer_state import check_state, guard_state
 from lightning_ssd.states.optimizers import Rule, WholeRule, parameters_of
-from lightning_ssd.states.parameter import StreamedParameter, hook_gradient
+from lightning_ssd.states.parameter import hook_gradient
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.plain_data import PlainData
 from lightning_ssd.states.settings import describe
+from lightning_ssd.states.staged import StagedFlats
 from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
@@ -155,10 +158,14 @@ class ModelStates:
         self._copies = copies
         self.scratch = scratch
         self._overlap = terms.overlap
-        self._hold = terms.hold
-        self._clip_value = None if terms.hold else terms.clip_value
+        self.hold = terms.hold
+        """Whether user code may look at gradients between backward and step, so that no step begins earlier."""
+        self._watched = terms.hold
+        """The same from the next step on."""
+        self._clip_value = terms.clip_value
         self.weight_room_bytes = budget
-        self._stream = WeightStream([flats for _, flats in units], homes, copies, budget)
+        self._staged = StagedFlats(homes, self._drain_flat)
+        self._stream = WeightStream([flats for _, flats in units], homes, copies, budget, self._staged.unstage)
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
         self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda", memory=landing) for flat in rules}
         self._landing = landing
@@ -191,10 +198,20 @@ class ModelStates:
         """Set, and whole, by the stepper's thread alone: any may read it."""
         self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay
         self._where = {item.parameter: (flat, index) for flat in homes for index, item in enumerate(flat.slices)}
+        self._shown = GradientAccess(self._gradients, self._submit_sum, self._gradient_changed)
         for flat in homes:
-            mark_streamed(flat.storage(), partial(self._stream.want, flat))
-            for item in flat.slices:
-                item.parameter.__class__ = StreamedParameter
+            flat.fetch = partial(self._stream.want, flat)
+        self._access = Access(
+            homes,
+            self._stream,
+            self._staged,
+            begin_change=self._begin_change,
+            grad_of=self._shown.get,
+            set_grad=self._shown.set,
+            add_grad=self._shown.add,
+            watched=self._watch,
+        )
+        self._shown.access = self._access
         self._handles: list[RemovableHandle] = []
         self._restore: list[Callable[[], None]] = []
         for index, (modules, flats) in enumerate(units):
@@ -208,8 +225,8 @@ class ModelStates:
         of_flats = [optimizer for optimizer in optimizers if optimizer not in terms.whole]
         """Those whose flats are stepped one by one."""
         for optimizer in of_flats:
-            self._handles.append(optimizer.register_step_pre_hook(lambda optimizer, *_: self.begin_step(optimizer)))
-            self._handles.append(optimizer.register_step_post_hook(lambda optimizer, *_: self.end_step(optimizer)))
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
             self._restore.append(guard_state(optimizer, self._where))
         for optimizer in optimizers:
             if optimizer in terms.whole:
@@ -217,23 +234,24 @@ class ModelStates:
             self._watch_zero_grad(optimizer)
         self.state_dicts = StateDicts(
             module,
-            homes,
+            self._staged,
             rules,
             self._where,
             masters,
             of_flats,
-            settle=self._settle,
             release=self._stream.release,
             changing=self.forget_record,
         )
         if recovered is None:
             self.state_dicts.adopt_states(of_flats)
+        self._access.open()  # at the end: an error before leaves ordinary parameters behind
 
     # ---- a micro-batch ----
 
     def begin(self, kind: Literal["train", "evaluate"]) -> None:
         """A forward begins, with a backward ("train") or without."""
-        self.state_dicts.put_away()
+        self._staged.unstage()
+        self._shown.hide(False)  # a step that failed
         self._stream.begin(kind)
 
     def end_backward(self) -> None:
@@ -245,7 +263,7 @@ class ModelStates:
                 self._expected[flat, _wants(flat)] = gradient.landings
                 gradient.landings = 0
             if any(gradient.landed):
-                if self._stepping is not None and not self._hold and self._groups[flat][0] is self._stepping:
+                if self._stepping is not None and not self.hold and self._groups[flat][0] is self._stepping:
                     self._launch(flat)
                 else:
                     self._submit_sum(flat)
@@ -303,6 +321,7 @@ class ModelStates:
         Raises:
             Exception: what went wrong in one.
         """
+        self._staged.unstage()
         for gradient in self._gradients.values():
             gradient.settled.result()
         for home in self.homes.values():
@@ -316,14 +335,16 @@ class ModelStates:
             limit: the largest norm, or value.
             algorithm: "norm" or "value".
         """
-        early = self._stepping is optimizer and not self._hold
+        early = self._stepping is optimizer and not self.hold
         if early and algorithm == "norm" and self._gate.gated:
             self._clip_by_norm(optimizer, limit)
             return
         if early and algorithm == "value" and limit == self._clip_value:
             # Of what has left, the jobs do it.
-            if parameters := [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]:
-                torch.nn.utils.clip_grad_value_(parameters, limit)
+            with self._shown.hidden():
+                parameters = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+                if parameters:
+                    torch.nn.utils.clip_grad_value_(parameters, limit)
             return
         with self.lend_gradients():
             parameters = parameters_of(optimizer)
@@ -347,26 +368,26 @@ class ModelStates:
                     self._submit_sum(flat)
             self.drain()
             lent = [
-                (flat, item, gradient, index)
+                (item, gradient, index)
                 for flat, gradient in self._gradients.items()
                 for index, item in enumerate(flat.slices)
             ]
-            for _, item, gradient, index in lent:
+            for gradient in self._gradients.values():
+                gradient.fold()
+            for item, gradient, index in lent:
                 if gradient.summed[index]:
-                    assert gradient.total is not None
-                    item.parameter.grad = item.of(gradient.total)
+                    item.parameter.grad = item.of(gradient.accumulated())
             try:
                 yield
             finally:
-                for flat, item, gradient, index in lent:
+                for item, gradient, index in lent:
                     grad, item.parameter.grad = item.parameter.grad, None
+                    if grad is not None or gradient.summed[index]:
+                        gradient.states[index] = GradientState.NONE if grad is None else GradientState.PRESENT
                     gradient.summed[index] = grad is not None
                     gradient.summing = any(gradient.summed)
-                    if grad is not None:
-                        if gradient.total is None:
-                            gradient.total = torch.zeros(flat.numel, dtype=torch.float32)
-                        if grad.data_ptr() != item.of(gradient.total).data_ptr():
-                            item.of(gradient.total).copy_(grad)
+                    if grad is not None and grad.data_ptr() != item.of(gradient.accumulated()).data_ptr():
+                        item.of(gradient.accumulated()).copy_(grad)
 
     @contextlib.contextmanager
     def lend_weights(self) -> Iterator[None]:
@@ -383,14 +404,17 @@ class ModelStates:
         lent = {flat: home.borrow() for flat, home in self.homes.items()}
         self._lent = True
         try:
-            for flat, masters in lent.items():
-                for item in flat.slices:
-                    item.parameter.data = item.of(masters)
+            with torch._C.DisableTorchFunctionSubclass():
+                for flat, masters in lent.items():
+                    for item in flat.slices:
+                        item.parameter.data = item.of(masters)
+                    flat.summoned = True
             with self._masters.lend():
                 yield
         finally:
             self._lent = False
             for flat, masters in lent.items():
+                flat.summoned = False
                 flat.attach()
                 if self._journal is None:
                     self.homes[flat].restore(masters)
@@ -482,8 +506,9 @@ class ModelStates:
         ending.run(self.state_dicts.remove)
         for handle in self._handles:
             handle.remove()
-        for parameter in self._where:
-            parameter.__class__ = nn.Parameter
+        for flat in self.homes:
+            flat.fetch = flat.refuse_fetch
+        self._access.close()
         for restore in self._restore:
             restore()
         ending.run(self._gate.shut)
@@ -522,8 +547,8 @@ class ModelStates:
                 self._stream.exit(index)
 
         for module in modules:
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            self._handles.append(module.register_forward_hook(after, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+            self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
 
     def _give_back(self, ending: Ending) -> dict[Flat, Exception]:
         """Makes the parameters whole on the CPU, as the last step that was made left them.
@@ -618,15 +643,17 @@ class ModelStates:
         """Makes the optimizer's `zero_grad` drop the gradients that have left, too."""
         zero_grad = optimizer.zero_grad
 
-        def forget_and_zero_grad(*args: bool, **kwargs: bool) -> None:
-            for flat, gradient in self._gradients.items():
-                if self._groups[flat][0] is optimizer:
-                    gradient.forget()
+        own = "zero_grad" in vars(optimizer)
+
+        def forget_and_zero_grad(set_to_none: bool = True) -> None:
+            self._shown.zero(self._groups, optimizer, set_to_none)
             self._gate.forget()
-            zero_grad(*args, **kwargs)
+            with self._shown.hidden():
+                zero_grad(set_to_none)
 
         optimizer.zero_grad = forget_and_zero_grad  # type: ignore[method-assign]
-        self._restore.append(partial(setattr, optimizer, "zero_grad", zero_grad))
+        undo = partial(setattr, optimizer, "zero_grad", zero_grad) if own else partial(delattr, optimizer, "zero_grad")
+        self._restore.append(undo)
 
     def _refuse(self, name: str, parameter: nn.Parameter) -> None:
         raise RuntimeError(
@@ -636,14 +663,20 @@ class ModelStates:
 
     def _landed(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         """autograd has accumulated a gradient: it leaves."""
-        grad, parameter.grad = parameter.grad, None
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, parameter.grad = parameter.grad, None
         assert grad is not None
         if flat in self._launched:
             raise RuntimeError(
                 f"a gradient of {flat.slices[index].name} arrived after the optimizer step of {flat.name} had begun: "
                 "it is used differently from step to step. Set `overlap='none'`."
             )
+        self._staged.unstage()  # it holds memory that steps may want, which are waited for
         gradient = self._gradients[flat]
+        gradient.fold()
+        if gradient.states[index] is GradientState.STEPPED:
+            self._accumulate_stepped(flat, index)
+        gradient.states[index] = GradientState.PRESENT
         if gradient.landed[index]:  # once more in one backward, as with reentrant checkpointing
             self._submit_sum(flat)
         if not any(gradient.landed):
@@ -654,13 +687,14 @@ class ModelStates:
         complete = (
             self._stepping is not None
             and self._overlap != "none"
-            and not self._hold
+            and not self.hold
+            and flat not in self._access.summed_on_host
             and self._groups[flat][0] is self._stepping
             # Each once, and in the last backward, too: a gradient that comes in parts is complete at the end only.
             and gradient.landings == sum(wants)
             and (self._expected[flat, wants] == sum(wants) if (flat, wants) in self._expected else self._foretold(flat))
         )
-        if self._gate.scaled and not self._hold:
+        if self._gate.scaled and not self.hold:
             self._gate.check(grad)
         if self._gate.gated and not gradient.summing:
             self._norms[parameter] = torch._foreach_norm([grad.float()])[0]
@@ -674,6 +708,17 @@ class ModelStates:
             self._let_go()
         if complete:
             self._launch(flat)
+
+    def _accumulate_stepped(self, flat: Flat, index: int) -> None:
+        """A gradient is added to one that a step has used, and that nothing has dropped: as in plain training."""
+        gradient = self._gradients[flat]
+        if not gradient.kept:
+            raise RuntimeError(
+                f"a gradient of {flat.slices[index].name} is added to the one that the last step has used, which is "
+                "gone. Call `optimizer.zero_grad()` between a step and the next backward."
+            )
+        gradient.settled.result()
+        gradient.summed[index] = gradient.summing = True
 
     def _foretold(self, flat: Flat) -> bool:
         """Whether each gradient of `flat` surely lands once in its first backward; else that is known at its end.
@@ -707,31 +752,68 @@ class ModelStates:
         def add() -> None:
             gradient.add(landed)
             if norms:
-                assert gradient.total is not None
-                for index, item in enumerate(flat.slices):
-                    if gradient.summed[index]:
-                        self._norms[item.parameter] = torch._foreach_norm([item.of(gradient.total)])[0]
+                for index in range(len(flat.slices)):
+                    self._measure(flat, index)
 
         gradient.summing = True
         gradient.settle(self._stepper.submit(add, [self._arrival(gradient)]))
         return gradient.settled
 
+    def _measure(self, flat: Flat, index: int) -> None:
+        """Takes the norm of a gradient that is summed up on the host."""
+        gradient, item = self._gradients[flat], flat.slices[index]
+        if gradient.summed[index]:
+            self._norms[item.parameter] = torch._foreach_norm([item.of(gradient.accumulated())])[0]
+
+    def _gradient_changed(self, flat: Flat, index: int) -> None:
+        """Other code has changed a gradient, which is summed up or assigned."""
+        if not self._gate.gated:
+            return
+        gradient = self._gradients[flat]
+        gradient.fold()
+        self._norms.pop(flat.slices[index].parameter, None)
+        self._measure(flat, index)
+
     # ---- the step ----
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`optimizer.step` begins: it steps what has stayed on the device, and finds no other gradients."""
+        self.begin_step(optimizer)
+
+        def shown(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                with self._shown.hidden(False):
+                    return closure()
+
+            return run
+
+        if len(args) > 1 and args[1] is not None:
+            args = (args[0], shown(args[1]), *args[2:])
+        elif kwargs.get("closure") is not None:
+            kwargs = {**kwargs, "closure": shown(kwargs["closure"])}
+        self._shown.hide(True)
+        return args, kwargs
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._shown.hide(False)
+        self.end_step(optimizer)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """A step of `optimizer` begins: what backward completes from here on is stepped at once."""
         if self._stepping is None:
             check_state(optimizer)
             self.state_dicts.before_change()
+            self.hold = self._watched
             self._stepping = optimizer
-            self._gate.begin(hold=self._hold)
+            self._gate.begin(hold=self.hold)
 
     def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Has gradients divided by the scale of `scaler` in the step that has begun, and skipped if one is not finite.
 
         Does for what has left what `scaler.unscale_` does, which it is told of.
         """
-        scaler.unscale_(optimizer)
+        with self._shown.hidden():
+            scaler.unscale_(optimizer)
         self._gate.unscale(scaler, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
 
     def end_step(self, optimizer: Optimizer) -> None:
@@ -743,7 +825,9 @@ class ModelStates:
             self._leave(*leaving)
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer and flat not in self._launched and gradient.summing:
+                gradient.fold()
                 self._launch(flat)
+        self._access.summed_on_host.clear()
         launched, self._launched = self._launched, {}
         self._last, self._before = self._before, {}
         revertible = {flat: home for flat in launched if (home := self.homes[flat]).layout.slots == 2}
@@ -769,11 +853,13 @@ class ModelStates:
                 sum_of_flat = self._sums.get(flat) if flat in self._launched else gradient.settled
                 if sum_of_flat is not None:
                     sum_of_flat.result()
-        self._gate.clip(parameters_of(optimizer), self._norms, limit)
+        with self._shown.hidden():
+            self._gate.clip(parameters_of(optimizer), self._norms, limit)
 
     def _launch(self, flat: Flat) -> None:
         """Hands the step of `flat` to the CPU."""
         gradient, home = self._gradients[flat], self.homes[flat]
+        self._staged.unstage()
         self._stream.retire(flat)
         optimizer, group = self._groups[flat]
         options = {name: value for name, value in optimizer.param_groups[group].items() if name != "params"}
@@ -788,6 +874,12 @@ class ModelStates:
         else:
             arrived = self._arrival(gradient)
             landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
+        limit = None if self.hold else self._clip_value
+        gradient.kept = landed is None and (self.hold or (limit is None and not self._gate.gated))
+        for index, item in enumerate(flat.slices):
+            if gradient.states[index] is GradientState.PRESENT:
+                gradient.states[index] = GradientState.STEPPED
+                torch.autograd.graph.increment_version(item.parameter)  # as the optimizer does
         step = Step(
             home,
             self.rules[flat],
@@ -795,7 +887,7 @@ class ModelStates:
             gradient,
             landed,
             self._gate.known,
-            self._clip_value,
+            limit,
             self._stepper,
             self._count,
             self._order[flat],
@@ -826,10 +918,27 @@ class ModelStates:
         """A job of the stepper has stepped so many parameters."""
         self._stepped = self._stepped.plus(parameters, seconds)
 
-    def _settle(self) -> None:
-        """Makes the steps that have begun, before values are read."""
-        if not self._lent:
-            self.drain()
+    # ---- other code ----
+
+    def _drain_flat(self, flat: Flat) -> None:
+        """Returns when the step of `flat` that has begun is made, before its values are read on the host."""
+        if flat in self._launched and not self._gate.known.done():
+            self._stream.check(flat)  # it waits for the end of backward
+        self.homes[flat].drain()
+
+    def _begin_change(self, flat: Flat) -> None:
+        """Other code is about to change weights of `flat`."""
+        if self._journal is not None:
+            raise RuntimeError(
+                f"weights of {flat.name} are changed outside of the optimizer, which `recover=True` can't repeat after "
+                "a kill. Change them before `fit`, or set `recover=False`."
+            )
+        self._stream.check(flat)
+        self.state_dicts.before_change()
+
+    def _watch(self) -> None:
+        """A hook was registered that may look at gradients: the next steps wait for the end of backward."""
+        self._watched = True
 
 
 def _raise(error: Exception) -> None:

@@ -94,7 +94,7 @@ class ElementwiseRule(Rule):
         super().__init__(flat)
         self._steps = [0] * len(flat.slices)
         self._steps_before = self._steps
-        self._device = flat.weights.device
+        self._device = flat.device
 
     def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
         if missing := [name for name in self.state_names(options) if name not in opened.states]:
@@ -285,7 +285,7 @@ class OwnStepRule(Rule):
         self._optimizer._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
         self._optimizer._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
         self._optimizer.state = defaultdict(dict)
-        self._on_gpu = flat.weights.device.type != "cpu"
+        self._on_gpu = flat.device.type != "cpu"
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()

@@ -5,34 +5,19 @@ One flat after the other is at hand, so that a state dict needs no more memory t
 
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.home import Home, Opened
+from lightning_ssd.states.hooks import ModuleHook
 from lightning_ssd.states.lazy import LazyTensors
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizers import Rule, parameters_of
-
-
-@dataclass
-class _AtHand:
-    """A flat that was opened to be read or loaded into.
-
-    Attributes:
-        values: the flat's.
-        masters: its fp32 master weights, which the parameters are views of while they are loaded into.
-        changed: whether they, or the states, were.
-    """
-
-    values: Opened
-    masters: Tensor
-    loading: bool = False
-    changed: bool = False
+from lightning_ssd.states.staged import StagedFlats
 
 
 class StateDicts:
@@ -40,11 +25,10 @@ class StateDicts:
 
     Args:
         module: the model.
-        homes: where its flats live.
+        staged: stages its flats on the host.
         rules: how they are stepped.
         where: of each parameter that has left, its flat and its index there.
         masters: of parameters that stay.
-        settle: makes the steps that have begun, and takes back what is not to be read now.
         release: takes a flat off the device.
         changing: called before values are loaded.
     """
@@ -52,35 +36,35 @@ class StateDicts:
     def __init__(
         self,
         module: nn.Module,
-        homes: Mapping[Flat, Home],
+        staged: StagedFlats,
         rules: Mapping[Flat, Rule],
         where: Mapping[nn.Parameter, tuple[Flat, int]],
         masters: Masters,
         optimizers: list[Optimizer],
         *,
-        settle: Callable[[], None],
         release: Callable[[Flat], None],
         changing: Callable[[], None],
     ) -> None:
-        self._homes = homes
+        self._staged = staged
         self._rules = rules
         self._where = where
         self._masters = masters
         self._lent_masters = contextlib.ExitStack()
         """While they are loaded into."""
-        self._settle = settle
         self._release = release
         self._changing = changing
-        self._at_hand: dict[Flat, _AtHand] = {}
         self.lazy = LazyTensors()
         self._without = False
         self.protected = False
         """Whether what has left is to stay as it is until training begins."""
+        self._loading: set[Flat] = set()
+        """Flats whose parameters are their staged master weights until `load_state_dict` is through with a module."""
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
             if self._streamed(owner) or self._mastered(owner):
-                self._handles.append(owner._register_state_dict_hook(self._after_state_dict))
-                self._handles.append(owner.register_load_state_dict_pre_hook(self._before_load))
+                self._handles.append(owner._register_state_dict_hook(ModuleHook(self._after_state_dict)))
+                self._handles.append(owner.register_load_state_dict_pre_hook(ModuleHook(self._before_load)))
+                self._handles.append(owner.register_load_state_dict_post_hook(ModuleHook(self._after_load)))
         for optimizer in optimizers:
             self._handles.append(optimizer.register_state_dict_post_hook(self._add_states))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take_states))
@@ -94,21 +78,10 @@ class StateDicts:
         finally:
             self._without = False
 
-    def put_away(self, *, but: "set[Flat] | None" = None) -> None:
-        """Takes back what is at hand; the parameters are on the device again, and what was loaded counts."""
-        for flat in [flat for flat in self._at_hand if flat not in (but or ())]:
-            item = self._at_hand.pop(flat)
-            if item.loading:
-                flat.attach()
-                item.values.take(item.masters)
-            self._homes[flat].close(item.values, changed=item.changed)
-        if but is None:
-            self._lent_masters.close()
-
     def before_change(self) -> None:
-        """Values are about to change: those that were promised are read, and nothing is at hand any more."""
+        """Values are about to change: those that were promised are read, and nothing is staged any more."""
         self.lazy.take_in()
-        self.put_away()
+        self._staged.unstage()
 
     def remove(self) -> None:
         """Takes the hooks off."""
@@ -126,14 +99,6 @@ class StateDicts:
         """Returns the parameters of `owner` itself that have masters on the device, by their names in it."""
         return _own_parameters(owner, self._masters.of)
 
-    def _open(self, flats: set[Flat]) -> None:
-        self.put_away(but=flats)
-        if missing := flats - self._at_hand.keys():
-            self._settle()
-        for flat in missing:
-            values = self._homes[flat].open().result()
-            self._at_hand[flat] = _AtHand(values, values.masters())
-
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         """Puts the master weights where the module has put what is on the device: copies of those that have left."""
         streamed = self._streamed(owner)
@@ -144,16 +109,20 @@ class StateDicts:
             for name, _ in streamed:
                 state.pop(prefix + name, None)
             return
-        self._open({self._where[parameter][0] for _, parameter in streamed})
+        flats = {self._where[parameter][0] for _, parameter in streamed}
         for name, parameter in streamed:
-            if prefix + name in state:
-                flat, index = self._where[parameter]
-                masters = flat.slices[index].of(self._at_hand[flat].masters)
-                if self.lazy.wanted:
-                    masters = self.lazy.make((flat, index), masters, self._reader(flat, index))
-                else:
-                    masters = masters.clone()
-                state[prefix + name] = masters
+            if prefix + name not in state:
+                continue
+            flat, index = self._where[parameter]
+            if flat.summoned:  # the parameter is whole: its own value is the one that counts
+                state[prefix + name] = parameter.detach()
+                continue
+            masters = flat.slices[index].of(self._staged.stage(flat, keep=flats).masters)
+            if self.lazy.wanted:
+                masters = self.lazy.make((flat, index), masters, self._reader(flat, index))
+            else:
+                masters = masters.clone()
+            state[prefix + name] = masters
 
     def _before_load(
         self, owner: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object
@@ -174,27 +143,38 @@ class StateDicts:
             self._lent_masters.enter_context(self._masters.lend())
         flats = {self._where[parameter][0] for _, parameter in self._streamed(owner)}
         self._changing()
-        self._open(flats)
         for flat in flats:
-            item = self._at_hand[flat]
-            if not item.loading:
-                item.loading = item.changed = True
-                self._release(flat)
+            if flat.summoned:
+                continue
+            staged = self._staged.stage(flat, keep=flats)
+            staged.changed = True
+            self._release(flat)
+            with torch._C.DisableTorchFunctionSubclass():
                 for part in flat.slices:
-                    part.parameter.data = part.of(item.masters)
+                    part.parameter.data = part.of(staged.masters)
+            flat.summoned = True
+            self._loading.add(flat)
+
+    def _after_load(self, owner: nn.Module, incompatible: object) -> None:
+        """Evicts the parameters again; their values are taken back when something else is staged or fetched."""
+        for flat in self._loading:
+            if flat.summoned:  # else taken back already
+                flat.summoned = False
+                flat.attach()
+        self._loading.clear()
+        self._lent_masters.close()
 
     def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Adds, copied, the optimizer states of the parameters that have left."""
         if self._without:
             return
         for number, flat, index in self._numbers(optimizer):
-            self._open({flat})
-            of_parameter = self._rules[flat].state_of(index, self._at_hand[flat].values)
+            of_parameter = self._rules[flat].state_of(index, self._staged.stage(flat).values)
             if of_parameter:
                 state["state"][number] = {
                     name: self._shown(value, flat, index, name) for name, value in of_parameter.items()
                 }
-        self.put_away()
+        self._staged.unstage()
 
     def _shown(self, value: Any, flat: Flat, index: int, name: str) -> Any:
         if not isinstance(value, Tensor):
@@ -207,8 +187,7 @@ class StateDicts:
         """Returns what reads the master weights, or a state, of a parameter."""
 
         def read() -> Tensor:
-            self._open({flat})
-            values = self._at_hand[flat]
+            values = self._staged.stage(flat)
             if state is None:
                 return flat.slices[index].of(values.masters)
             found: Tensor = self._rules[flat].state_of(index, values.values)[state]
@@ -224,7 +203,7 @@ class StateDicts:
         states = dict(state["state"])
         for number, flat, index in self._numbers(optimizer):
             self._load_state(flat, index, states.pop(number, {}))
-        self.put_away()
+        self._staged.unstage()
         return {**state, "state": states}
 
     def adopt_states(self, optimizers: Iterable[Optimizer]) -> None:
@@ -238,15 +217,12 @@ class StateDicts:
                 state = optimizer.state.pop(flat.slices[index].parameter, None)
                 if state:
                     self._load_state(flat, index, state)
-        self.put_away()
+        self._staged.unstage()
 
     def _load_state(self, flat: Flat, index: int, state: Mapping[str, Any]) -> None:
-        self._open({flat})
-        item = self._at_hand[flat]
-        if not item.loading:  # what is written back is whole
-            item.values.round()
-        item.changed = True
-        self._rules[flat].load_state(index, state, item.values)
+        staged = self._staged.stage(flat)
+        staged.changed = True
+        self._rules[flat].load_state(index, state, staged.values)
 
     def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, Flat, int]]:
         """Yields, of the optimizer's parameters that have left, the number in its state dict, and flat and index."""

@@ -7,7 +7,8 @@ released (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time, never
 Threads: the training thread, and autograd's while the training thread waits in `backward`.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -25,10 +26,16 @@ class WeightStream:
         homes: where each flat lives.
         copies: copies of the device.
         budget: bytes of the device that compute weights may take; the units in use at one time stay, whatever it is.
+        unstage: takes back what is staged on the host for other code; called before weights are fetched.
     """
 
     def __init__(
-        self, units: Sequence[Sequence[Flat]], homes: Mapping[Flat, Home], copies: Copies, budget: int
+        self,
+        units: Sequence[Sequence[Flat]],
+        homes: Mapping[Flat, Home],
+        copies: Copies,
+        budget: int,
+        unstage: Callable[[], None],
     ) -> None:
         self._units = units
         self._unit_of = {flat: index for index, flats in enumerate(units) for flat in flats}
@@ -36,10 +43,9 @@ class WeightStream:
         self._homes = homes
         self._copies = copies
         self._budget = budget
+        self._unstage = unstage
         self._loads: dict[Flat, _Load] = {}
         """Of every flat that is resident."""
-        self._open: list[int] = [0] * len(units)
-        """How often each unit's forward is running."""
         self._entered = [0] * len(units)
         """How often each unit's forward has begun in this micro-batch, backward's own recomputation not counted."""
         self._node = -1
@@ -65,13 +71,43 @@ class WeightStream:
 
     def enter(self, unit: int) -> None:
         """The forward of `unit` begins; returns when the compute stream is ordered after its weights' arrival."""
-        self._open[unit] += 1
+        for flat in self._units[unit]:
+            flat.users += 1
         self._entered[unit] += torch._C._current_graph_task_id() == -1
         self._use(unit)
 
     def exit(self, unit: int) -> None:
         """The forward of `unit` has ended, or failed."""
-        self._open[unit] -= 1
+        for flat in self._units[unit]:
+            flat.users -= 1
+
+    @contextlib.contextmanager
+    def hold(self, flats: Iterable[Flat], *, record: bool) -> Iterator[None]:
+        """Keeps the weights of `flats`, of any units, on the device while an operator outside of their forwards runs.
+
+        Args:
+            flats: whose weights; fetched if they are not resident.
+            record: whether the use belongs to the micro-batch, whose order of uses is expected of the next one, too.
+
+        Raises:
+            RuntimeError: their step has begun.
+        """
+        held: list[Flat] = []
+        try:
+            for flat in flats:
+                flat.users += 1
+                held.append(flat)
+            for flat in held:
+                self.check(flat)
+            for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
+                if record:
+                    self._use(unit)
+                else:
+                    self._hold_resident(unit)
+            yield
+        finally:
+            for flat in held:
+                flat.users -= 1
 
     def entered_once(self, flat: Flat) -> bool:
         """Whether the forward of the flat's unit has begun once in this micro-batch."""
@@ -83,11 +119,7 @@ class WeightStream:
         Raises:
             RuntimeError: the weights were stepped already.
         """
-        if flat in self._retired:
-            raise RuntimeError(
-                f"backward wants the weights of {flat.name} after their gradient was complete and their step had "
-                "begun: they are used where no gradient flows (detached). Set `overlap='none'`."
-            )
+        self.check(flat)
         unit = self._unit_of[flat]
         node = torch._C._current_autograd_node()
         if node is not None:
@@ -96,6 +128,14 @@ class WeightStream:
                 self._units_of_node.clear()
             self._units_of_node.add(unit)
         self._use(unit)
+
+    def check(self, flat: Flat) -> None:
+        """Raises RuntimeError if the step of `flat` has begun: its weights are of the past."""
+        if flat in self._retired:
+            raise RuntimeError(
+                f"the weights of {flat.name} are used after their gradient was complete and their step had begun, in "
+                "the same backward: by a hook, or where no gradient flows (detached). Set `overlap='none'`."
+            )
 
     def retire(self, flat: Flat) -> None:
         """The step of `flat` begins: what is on the device is of the past, and is not fetched before `renew`."""
@@ -124,6 +164,21 @@ class WeightStream:
         for flat in list(self._loads):
             self.release(flat)
 
+    def wait(self, flat: Flat) -> None:
+        """Orders the compute stream after the arrival of `flat`, if it is resident."""
+        if flat in self._loads:
+            self._loads[flat].wait()
+
+    def _hold_resident(self, unit: int) -> None:
+        """Makes `unit` resident; units that are not expected soon are evicted for it."""
+        if any(flat not in self._loads for flat in self._units[unit]):
+            expected = self._window()
+            for flat in [flat for flat in self._loads if self._may_leave(flat, expected)]:
+                self.release(flat)
+            self._fetch(unit)
+        for flat in self._units[unit]:
+            self.wait(flat)
+
     def _use(self, unit: int) -> None:
         if not self._uses or self._uses[-1] != unit:
             self._uses.append(unit)
@@ -137,8 +192,7 @@ class WeightStream:
         else:
             self._fetch(unit)
         for flat in self._units[unit]:
-            if flat in self._loads:
-                self._loads[flat].wait()
+            self.wait(flat)
 
     def _window(self) -> list[int]:
         """Returns the units of the last use and of those to come that the budget holds, soonest first."""
@@ -161,6 +215,7 @@ class WeightStream:
     def _fetch(self, unit: int) -> None:
         for flat in self._units[unit]:
             if flat not in self._loads and flat not in self._retired:
+                self._unstage()
                 target = flat.allocate()
                 # The memory is the compute stream's: nothing is copied in before that is done with its last owner.
                 arrived = self._homes[flat].copy_in(target, self._copies.mark())
@@ -168,7 +223,7 @@ class WeightStream:
 
     def _may_leave(self, flat: Flat, wanted: Sequence[int]) -> bool:
         unit = self._unit_of[flat]
-        in_use = self._open[unit] or unit in self._units_of_node
+        in_use = flat.users or unit in self._units_of_node
         # A load that is under way would write memory that is somebody else's: it stays until it has arrived.
         return not in_use and unit not in wanted and self._loads[flat].settled
 

@@ -1,0 +1,463 @@
+"""Operators of other code on offloaded parameters, gradients and optimizer states, outside of a unit's own forward.
+
+Each sees what it would see in plain training: whole values of the last step that was begun, in the dtype and on the
+device that the tensor has there. What it writes counts: it goes to the master weights (or to the gradient on the host)
+before the operator returns, after the steps that have begun and before the next one.
+
+- Where autograd follows the operator (a tied head, a weight penalty), it is given the compute weights; all units that
+  it reads are held on the device until it returns. In mixed precision, what autocast would not run in 16 bits is given
+  the master weights, and its gradient is added up in fp32 on the host.
+- Otherwise it is given the values, and what it returns of their memory becomes an `OffloadedView`, which reads the
+  values of the moment and writes through, as an alias does in plain training.
+
+Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time.
+"""
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ssd.activations.record import check_version
+from lightning_ssd.activations.weights import SavedWeight, offloaded_weights
+from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.home import Home
+from lightning_ssd.states.parameter import (
+    Kind,
+    OffloadedParameter,
+    OffloadedView,
+    autocast_to,
+    offloaded_in,
+)
+from lightning_ssd.states.staged import StagedFlats
+from lightning_ssd.states.stream import WeightStream
+
+_REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
+
+
+class Source(ABC):
+    """Whole values that are kept elsewhere.
+
+    Attributes:
+        access: what operators on them go through.
+        name: for messages.
+    """
+
+    access: "Access"
+    name: str
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Returns the values on the plain parameter's device: the resident ones, or a copy."""
+
+    @abstractmethod
+    def write(self, values: Tensor) -> None:
+        """Takes over `values`, which `read` has returned and an operator has changed."""
+
+    def changed(self) -> None:  # noqa: B027  # autograd saves weights alone by reference
+        """Lets autograd know that the values were changed in place."""
+
+
+class Weights(Source):
+    """The weights of one parameter."""
+
+    def __init__(self, access: "Access", flat: Flat, index: int) -> None:
+        self.access = access
+        self.flat = flat
+        self.index = index
+        self.item = flat.slices[index]
+        self.name = self.item.name
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameter is a tensor of its own at present: the training has ended, or weights are summoned."""
+        return self.flat.summoned or not isinstance(self.item.parameter, OffloadedParameter)
+
+    def read(self) -> Tensor:
+        if self.whole:
+            return self.item.parameter.data
+        if not self.flat.mixed:
+            return self.flat.view(self.index)
+        masters = self.access.staged.stage(self.flat).masters
+        return self.item.of(masters).to(self.flat.device, self.item.dtype, copy=True)
+
+    def write(self, values: Tensor) -> None:
+        if self.whole:
+            return
+        flat, item = self.flat, self.item
+        self.access.begin_change(flat)
+        self.access.stream.wait(flat)  # a copy to the device reads the host memory that is written now
+        values = values.detach().to("cpu")
+        staged = self.access.staged.stage(flat)
+        staged.changed = True
+        write_changed(item.of(staged.masters), values)
+        if flat.mixed and flat.resident:
+            flat.view(self.index).copy_(item.of(staged.masters))
+
+    def changed(self) -> None:
+        if not self.whole:
+            torch.autograd.graph.increment_version(self.item.parameter)
+
+
+class Access:
+    """Runs operators on offloaded tensors for one `ModelStates`.
+
+    Args:
+        homes: where the flats live.
+        stream: fetches their weights.
+        staged: stages their values on the host.
+        begin_change: called before weights of a flat change; raises RuntimeError if they may not.
+        grad_of: returns a parameter's gradient as `Tensor.grad` has it in plain training.
+        set_grad: takes over a gradient that is assigned, or None.
+        add_grad: adds a gradient in fp32.
+        watched: told that a hook was registered that may look at gradients.
+    """
+
+    def __init__(
+        self,
+        homes: Mapping[Flat, Home],
+        stream: WeightStream,
+        staged: StagedFlats,
+        *,
+        begin_change: Callable[[Flat], None],
+        grad_of: Callable[[Flat, int], Tensor | None],
+        set_grad: Callable[[Flat, int, Tensor | None], None],
+        add_grad: Callable[[Flat, int, Tensor], None],
+        watched: Callable[[], None],
+    ) -> None:
+        self.stream = stream
+        self.staged = staged
+        self.begin_change = begin_change
+        self._grad_of = grad_of
+        self._set_grad = set_grad
+        self.add_grad = add_grad
+        self._watched = watched
+        self.summed_on_host: set[Flat] = set()
+        """Flats whose gradients since the last step have a part that backward adds up in fp32 on the host."""
+        self._bases: dict[int, Tensor] = {}
+        """The values that the running operator reads, by source: several tensors may share one."""
+        self._flats = list(homes)
+        # `torch.utils.swap_tensors`, which would take the parameters' place unseen, refuses what has weak references.
+        self._unswappable = [weakref.ref(item.parameter) for flat in homes for item in flat.slices]
+
+    def open(self) -> None:
+        """Makes the parameters of the flats offloaded ones."""
+        for flat in self._flats:
+            for index, item in enumerate(flat.slices):
+                item.parameter.__class__ = OffloadedParameter
+                assert isinstance(item.parameter, OffloadedParameter)
+                item.parameter.flat = flat
+                item.parameter.source = Weights(self, flat, index)
+
+    def close(self) -> None:
+        """Makes the parameters ordinary ones, without values: those are given back later."""
+        for flat in self._flats:
+            for item in flat.slices:
+                del item.parameter.flat, item.parameter.source  # type: ignore[attr-defined]
+                item.parameter.__class__ = nn.Parameter
+
+    def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Runs `func`, which was called with offloaded tensors.
+
+        Raises:
+            RuntimeError: it can't have the same effect as in plain training; the message says what to do instead.
+        """
+        found: dict[int, OffloadedParameter | OffloadedView] = {}
+        offloaded_in(args, found)
+        offloaded_in(kwargs, found)
+        if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
+            return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, OffloadedParameter | OffloadedView):
+            parameter = first if isinstance(first, OffloadedParameter) else None
+            match kind:
+                case Kind.ALIAS:
+                    return _alias(first, versioned=func is Tensor.detach)
+                case Kind.DTYPE:
+                    assert parameter is not None
+                    like = torch.empty_strided(
+                        first.size(), first.stride(), dtype=_weights(parameter).item.dtype, device="meta"
+                    )
+                    return func(like, *args[1:], **kwargs)
+                case Kind.SET_DATA:
+                    return self._set_data(first, args[1])
+                case Kind.GET_GRAD if parameter is not None:
+                    return self._grad_of(_weights(parameter).flat, _weights(parameter).index)
+                case Kind.SET_GRAD if parameter is not None:
+                    gradient = args[1] if len(args) > 1 else None
+                    return self._set_grad(_weights(parameter).flat, _weights(parameter).index, gradient)
+                case Kind.GET_GRAD | Kind.SET_GRAD:
+                    return func(*args, **kwargs)
+                case Kind.HOOK:
+                    self._watched()
+                    return func(*args, **kwargs)
+                case Kind.FREEZE:
+                    if parameter is None and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
+                        raise RuntimeError(
+                            f"autograd can't follow a view of {first.source.name}, which is offloaded. "
+                            "Take a `.clone()` of it first."
+                        )
+                    return func(*args, **kwargs)
+                case Kind.ADDRESS if not (parameter is not None and parameter.flat.users and parameter.flat.resident):
+                    raise RuntimeError(
+                        f"`{func.__name__}` of {first.source.name}, which is offloaded, gives an address that is not "
+                        f"valid after the call. {_REMEDY}"
+                    )
+                case Kind.ADDRESS:
+                    return func(*args, **kwargs)
+                case Kind.EXPORT:
+                    with self._values({id(first): first}, computing=False) as values:
+                        copy = values[id(first)].detach().clone().requires_grad_(first.requires_grad)
+                        return _export(func, copy, args[1:], kwargs)
+        return self._operate(kind, func, args, kwargs, found)
+
+    def _operate(
+        self,
+        kind: Kind,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        found: "dict[int, OffloadedParameter | OffloadedView]",
+    ) -> Any:
+        writes = kind is Kind.WRITE or kwargs.get("out") is not None
+        computing = torch.is_grad_enabled() and not writes
+        matmul = kind is Kind.MATMUL
+        with self._values(found, computing=computing, matmul=matmul) as values, _references_saved():
+            versions = {key: value._version for key, value in values.items()}
+            shapes = {key: _geometry(value) for key, value in values.items()}
+            result = func(*_substitute(args, values), **_substitute(kwargs, values))
+            changed = [key for key, value in values.items() if value._version != versions[key]]
+            if writes and not changed:  # not every kernel tells (`torch._fused_adamw_`)
+                changed = list(values)
+            for key in values if writes else ():
+                if _geometry(values[key]) != shapes[key]:
+                    raise RuntimeError(
+                        f"`{func.__name__}` gives {found[key].source.name}, which is offloaded, another shape or other "
+                        "memory, which can't be done while it trains. Do it before `fit`, in `configure_model`."
+                    )
+            with torch.inference_mode(False), torch.no_grad():
+                for source in {id(found[key].source): found[key].source for key in changed}.values():
+                    source.write(self._bases[id(source)] if id(source) in self._bases else source.read())
+                for tensor in map(found.__getitem__, changed):
+                    if not isinstance(tensor, OffloadedView) or tensor.versioned:
+                        tensor.source.changed()
+            return self._wrap(result, values, found)
+
+    @contextlib.contextmanager
+    def _values(
+        self, found: "Mapping[int, OffloadedParameter | OffloadedView]", *, computing: bool, matmul: bool = False
+    ) -> Iterator[dict[int, Tensor]]:
+        """Yields the tensors that stand for offloaded ones while an operator runs.
+
+        Args:
+            found: the offloaded tensors.
+            computing: whether autograd follows the operator.
+            matmul: whether autocast would cast its arguments to 16 bits.
+        """
+        held: dict[Flat, None] = {}
+        """Flats whose compute weights the operator is given."""
+        for tensor in found.values():
+            source = tensor.source
+            if isinstance(source, Weights) and not source.whole and (not source.flat.mixed or _rounds(tensor, matmul)):
+                held[source.flat] = None
+        before, self._bases = self._bases, {}
+        try:
+            with self.stream.hold(held, record=computing):
+                yield {key: self._stand_in(tensor, computing, matmul) for key, tensor in found.items()}
+        finally:
+            self._bases = before
+
+    def _stand_in(self, tensor: "OffloadedParameter | OffloadedView", computing: bool, matmul: bool) -> Tensor:
+        """Returns what the running operator is given for `tensor`."""
+        if isinstance(tensor, OffloadedParameter):
+            source = _weights(tensor)
+            if source.whole or (source.flat.mixed and _rounds(tensor, matmul)):
+                return tensor
+            if computing and tensor.requires_grad:
+                if not source.flat.mixed:
+                    return tensor
+                self.summed_on_host.add(source.flat)
+                whole: Tensor = _WholeWeight.apply(tensor, source)  # type: ignore[no-untyped-call]
+                return whole
+        return self._value(tensor)
+
+    def _value(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+        source = tensor.source
+        with torch.inference_mode(False), torch.no_grad():
+            if id(source) not in self._bases:
+                self._bases[id(source)] = source.read()
+            base = self._bases[id(source)]
+            if isinstance(tensor, OffloadedView):
+                start = base.storage_offset() * base.itemsize + tensor.offset
+                value = torch.empty(0, dtype=tensor.dtype, device=base.device).set_(
+                    base.untyped_storage(), start // tensor.itemsize, tensor.size(), tensor.stride()
+                )
+            else:
+                value = base.detach()
+        if tensor.requires_grad and torch.is_grad_enabled():
+            value.requires_grad_(True)  # so that autograd refuses what it refuses of a leaf
+        return value
+
+    def _wrap(
+        self,
+        result: Any,
+        values: Mapping[int, Tensor],
+        found: "Mapping[int, OffloadedParameter | OffloadedView]",
+    ) -> Any:
+        """Returns `result` with offloaded tensors in place of those that stood for them, and of views of them."""
+        originals = {id(value): found[key] for key, value in values.items()}
+        sources = {id(tensor.source): tensor.source for tensor in found.values()}
+        versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
+
+        def wrap(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if id(value) in originals:
+                    return originals[id(value)]
+                if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
+                    return value
+                storage = value.untyped_storage()._cdata
+                for key, base in self._bases.items():  # parameters of a flat share its storage
+                    offset = value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize
+                    if storage == base.untyped_storage()._cdata and 0 <= offset < max(1, base.nbytes):
+                        return OffloadedView.make(
+                            sources[key],
+                            int(offset),
+                            value.size(),
+                            value.stride(),
+                            value.dtype,
+                            value.device,
+                            versioned=versioned,
+                        )
+                return value
+            if isinstance(value, list | tuple):
+                wrapped = [wrap(item) for item in value]
+                if any(new is not old for new, old in zip(wrapped, value, strict=True)):
+                    return type(value)(wrapped)
+            return value
+
+        return wrap(result)
+
+    def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
+        source = tensor.source
+        if isinstance(tensor, OffloadedView):
+            raise RuntimeError(f"`.data` of a view of {source.name}, which is offloaded, can't be set. Use `copy_`.")
+        if isinstance(data, OffloadedParameter | OffloadedView):
+            if data.source is source and data.shape == tensor.shape and data.stride() == tensor.stride():
+                return
+            raise RuntimeError(
+                f"`.data` of {source.name}, which is offloaded, can't share memory with {data.source.name}. "
+                "Copy the values (`copy_`), or set a `.clone()` of them."
+            )
+        assert isinstance(source, Weights)
+        plain = (source.item.shape, source.item.dtype, source.flat.device)
+        if (data.shape, data.dtype, data.device) != plain:
+            raise RuntimeError(
+                f"`.data` of {source.name}, which is offloaded, can't become {data.dtype} {list(data.shape)} on "
+                f"{data.device} while it trains: it is {plain[1]} {list(plain[0])} on {plain[2]}. {_REMEDY}"
+            )
+        with torch.no_grad():
+            self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
+
+
+class _WholeWeight(torch.autograd.Function):
+    """A parameter's master weights, where its compute weights have fewer bits than the operator wants."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, source: Weights) -> Tensor:
+        ctx.source = source
+        with torch.inference_mode(False):
+            return source.read()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        source: Weights = ctx.source
+        source.access.add_grad(source.flat, source.index, gradient)
+        return None, None
+
+
+def _weights(parameter: OffloadedParameter) -> Weights:
+    assert isinstance(parameter.source, Weights)
+    return parameter.source
+
+
+def _rounds(tensor: "OffloadedParameter | OffloadedView", matmul: bool) -> bool:
+    """Whether plain training would round the parameter `tensor` to the compute weights' dtype for a matrix product."""
+    if not matmul or not isinstance(tensor, OffloadedParameter):
+        return False
+    return autocast_to(tensor.flat.dtype, tensor.flat.device)
+
+
+def _alias(tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> OffloadedView:
+    dtype, offset = tensor.dtype, 0
+    if isinstance(tensor, OffloadedView):
+        offset, versioned = tensor.offset, versioned and tensor.versioned
+    else:
+        dtype = _weights(tensor).item.dtype
+    return OffloadedView.make(
+        tensor.source, offset, tensor.size(), tensor.stride(), dtype, tensor.device, versioned=versioned
+    )
+
+
+def _geometry(tensor: Tensor) -> tuple[object, ...]:
+    return (
+        tensor.dtype,
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage()._cdata,
+    )
+
+
+def _substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
+    """Returns a tree of arguments with the tensors of `values` in place of those with their identities."""
+    if isinstance(value, OffloadedParameter | OffloadedView):
+        return values[id(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_substitute(item, values) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_substitute(item, values) for item in value)
+    if isinstance(value, dict):
+        return {key: _substitute(item, values) for key, item in value.items()}
+    return value
+
+
+def write_changed(target: Tensor, values: Tensor) -> None:
+    """Writes `values`, on the CPU, to the fp32 `target`, whose elements stay where they round to the same value."""
+    if values.dtype == torch.float32:
+        target.copy_(values)
+    else:
+        same = target.to(values.dtype) == values
+        target.copy_(torch.where(same, target, values.float()))
+
+
+def _export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    exported = func(copy, *args, **kwargs)
+    if hasattr(exported, "setflags"):
+        exported.setflags(write=False)
+    return exported
+
+
+def _references_saved() -> contextlib.AbstractContextManager[object]:
+    """Has autograd keep references to weights, where no hooks of the training do it."""
+    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(_pack, _unpack)
+
+
+def _pack(tensor: Tensor) -> "SavedWeight | tuple[Tensor, int]":
+    if tensor.layout is torch.strided and (weights := offloaded_weights(tensor.untyped_storage())) is not None:
+        return weights.save(tensor)
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+
+
+def _unpack(saved: "SavedWeight | tuple[Tensor, int]") -> Tensor:
+    if isinstance(saved, SavedWeight):
+        return saved.load()
+    tensor, version = saved
+    check_version(tensor, version, tensor.dtype, tensor.size())
+    return tensor

@@ -1,0 +1,213 @@
+"""`Tensor.grad` of offloaded parameters: what other code reads between backward and step, and what it writes there."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ssd.states.access import Access, Source, write_changed
+from lightning_ssd.states.flat import Flat, Slice
+from lightning_ssd.states.gradient import Gradient, GradientState
+from lightning_ssd.states.parameter import OffloadedView
+
+
+class GradientSource(Source):
+    """The gradient of one parameter, as plain training has it.
+
+    Attributes:
+        own: its values, once they are no longer the parameter's gradient; None before.
+        view: the tensor that `Tensor.grad` has returned.
+    """
+
+    def __init__(self, access: Access, gradients: "GradientAccess", flat: Flat, index: int) -> None:
+        self.access = access
+        self._gradients = gradients
+        self._flat = flat
+        self._index = index
+        self.item: Slice = flat.slices[index]
+        self.name = f"the gradient of {self.item.name}"
+        self.own: Tensor | None = None
+        self.view: weakref.ref[OffloadedView] | None = None
+
+    def read(self) -> Tensor:
+        if self.own is not None:
+            return self.own
+        total = self._gradients.whole(self._flat, self._index)
+        return self.item.of(total).to(self._flat.device, self.item.dtype, copy=True)
+
+    def write(self, values: Tensor) -> None:
+        if self.own is None:
+            total = self._gradients.whole(self._flat, self._index)
+            write_changed(self.item.of(total), values.detach().to("cpu"))
+            self._gradients.changed(self._flat, self._index)
+
+
+class GradientAccess:
+    """Shows the gradients on the host as `Tensor.grad`.
+
+    Threads: the training thread, and autograd's while the training thread waits in `backward`.
+
+    Args:
+        gradients: of each flat that is stepped.
+        submit_sum: has what has landed of a flat summed up; the future is done when it is.
+        changed: told that other code has changed the gradient of a parameter.
+    """
+
+    def __init__(
+        self,
+        gradients: Mapping[Flat, Gradient],
+        submit_sum: Callable[[Flat], object],
+        changed: Callable[[Flat, int], None],
+    ) -> None:
+        self._gradients = gradients
+        self._submit_sum = submit_sum
+        self.changed = changed
+        self._sources: weakref.WeakValueDictionary[tuple[Flat, int], GradientSource] = weakref.WeakValueDictionary()
+        """Gradients that other code refers to."""
+        self.access: Access
+        """Set by the owner: what operators on the gradients go through."""
+        self._hidden = False
+
+    @contextlib.contextmanager
+    def hidden(self, hide: bool = True) -> Iterator[None]:
+        """While it lasts, offloaded parameters have no gradient for those that look: optimizers step the others."""
+        before, self._hidden = self._hidden, hide
+        try:
+            yield
+        finally:
+            self._hidden = before
+
+    def hide(self, hide: bool) -> None:
+        """Begins, or ends, what `hidden` does."""
+        self._hidden = hide
+
+    def get(self, flat: Flat, index: int) -> Tensor | None:
+        """Returns the gradient of a parameter, as `Tensor.grad` does."""
+        own: Tensor | None = flat.slices[index].parameter.grad
+        if own is not None or self._hidden or flat not in self._gradients:
+            return own
+        gradient = self._gradients[flat]
+        if gradient.states[index] is GradientState.NONE:
+            return None
+        if index in gradient.assigned:
+            return gradient.assigned[index]
+        source = self._sources.get((flat, index))
+        view = None if source is None or source.view is None else source.view()
+        if view is None:
+            source = source or GradientSource(self.access, self, flat, index)
+            self._sources[flat, index] = source
+            item = source.item
+            view = OffloadedView.make(source, 0, item.shape, item.stride, item.dtype, flat.device, versioned=False)
+            source.view = weakref.ref(view)
+        return view
+
+    def set(self, flat: Flat, index: int, values: Tensor | None) -> None:
+        """Assigns the gradient of a parameter, as `Tensor.grad` does.
+
+        Raises:
+            RuntimeError: it has another shape, dtype or device than the parameter.
+        """
+        item = flat.slices[index]
+        if flat not in self._gradients:
+            item.parameter.grad = values
+            return
+        gradient = self._gradients[flat]
+        if isinstance(values, OffloadedView):
+            if values is self.get(flat, index):
+                return
+            values = values.clone()
+        plain = (item.shape, item.dtype, flat.device)
+        if values is not None and (values.shape, values.dtype, values.device) != plain:
+            raise RuntimeError(
+                f"the gradient that is assigned to {item.name} is {values.dtype} {list(values.shape)} on "
+                f"{values.device}, and the parameter is {plain[1]} {list(plain[0])} on {plain[2]}."
+            )
+        self.detach_views(flat, index)
+        if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
+            self._settle(flat)
+            gradient.summed[index] = False
+        gradient.assigned.pop(index, None)
+        gradient.states[index] = GradientState.NONE
+        if values is not None:
+            self.check(flat, index)
+            gradient.assigned[index] = values
+            gradient.states[index] = GradientState.PRESENT
+        gradient.summing = any(gradient.summed) or bool(gradient.assigned)
+        self.changed(flat, index)
+
+    def add(self, flat: Flat, index: int, values: Tensor) -> None:
+        """Adds `values` to the gradient of a parameter, in fp32: backward of its master weights."""
+        gradient = self._gradients.get(flat)
+        if gradient is None:
+            raise RuntimeError(f"{flat.slices[index].name} has a gradient, and is in no optimizer.")
+        self.check(flat, index)
+        self._settle(flat)
+        gradient.fold()
+        total = flat.slices[index].of(gradient.accumulated())
+        if gradient.summed[index]:
+            total.add_(values.detach().to("cpu"))
+        else:
+            total.copy_(values.detach())
+        gradient.summed[index] = True
+        gradient.summing = True
+        gradient.states[index] = GradientState.PRESENT
+        self.changed(flat, index)
+
+    def whole(self, flat: Flat, index: int) -> Tensor:
+        """Returns the gradients of `flat` on the host in fp32, that of parameter `index` among them.
+
+        Raises:
+            RuntimeError: they are gone.
+        """
+        gradient = self._gradients[flat]
+        if gradient.states[index] is GradientState.STEPPED:
+            self.check(flat, index)
+            gradient.settled.result()
+        else:
+            self._settle(flat)
+        gradient.fold()
+        return gradient.accumulated()
+
+    def check(self, flat: Flat, index: int) -> None:
+        """Raises RuntimeError if a step that has begun has used the gradient of a parameter, and has not kept it."""
+        gradient = self._gradients[flat]
+        if gradient.states[index] is GradientState.STEPPED and not gradient.kept:
+            raise RuntimeError(
+                f"the gradient of {flat.slices[index].name} was used by its optimizer step, which runs as soon as the "
+                "gradient is complete, and is gone. Read or change it in `on_after_backward` or "
+                "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
+            )
+
+    def zero(self, optimizer_flats: Mapping[Flat, tuple[Optimizer, int]], optimizer: Optimizer, none: bool) -> None:
+        """Drops the gradients of the parameters of `optimizer`, or makes them zero where `none` is False."""
+        for flat, gradient in self._gradients.items():
+            if optimizer_flats[flat][0] is not optimizer:
+                continue
+            present = [index for index, state in enumerate(gradient.states) if state is not GradientState.NONE]
+            for index in present:
+                self.detach_views(flat, index)
+            gradient.forget()
+            if not none and present:
+                gradient.settled.result()
+                for index in present:
+                    flat.slices[index].of(gradient.accumulated()).zero_()
+                    gradient.summed[index] = True
+                    gradient.states[index] = GradientState.PRESENT
+                    self.changed(flat, index)
+                gradient.summing = True
+
+    def detach_views(self, flat: Flat, index: int) -> None:
+        """Gives the tensors that other code has of a gradient their own values: the gradient is about to be another."""
+        source = self._sources.pop((flat, index), None)
+        if source is not None and source.own is None:
+            with contextlib.suppress(RuntimeError):  # gone already: an operator on them says so
+                source.own = source.read()
+
+    def _settle(self, flat: Flat) -> None:
+        """Returns when all that has landed of `flat` is in its total."""
+        gradient = self._gradients[flat]
+        if any(gradient.landed):
+            self._submit_sum(flat)
+        gradient.settled.result()
