@@ -556,12 +556,12 @@ class _Taken:
         self._settings = settings
         self.record: Record | None = None
 
-    def __call__(self, directory: PrivateDirectory) -> Kept | None:
+    def __call__(self, directories: Sequence[PrivateDirectory]) -> Kept | None:
         if self._start_over:
-            if has_record(directory):
+            if any(has_record(directory) for directory in directories):
                 log.warning("starting from the given checkpoint, and not from where a run was killed")
             return None
-        self.record = read_record(directory, self._layouts, self._settings)
+        self.record = read_record(directories, self._layouts, self._settings)
         return None if self.record is None else self.record.kept
 
 

@@ -53,17 +53,20 @@ class Record:
         return f"remove {self.file.removesuffix(f'/{_FILE}')} and what it holds, to begin anew"
 
 
-def read_record(directory: PrivateDirectory, layouts: Sequence[Layout], settings: Settings) -> Record | None:
+def read_record(
+    directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: Settings
+) -> Record | None:
     """Returns the last record of a run that was killed; None if there is none.
 
     Args:
-        directory: the kept directory, locked.
+        directories: the kept directories of all paths, locked; a record is in the first.
         layouts: of this run's flats.
         settings: of this run. A record of flats that are the same is returned whatever its settings are.
 
     Raises:
-        StorageError: it is of other flats, or can't be read; nothing is removed.
+        StorageError: it is of other flats, or of other paths, or can't be read; nothing is removed.
     """
+    directory, *others = directories
     file = directory.path / _FILE
     give_up = f"remove {file.parent} and what it holds, to begin anew"
     try:
@@ -79,6 +82,13 @@ def read_record(directory: PrivateDirectory, layouts: Sequence[Layout], settings
             str(file),
         )
     except FileNotFoundError:
+        for other in others:
+            if has_record(other):
+                raise StorageError(
+                    f"{other.path} has the record of a run that was killed, whose first `path` was "
+                    f"{other.path.parent}. Give the paths in its order, or remove {other.path} and what it holds, to "
+                    "begin anew."
+                ) from None
         return None
     except OSError as error:
         raise from_os_error(error, "read the journal of `recover=True`", file) from error

@@ -96,7 +96,7 @@ class BlobStore:
         rank: rank of this process in its run.
         keep: the scratch files are those that the next run takes over if this one is killed; one store at a time has
             those of a path.
-        kept: with `keep`, called with the scratch directory on the first path once it is locked: returns what a run
+        kept: with `keep`, called with the scratch directory on each path once all are locked: returns what a run
             that was killed has in the files, which is taken over, or None: they begin anew.
 
     Attributes:
@@ -124,7 +124,7 @@ class BlobStore:
         threads: int = 4,
         rank: int = 0,
         keep: bool = False,
-        kept: Callable[[PrivateDirectory], Kept | None] | None = None,
+        kept: Callable[[Sequence[PrivateDirectory]], Kept | None] | None = None,
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError("paths must be a sequence of at least one directory")
@@ -160,7 +160,7 @@ class BlobStore:
             for path in paths:
                 directories.append(ScratchDirectory(path, rank, keep=keep))
             if keep and kept is not None:
-                taken = kept(directories[0].files)
+                taken = kept([directory.files for directory in directories])
             anew = taken is None
             self._run = secrets.token_hex(8) if taken is None else taken.run
             self._checksums = Checksums({} if taken is None else taken.hashes) if checksum else None

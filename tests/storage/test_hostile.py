@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -169,8 +169,8 @@ def test_a_file_that_another_user_may_have_put_into_a_kept_directory_is_refused(
     make(path / name, victim)
     before, fds = snapshot(tmp_path), open_fds()
 
-    def read(directory: PrivateDirectory) -> object:
-        directory.read_file("journal")
+    def read(directories: Sequence[PrivateDirectory]) -> object:
+        directories[0].read_file("journal")
         return kept
 
     with pytest.raises(NotPrivateError, match=rf"{path}/{name} .*{message}"):
