@@ -640,7 +640,7 @@ def _user_sees_gradients(trainer: pl.Trainer) -> bool:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             return True
     return any(
-        _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(type(callback), hook, None))
+        _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(callback, hook, None))
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         for hook in hooks
     )
@@ -651,4 +651,5 @@ def _is_ours(function: object) -> bool:
 
 
 def _overridden(hook: str, what: object, base: type) -> bool:
-    return getattr(type(what), hook, None) is not getattr(base, hook)  # a mock's class has none
+    # An instance may have hooks of its own, as a LambdaCallback has. The class of a mock has none.
+    return hook in vars(what) or getattr(type(what), hook, None) is not getattr(base, hook)

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from tests.compatibility.case import WRITES, Case
+from tests.compatibility.case import Case
 
 VOCABULARY, LENGTH, ROWS = 64, 12, 2
 
@@ -510,10 +510,7 @@ MODULES = [
     module("nn.MultiheadAttention with bias_kv", lambda: Attention(add_bias_kv=True, add_zero_attn=True), sequences),
     module("nn.Embedding", lambda: nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, padding_idx=0), mlp()), numbers),
     module(
-        "nn.Embedding(max_norm=1)",
-        lambda: nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0), mlp()),
-        numbers,
-        states=WRITES,
+        "nn.Embedding(max_norm=1)", lambda: nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0), mlp()), numbers
     ),
     module("nn.EmbeddingBag", lambda: nn.Sequential(nn.EmbeddingBag(VOCABULARY, WIDTH), mlp()), numbers),
     module("Convolutions, BatchNorm, GroupNorm, Dropout2d", convolutions, pictures),

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from tests.compatibility.case import EQUAL, GRADIENTS, READS, WRITES, Case, Expectation, Fit, NotYet, fit, indices
+from tests.compatibility.case import EQUAL, Case, Expectation, Fit, NotYet, fit, indices
 from tests.compatibility.families import WIDTH, Trained, mlp, rows
 
 
@@ -379,6 +379,10 @@ def read_gradients() -> Any:
     return pl.callbacks.LambdaCallback(on_before_optimizer_step=look)
 
 
+def pruning(**how: Any) -> pl.Callback:
+    return pl.callbacks.ModelPruning("l1_unstructured", amount=0.25, **how)
+
+
 class SavedInRoot(pl.callbacks.ModelCheckpoint):
     """Saves to `saved` in the Trainer's `default_root_dir`."""
 
@@ -405,7 +409,7 @@ def case(
 
 LRS = torch.optim.lr_scheduler
 CALLBACKS = pl.callbacks
-COPIES = NotYet("the module can't be copied or pickled")
+ALIASED = NotYet("a tensor that is assigned to `.data` is copied, and shares no memory with the weight afterwards")
 THAWING = NotYet("parameters that thaw are refused when they have a gradient")
 
 CASES = [
@@ -465,17 +469,23 @@ CASES = [
     ),
     case(
         "ModelPruning",
-        callbacks=lambda: [CALLBACKS.ModelPruning("l1_unstructured", amount=0.25)],
+        callbacks=lambda: [pruning(use_lottery_ticket_hypothesis=False)],
         limit_train_batches=1,
         max_epochs=3,
-        states=WRITES,
     ),
     case(
-        "Timer, LearningRateMonitor off, ModelSummary",
+        "ModelPruning with lottery tickets",
+        callbacks=lambda: [pruning()],
+        limit_train_batches=1,
+        max_epochs=3,
+        states=ALIASED,
+    ),
+    case(
+        "Timer, ModelSummary",
         enable_model_summary=True,
         callbacks=lambda: [CALLBACKS.Timer(), CALLBACKS.ModelSummary(2)],
     ),
-    case("A LambdaCallback that reads `.grad`", callbacks=lambda: [read_gradients()], states=GRADIENTS),
+    case("A LambdaCallback that reads `.grad`", callbacks=lambda: [read_gradients()]),
     case(
         "StepLR", lambda: Scheduled(lambda optimizer: {"scheduler": LRS.StepLR(optimizer, 1, 0.5), "interval": "step"})
     ),
@@ -494,26 +504,26 @@ CASES = [
     ),
     case("Manual optimization", Manual),
     case("Manual optimization with accumulation", ManualAccumulation),
-    case("Manual optimization, `nn.utils.clip_grad_norm_`", ClippedByTorch, states=GRADIENTS),
+    case("Manual optimization, `nn.utils.clip_grad_norm_`", ClippedByTorch),
     case("Manual optimization, `self.clip_gradients`", ClippedByLightning),
     case("GAN: two optimizers by hand", Adversaries, quick=True),
     case("Truncated backpropagation through time", Truncated),
-    case("SAM", Sharpness, states=GRADIENTS),
-    case("WGAN: `clamp_` of weights after a step", Clamped, states=WRITES),
-    case("Target network, `lerp_`", Teacher, states=READS),
-    case("Target network, `mul_().add_()`", TeacherByProducts, states=READS),
-    case("Target network, `.data =`", TeacherByData, states=WRITES),
-    case("Target network, `copy_`", TeacherByCopy, states=READS),
-    case("`nn.init` and `.data` in `on_fit_start`", InitializedLate, states=WRITES),
-    case("`reset_parameters` amid training", ResetAmid, states=WRITES),
-    case("Weights read after steps", Reads, states=READS),
+    case("SAM", Sharpness),
+    case("WGAN: `clamp_` of weights after a step", Clamped),
+    case("Target network, `lerp_`", Teacher),
+    case("Target network, `mul_().add_()`", TeacherByProducts),
+    case("Target network, `.data =`", TeacherByData),
+    case("Target network, `copy_`", TeacherByCopy),
+    case("`nn.init` and `.data` in `on_fit_start`", InitializedLate),
+    case("`reset_parameters` amid training", ResetAmid),
+    case("Weights read after steps", Reads),
     case("`state_dict` and `load_state_dict` amid training", StateDicts),
-    case("`copy.deepcopy` and `torch.save` of a module amid training", Copies, states=COPIES),
+    case("`copy.deepcopy` and `torch.save` of a module amid training", Copies),
     case("`on_before_optimizer_step` that changes gradients", Looks),
     case("`on_after_backward` that reads gradients", LooksAfterBackward),
     case("`configure_gradient_clipping`, `nn.utils.clip_grad_norm_`", ClipsItself),
-    case("`backward` that changes gradients", Backward, states=GRADIENTS),
-    case("`optimizer_step` that runs the closure, clips and steps", OwnStep, states=GRADIENTS),
+    case("`backward` that changes gradients", Backward),
+    case("`optimizer_step` that runs the closure, clips and steps", OwnStep),
     case("`training_step` that returns None", Skipping),
     case("Frozen parameters", Frozen),
     case("`configure_model`", Configured),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.compatibility.case import EQUAL, READS, Case, Expectation, Refused, Within
+from tests.compatibility.case import EQUAL, Case, Expectation, Refused, Within
 from tests.compatibility.families import WIDTH, Trained, convolutions, mlp, pictures, rows
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -289,12 +289,12 @@ CASES = [
     case("Views: `expand`, `tensor_split`, transposes", views),
     case("`unsafe_chunk`, changed in place", unsafe_views),
     case("Nested `saved_tensors_hooks`", nested_hooks),
-    case("`save_on_cpu`", saved_on_cpu, states=READS),
+    case("`save_on_cpu`", saved_on_cpu),
     case("`scaled_dot_product_attention` with dropout", attention),
     case("Gather, scatter, index_select, cumsum", indexing),
     case("`torch.linalg`, `torch.fft`", linear_algebra),
     case("Sparse products", sparse_product),
-    case("Weights read by `_foreach` operators in the loss", foreach, states=READS),
+    case("Weights read by `_foreach` operators in the loss", foreach),
     case("Weights used outside of their module's forward", used_outside),
     case("`eval()` and `train()` in one training step", eval_and_train),
     case("Complex parameters", make=Complex),
