@@ -179,6 +179,9 @@ class _Counts:
         self._before: dict[str, float] = {}
         self._of: weakref.ref[object] | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"_of": None}  # a weak reference, which can't be pickled
+
     def add(self, of: object, counts: Mapping[str, float]) -> dict[str, float]:
         """Takes the counts of the present one, and returns the totals."""
         if self._of is None or self._of() is not of:

@@ -48,6 +48,9 @@ class PrefetchScheduler(pl.Callback):
         self._cache: weakref.ref[TensorCache] | None = None
         self._begin()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_cache": None}  # of a training, which a pickled Trainer does not go on with
+
     def hold(self, window_bytes: int | None) -> None:
         """Has the window be `window_bytes` for the rest of the training, unless the user fixed it; None: adapts it."""
         self._held = window_bytes

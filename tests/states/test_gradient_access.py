@@ -1,0 +1,257 @@
+"""Gradients of offloaded parameters in the hands of user code, against plain Lightning, bit for bit."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.states.test_access import Toy, _same, assert_same, compare, fit
+
+ADAMW = {"optimizer": torch.optim.AdamW, "lr": 0.01}
+
+
+class ClippedByHand(Toy):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.01)))
+
+
+class ClippedInConfigure(Toy):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, 0.01, "norm")
+        self.seen.append([float(parameter.grad.norm()) for parameter in self.blocks.parameters()])
+
+
+class OwnBackward(Toy):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        self.seen.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.01)))
+        for parameter in self.blocks[1].parameters():
+            parameter.grad.add_(0.1)
+
+
+class OwnStep(Toy):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        self.seen.append(float(nn.utils.clip_grad_value_(self.parameters(), 0.01) or 0))
+        optimizer.step()
+
+
+class Sharpness(Toy):
+    """SAM: weights are moved along the gradient, and the gradient there is the step's."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        parameters = list(self.blocks.parameters())
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch[0]))
+        with torch.no_grad():
+            norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+            moves = [parameter.grad * (0.05 / norm) for parameter in parameters]
+            torch._foreach_add_(parameters, moves)
+        optimizer.zero_grad()
+        loss = self.loss(batch[0])
+        self.manual_backward(loss)
+        with torch.no_grad():
+            torch._foreach_sub_(parameters, moves)
+        optimizer.step()
+        self.seen += [loss.item(), float(norm)]
+
+
+class Surgery(Toy):
+    """Gradients of two losses are kept, projected and assigned; one parameter has none."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        parameters = list(self.blocks.parameters())
+        kept = []
+        for part in batch[0].split(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(part))
+            kept.append([parameter.grad for parameter in parameters])
+        self.seen.append([[float(gradient.sum()) for gradient in gradients] for gradients in kept])
+        for parameter, one, other in zip(parameters, *kept, strict=True):
+            parameter.grad = one - (one * other).sum() / other.square().sum() * other
+        parameters[3].grad = None
+        assert parameters[3].grad is None and parameters[2].grad is parameters[2].grad
+        optimizer.step()
+
+
+class Accumulating(Toy):
+    """Reads between micro-batches; gradients are made finite, and set by `.grad.data`."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.blocks.parameters():
+            assert parameter.grad is not None
+            self.seen.append(parameter.grad.abs().sum().item())
+        self.blocks[0].up.weight.grad.data[0] = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append([float(parameter.grad.norm()) for parameter in self.blocks.parameters()])
+
+
+class Hooked(Toy):
+    """Hooks on parameters and modules, registered before and during training."""
+
+    def on_fit_start(self) -> None:
+        self.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5 + self.blocks[1].up.weight.detach())
+        self.blocks[1].up.weight.register_post_accumulate_grad_hook(self.look)
+
+    def on_train_start(self) -> None:
+        self.blocks[0].down.weight.register_post_accumulate_grad_hook(self.look)
+
+    def look(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.seen.append(parameter.grad.norm().item())
+        parameter.grad.mul_(0.5)
+
+
+class Zeroed(Toy):
+    """Gradients become zero instead of None, so that a parameter that is not used is stepped with zeros."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) if len(self.seen) % 2 else super().forward(x)
+
+
+KINDS = [ClippedByHand, ClippedInConfigure, OwnBackward, OwnStep, Sharpness, Surgery, Accumulating, Hooked, Zeroed]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("states", "settings"),
+    [("host", ADAMW), pytest.param("ssd", {}, marks=pytest.mark.thorough)],
+    ids=["host-AdamW", "ssd-SGD"],
+)
+def test_gradients(tmp_path: Path, kind: type[Toy], states: str, settings: Any) -> None:
+    arguments = {"accumulate_grad_batches": 2} if kind is Accumulating else {}
+    compare(tmp_path, lambda: kind(**settings), states, **arguments)
+
+
+def test_a_gradient_that_a_step_has_used_is_an_error(tmp_path: Path) -> None:
+    def act(module: Any) -> None:
+        gradient = module.blocks[0].up.weight.grad
+        assert gradient is not None and gradient.shape == (8, 8)
+        with pytest.raises(RuntimeError, match=r"gradient of blocks.0.up.weight was used.*on_before_optimizer_step"):
+            gradient.norm()
+
+    fit(tmp_path, Toy("on_train_batch_end", act), "host")
+
+
+def test_gradients_that_nothing_drops_are_an_error(tmp_path: Path) -> None:
+    class Kept(Toy):
+        def optimizer_zero_grad(self, *_: Any) -> None:
+            return
+
+    with pytest.raises(RuntimeError, match=r"is added to the one that the last step has used.*zero_grad"):
+        fit(tmp_path, Kept(), "host")
+
+
+# ---- precisions ----
+
+
+class Penalized(Toy):
+    """A penalty on weights of matrix products, which autocast computes in fp32, and reads of them."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        weights = [block.up.weight for block in self.blocks]
+        penalty = sum(weight.float().pow(2).sum() for weight in weights) + self.blocks[0].down.weight.norm()
+        return super().training_step(batch, batch_idx) + 0.01 * penalty
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.blocks[0].up.weight.dtype == torch.float32
+        with torch.no_grad():
+            self.blocks[1].up.weight.clamp_(-0.3, 0.3)
+            self.seen += [weight.norm().item() for weight in self.parameters()]
+            self.seen.append(self.blocks[0].up.weight.data[1].tolist())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_weights_of_products_are_whole_in_mixed_precision(tmp_path: Path, states: str, precision: Any) -> None:
+    compare(tmp_path, lambda: Penalized(**ADAMW), states, precision=precision)
+
+
+# ---- state dicts, copies, files ----
+
+
+class Loading(Toy):
+    """Values are loaded and read within a training step, and right after the optimizer's."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        state = {name: value.clone() for name, value in self.state_dict().items()}
+        self.seen.append(state)
+        if batch_idx == 1:
+            self.load_state_dict({name: value * 0.5 for name, value in state.items()})
+            self.blocks[0].load_state_dict(self.blocks[1].state_dict())
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        self.seen.append({name: value.clone() for name, value in self.state_dict().items()})
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_state_dicts_within_a_step(tmp_path: Path, states: str) -> None:
+    compare(tmp_path, lambda: Loading(**ADAMW), states)
+
+
+class Keeper(pl.Callback):
+    """Keeps copies of the module and of itself."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+        self.module: Any = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.module = None
+        self.copies.append(copy.deepcopy(pl_module))
+        self.module = pl_module
+        other = copy.deepcopy(self)
+        assert all(
+            _same(a, b)
+            for a, b in zip(other.module.state_dict().values(), pl_module.state_dict().values(), strict=False)
+        )
+        other.module = pl_module.blocks
+        pickle.loads(pickle.dumps(other.module))
+
+
+def test_copies_of_a_module_and_of_callbacks_train_on_their_own(tmp_path: Path) -> None:
+    seen = []
+    for states in ("ssd", None):
+        keeper = Keeper()
+        module = fit(tmp_path, Toy(), states, callbacks=[keeper])
+        continued = [fit(tmp_path, copied, None).state_dict() for copied in keeper.copies]
+        seen.append([module.state_dict(), *continued])
+        pickle.loads(pickle.dumps(module))
+    assert all(_same(dict(ours), dict(plain)) for ours, plain in zip(*seen, strict=True))
+
+
+def test_a_trainer_is_pickled_after_fit(tmp_path: Path) -> None:
+    module = fit(tmp_path, Toy(), "ssd")
+    trainer = pickle.loads(pickle.dumps(module.trainer))
+    assert trainer.global_step == module.trainer.global_step
+
+
+def test_a_write_with_recover_is_refused(tmp_path: Path) -> None:
+    def act(module: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"blocks.*recover=False"), torch.no_grad():
+            module.blocks[0].up.weight.mul_(2)
+
+    expected = fit(tmp_path, Toy("on_train_batch_end", lambda _: None, **ADAMW), None)
+    strategy = {"recover": True}
+    assert_same(fit(tmp_path, Toy("on_train_batch_end", act, **ADAMW), "ssd", strategy=strategy), expected)
