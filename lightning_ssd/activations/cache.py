@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,7 @@ from lightning_ssd.activations.record import (
 )
 from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
 from lightning_ssd.activations.weights import SavedWeight, is_weight, offloaded_weights
+from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
 from lightning_ssd.planning import LATE, Choice
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import IOStats
@@ -220,12 +222,20 @@ class TensorCache:
     # Autograd calls both hooks wherever user code runs, also between the frames of a function that Dynamo compiles or
     # has skipped. Dynamo must not compile them: they are no part of the user's program.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def pack(self, tensor: Tensor) -> "Kept | SavedView":
+    def pack(self, tensor: Tensor) -> "Kept | SavedView | SavedWrapper[Any]":
         """Takes a saved tensor over, and returns what autograd keeps in its place."""
         if self.forward_mode is None:
+            if type(tensor) not in _PLAIN and is_wrapper(tensor):
+                return self._pack_wrapper(tensor)
             return self._pack(tensor)
         with torch._C._DisableTorchDispatch():  # what is done in here is no part of the forward
             return self._pack(tensor)
+
+    def _pack_wrapper(self, tensor: Tensor) -> "Kept | SavedWrapper[Any]":
+        # Forward modes know plain tensors only. Backward wants what it saves at once.
+        if in_backward() or is_weight(tensor, tensor.untyped_storage()):
+            return _keep(tensor)
+        return SavedWrapper(tensor, self.pack)
 
     def _pack(self, tensor: Tensor) -> "Kept | SavedView":
         if tensor.layout is not torch.strided:
@@ -242,7 +252,7 @@ class TensorCache:
             return _keep(tensor)
         if (
             tensor.device != self.device
-            or type(tensor) not in (Tensor, nn.Parameter)
+            or type(tensor) not in _PLAIN
             # More, or less, than bytes, shape and strides.
             or tensor.is_conj()
             or tensor.is_neg()
@@ -441,8 +451,10 @@ class TensorCache:
     # ---- backward ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def unpack(self, saved: "Kept | SavedView") -> Tensor:
+    def unpack(self, saved: "Kept | SavedView | SavedWrapper[Any]") -> Tensor:
         """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
+        if isinstance(saved, SavedWrapper):
+            return saved.rebuild(self.unpack)
         if self.observer is None:
             return self._unpack(saved)
         with torch._C._DisableTorchDispatch():  # what is done in here is no part of the backward
@@ -552,6 +564,9 @@ class _Leaving:
 
 
 _OUT, _IN = 0, 1
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that are bytes, shape and strides."""
 
 _STAYS = "_lightning_ssd_stays"
 """Of a storage: the last micro-batch that keeps it, whatever becomes of others."""

@@ -5,7 +5,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd.activations import BudgetError, OffloadConfig, TensorCache, make_tensor_cache, mark_weights
@@ -663,21 +662,6 @@ def test_marked_weights_never_leave(tmp_path: Path) -> None:
         mark_weights(module)
         assert_same_gradients(cache, lambda x: (module(x) @ module.table.t()).sum(), randn(2, 64))
         assert cache.stats().saved == 0
-
-
-def test_subclasses_are_left_alone(cache: TensorCache) -> None:
-    """A tensor subclass may be more than its bytes: this one is two tensors, and both have their gradient."""
-    cache.begin_micro_batch()
-    grads = []
-    for hooks in (nullcontext, cache.hooks):
-        x = TwoTensor(randn(8, 8), randn(8, 8, seed=1)).requires_grad_()
-        with hooks():
-            loss = (x.sin() * x.exp()).sum()
-        loss.backward()
-        assert isinstance(x.grad, TwoTensor)
-        grads.append(x.grad)
-    assert cache.stats().saved == 0
-    assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
 
 
 @pytest.mark.parametrize(("offload", "stored"), [("none", 0), (0.0, 0), (0.5, 2), ("8KiB", 2), ("8191B", 1), (1.0, 4)])

@@ -1,0 +1,63 @@
+"""Saved tensors that are subclasses wrapping other tensors (`DTensor`, for one): the wrapped tensors are offloaded.
+
+PyTorch's protocol for such classes, `__tensor_flatten__` and `__tensor_unflatten__`, says that the wrapped tensors and
+a context describe the whole of one: `torch.compile` saves them for backward in the same way.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_ssd.activations.record import check_version
+
+_LEFT_ALONE: tuple[type, ...] = (AsyncCollectiveTensor, NestedTensor)
+"""An asynchronous result is being written to; a jagged tensor's sizes are tied to its very offsets tensor."""
+
+Packed = TypeVar("Packed")
+
+
+class SavedWrapper(Generic[Packed]):
+    """A tensor subclass that was saved: what its wrapped tensors were packed into, and how it is built again.
+
+    The wrapped tensors' own version counters do not count changes of the wrapper. Its probe does: a wrapper that shares
+    the saved one's counter, around empty tensors.
+
+    Args:
+        tensor: the subclass, one that `is_wrapper` accepts.
+        pack: takes a wrapped tensor over.
+    """
+
+    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Packed]) -> None:
+        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        wrapped = {name: getattr(tensor, name) for name in names}
+        self._packed = {name: pack(value) for name, value in wrapped.items() if isinstance(value, Tensor)}
+        self._others = {name: value for name, value in wrapped.items() if name not in self._packed}
+        self._type = type(tensor)
+        self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self._version = tensor._version
+        self._probe = tensor.detach()
+        for name in self._packed:
+            setattr(self._probe, name, torch.empty(0, dtype=wrapped[name].dtype, device=wrapped[name].device))
+
+    def rebuild(self, unpack: Callable[[Packed], Tensor]) -> Tensor:
+        """Returns the saved tensor; `unpack` returns what `pack` took over.
+
+        Raises:
+            RuntimeError: the tensor was changed after it was saved.
+        """
+        check_version(self._probe, self._version, self._dtype, self._size)
+        wrapped: dict[str, Any] = {name: unpack(packed) for name, packed in self._packed.items()}
+        tensor: Tensor = self._type.__tensor_unflatten__(  # type: ignore[attr-defined]
+            wrapped | self._others, self._context, self._size, self._stride
+        )
+        return tensor.detach()
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether the tensors that `tensor` wraps, and a context, are the whole of it."""
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, _LEFT_ALONE)

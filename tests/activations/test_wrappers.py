@@ -1,0 +1,186 @@
+"""Saved tensors that wrap others: tensor parallelism, and other subclasses."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+
+from lightning_ssd.activations import TensorCache
+from tests.activations.support import Hooks, open_cache
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[TensorCache]:
+    with open_cache(tmp_path, checksum=True) as cache:
+        yield cache
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+class MLP(nn.Module):
+    """Megatron's: the first layer's weight is split by columns, the second's by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return out
+
+
+def parallel(mesh: DeviceMesh) -> nn.Module:
+    """Two blocks, whose activations between the layers are DTensors, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MLP(), MLP())
+    for block in model:
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def train(model: nn.Module, hooks: Hooks) -> list[Tensor]:
+    """Returns the loss and the gradients of a forward and backward."""
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    with hooks():
+        loss = model(x).square().sum()
+    loss.backward()
+    found = [loss.detach()]
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        found.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
+        parameter.grad = None
+    return found
+
+
+def check_tensor_parallelism(cache: TensorCache, mesh: DeviceMesh) -> None:
+    model = parallel(mesh)
+    expected = train(model, nullcontext)
+    for _ in range(3):
+        cache.begin_micro_batch()
+        before = cache.stats()
+        assert all(map(torch.equal, train(model, cache.hooks), expected))
+        cache.end_backward()
+        after = cache.stats()
+        saved, stored = after.saved - before.saved, after.stored - before.stored
+        assert saved >= 8 * (16 + 2 * 2 * 64 // mesh.size()) * 4  # of both blocks, the activations of both layers
+        assert saved - stored <= 8 * (16 + 64 // mesh.size()) * 4  # the batch, and what backward wants first
+
+
+def test_tensor_parallelism(cache: TensorCache, mesh: DeviceMesh) -> None:
+    """The local tensors of DTensors are offloaded, and gradients are plain PyTorch's, bit for bit."""
+    check_tensor_parallelism(cache, mesh)
+
+
+def _rank(rank: int, path: str) -> None:
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{path}/store", 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    scratch = Path(path) / str(rank)
+    scratch.mkdir()
+    with open_cache(scratch) as cache:
+        check_tensor_parallelism(cache, init_device_mesh("cpu", (2,)))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.thorough
+def test_tensor_parallelism_of_two_ranks(tmp_path: Path) -> None:
+    multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
+
+
+def test_every_kind_of_dtensor_is_rebuilt(cache: TensorCache, mesh: DeviceMesh) -> None:
+    """Placement, shape, strides and dtype are those of the saved tensor."""
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = distribute_tensor(torch.randn(6, 8), mesh, [placement]).requires_grad_()
+
+        def forward(x: DTensor) -> Tensor:
+            hidden = (x * 2).t().sin().bfloat16()
+            return (hidden * hidden).float().exp().full_tensor().sum()
+
+        (expected,) = torch.autograd.grad(forward(x), x)
+        cache.begin_micro_batch()
+        before = cache.stats().stored
+        with cache.hooks():
+            loss = forward(x)
+        assert cache.stats().stored > before
+        (actual,) = torch.autograd.grad(loss, x)
+        assert isinstance(actual, DTensor) and actual.placements == expected.placements
+        assert torch.equal(actual.to_local(), expected.to_local())
+        cache.end_backward()
+
+
+@pytest.mark.parametrize("through", ["itself", "view", "detach"])
+def test_a_changed_wrapper_fails_where_pytorch_fails(cache: TensorCache, mesh: DeviceMesh, through: str) -> None:
+    """The counter of changes is the wrapper's: that of the wrapped tensor does not move."""
+    for hooks in (nullcontext, cache.hooks):
+        x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
+        if hooks is not nullcontext:
+            cache.begin_micro_batch()
+        with hooks():
+            hidden = x * 1
+            loss = hidden.sin().sum()
+            alias = {"itself": hidden, "view": hidden.view(2, 8), "detach": hidden.detach()}[through]
+            del hidden
+            with torch.no_grad():
+                alias.add_(1)
+            del alias
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_sharded_weights_stay(cache: TensorCache, mesh: DeviceMesh) -> None:
+    weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]))
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = (weight.t() @ weight).full_tensor().sum()
+    assert cache.stats().stored == 0
+    loss.backward()
+    assert weight.grad is not None
+
+
+def test_a_subclass_of_two_tensors(cache: TensorCache) -> None:
+    """Both are offloaded, and both have their gradient."""
+    grads = []
+    for hooks in (nullcontext, cache.hooks):
+        torch.manual_seed(0)
+        x = TwoTensor(torch.randn(8, 8), torch.randn(8, 8)).requires_grad_()
+        cache.begin_micro_batch()
+        with hooks():
+            loss = (x * 2).sin().exp().sum()
+        loss.backward()
+        assert isinstance(x.grad, TwoTensor)
+        grads.append(x.grad)
+    assert cache.stats().stored == 2 * 2 * 8 * 8 * 4
+    assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
+
+
+def test_jagged_tensors_stay(cache: TensorCache) -> None:
+    """Their sizes are tied to their offsets, which must be the same object in backward."""
+    grads = []
+    for hooks in (nullcontext, cache.hooks):
+        torch.manual_seed(0)
+        values = torch.randn(10, 4, requires_grad=True)
+        cache.begin_micro_batch()
+        with hooks():
+            jagged = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 10]))
+            loss = (jagged.sin() * jagged).values().sum()
+        loss.backward()
+        assert values.grad is not None
+        grads.append(values.grad)
+    assert torch.equal(*grads)
