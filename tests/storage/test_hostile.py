@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from lightning_ssd.storage import BlobStore, NotPrivateError, PrivateDirectory, ScratchDirectory, StorageError
+from lightning_ssd.storage import (
+    BackendFile,
+    BlobStore,
+    NotPrivateError,
+    PosixBackend,
+    PrivateDirectory,
+    ScratchDirectory,
+    StorageError,
+)
 from lightning_ssd.storage.scratch import kept_directory
 from tests.storage.support import CPU, KIB, noise, open_store, write
 
@@ -191,6 +199,25 @@ def test_what_is_in_a_scratch_directory_is_removed_and_not_followed(
     after = snapshot(victim)
     assert {name: row[3] for name, row in after.items()} == {name: row[3] for name, row in before.items()}
     assert bool(list(shared.iterdir())) == stat.S_ISDIR(entry.st_mode)  # nobody makes directories there: they stay
+
+
+def test_a_scratch_file_is_opened_by_descriptor_by_backends_too(shared: Path, victim: Path) -> None:
+    """The directory is exchanged before the backend opens the file: bytes go to the file that was checked."""
+
+    class Exchanging(PosixBackend):
+        def open(self, path: Path) -> BackendFile:
+            (directory,) = shared.iterdir()
+            directory.rename(shared / "stolen")
+            directory.symlink_to(victim)
+            return super().open(path)
+
+    before = snapshot(victim)
+    with open_store(shared, backend=Exchanging(), capacity=2**20) as store:
+        (piece,) = store.allocate(KIB).pieces
+        store.write(piece, noise(KIB)).result()
+        content = (shared / "stolen" / "scratch.bin").read_bytes()
+        assert content[piece.offset :][:KIB] == noise(KIB).numpy().tobytes()
+    assert snapshot(victim) == before
 
 
 # ---- entries that are exchanged between two system calls ----
