@@ -40,6 +40,7 @@ from lightning_ssd.states import (
     materialize_on,
     move_model_states,
     recording_loads,
+    regroup_model_states,
     save,
     save_sharded,
     steps_whole,
@@ -181,6 +182,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """The Trainer's own plugin, while another is in its place."""
         self._leaving: set[torch.nn.Parameter] = set()
         self._unborn = Unborn(set(), set())
+        self._grouping: list[list[list[int]]] = []
+        """The optimizers' parameter groups that `model_states` were made for."""
         self._setup: Setup | None = None
         """What `model_states` were made with."""
         self.num_nodes = 1  # the Trainer sets it
@@ -350,6 +353,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _follow_states(self) -> None:
         """Has gradients clipped, scaled and dropped where `model_states` keeps them."""
         assert self.model_states is not None and self._precision is not None and self._setup is not None
+        self._grouping = _grouping(self.optimizers)
         self._update_wrappers()
         self.precision_plugin = streaming_precision(self._precision, self.model_states)
 
@@ -472,6 +476,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._regroup_states()
         with self._lazily():
             return super().optimizer_state(optimizer)
 
@@ -517,6 +522,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             super().load_model_state_dict(checkpoint, strict=strict and not self._taking_up)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._regroup_states()
         with self._but_what_has_left():
             super().load_optimizer_state_dict(checkpoint)
 
@@ -581,9 +587,40 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         with self.tensor_cache.hooks():
             return super().training_step(*args, **kwargs)
 
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._regroup_states()  # before the step begins, in which Lightning runs `training_step`
+        return super().optimizer_step(optimizer, *args, **kwargs)
+
     def _begin(self, kind: Literal["train", "evaluate"]) -> None:
+        if kind == "train":
+            self._regroup_states()
         if self.model_states is not None:
             self.model_states.begin(kind)
+
+    def _regroup_states(self) -> None:
+        """Has offloaded parameters stepped as the optimizers' parameter groups say, which user code may have changed.
+
+        Raises:
+            RuntimeError: they were changed, and steps are recorded.
+            ValueError: two optimizers step the same parameter.
+        """
+        if self.model_states is None or self._setup is None or self._grouping == _grouping(self.optimizers):
+            return
+        if self.model_states.recorded:
+            raise RuntimeError(
+                "parameter groups of an optimizer were changed during training, which `recover=True` can't repeat "
+                "after a kill. Set `recover=False`."
+            )
+        if self.model_states.stepping:
+            raise RuntimeError(
+                "parameter groups of an optimizer were changed within its step. Change them before it, such as in "
+                "`on_train_batch_start`, or set `states='gpu'`."
+            )
+        assert self.model is not None
+        self.model_states = regroup_model_states(
+            self.model_states, self.model, self.optimizers, self.root_device, self._setup
+        )
+        self._follow_states()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin("evaluate")
@@ -620,6 +657,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         ending.raise_failure()
         if recovery is not None and ending.failure is None:
             recovery.end()
+
+
+def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int]]]:
+    """Returns the parameters of each optimizer's groups, by their identity."""
+    return [[[id(parameter) for parameter in group["params"]] for group in o.param_groups] for o in optimizers]
 
 
 def _placed_states(plan: Plan) -> dict[str, tuple[Tier, Tier]]:

@@ -7,7 +7,7 @@ from lightning_ssd.states.lazy import save, take_in
 from lightning_ssd.states.loaded import Loaded, recording_loads
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
-from lightning_ssd.states.move import move_model_states
+from lightning_ssd.states.move import move_model_states, regroup_model_states
 from lightning_ssd.states.optimizers import register_optimizer, steps_whole
 from lightning_ssd.states.replace import find_replaced
 from lightning_ssd.states.settings import Settings, describe, differences, model_settings
@@ -38,6 +38,7 @@ __all__ = [
     "move_model_states",
     "recording_loads",
     "register_optimizer",
+    "regroup_model_states",
     "save",
     "save_sharded",
     "steps_whole",

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, check_choice, check_flag
@@ -65,6 +66,7 @@ def bytes_on_device(module: nn.Module, *, fitting: bool) -> int:
     return sum(
         parameter.numel() * (parameter.element_size() * (4 if fitting and parameter.requires_grad else 1) + 2)
         for parameter in module.parameters()
+        if not isinstance(parameter, UninitializedParameter)
     )
 
 
@@ -476,7 +478,9 @@ def make_flats(
         for name, parameter in unit.parameters:
             if parameter in leaving:
                 optimizer, number = groups.get(parameter, (None, 0))
-                members.setdefault((dtypes[parameter], id(optimizer), number), []).append((name, parameter))
+                # Frozen ones apart: a step of the others may begin while backward still needs their weights.
+                kind = dtypes[parameter], id(optimizer), number, parameter.requires_grad
+                members.setdefault(kind, []).append((name, parameter))
         flats: list[Flat] = []
         for chosen in members.values():
             for part in _parts(chosen, most):

@@ -65,6 +65,7 @@ class Parts:
         units: as in `ModelStates`.
         homes: as in `ModelStates`; the parameters point to their flats.
         rules: as in `ModelStates`.
+        groups: as in `ModelStates`.
         copies: as in `ModelStates`.
         scratch: as in `ModelStates`.
         masters: of parameters that stay on the device in 16 bits, their master weights.
@@ -73,6 +74,7 @@ class Parts:
     units: Sequence[tuple[Sequence[nn.Module], Sequence[Flat]]]
     homes: Mapping[Flat, Home]
     rules: Mapping[Flat, Rule]
+    groups: Mapping[Flat, tuple[Optimizer, int]]
     copies: Copies
     scratch: Scratch | None
     masters: Mapping[nn.Parameter, Tensor]
@@ -219,15 +221,15 @@ class ModelStates:
                 self._hook_unit(index, modules)
         for flat in homes:
             for index, item in enumerate(flat.slices):
-                hook = partial(self._landed, flat, index) if flat in rules else partial(self._refuse, item.name)
+                hook = partial(self._landed, flat, index) if flat in rules else partial(self._not_stepped, item.name)
                 self._handles.append(hook_gradient(item.parameter, hook))
         optimizers = list({id(optimizer): optimizer for optimizer, _ in groups.values()}.values())
+        self._optimizers = optimizers
         of_flats = [optimizer for optimizer in optimizers if optimizer not in terms.whole]
         """Those whose flats are stepped one by one."""
         for optimizer in of_flats:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-            self._restore.append(guard_state(optimizer, self._where))
         for optimizer in optimizers:
             if optimizer in terms.whole:
                 self._restore.append(WholeStep(optimizer, self.lend_gradients).restore)
@@ -244,6 +246,8 @@ class ModelStates:
         )
         if recovered is None:
             self.state_dicts.adopt_states(of_flats)
+        stepped = {item.parameter for flat in rules for item in flat.slices}
+        self._restore += [guard_state(optimizer, stepped) for optimizer in of_flats]
         self._access.open()  # at the end: an error before leaves ordinary parameters behind
 
     # ---- a micro-batch ----
@@ -280,6 +284,21 @@ class ModelStates:
     def parameters(self) -> set[nn.Parameter]:
         """The parameters that have left the device."""
         return set(self._where)
+
+    @property
+    def groups(self) -> Mapping[Flat, tuple[Optimizer, int]]:
+        """Of each flat that is stepped, its optimizer and the index of its parameter group."""
+        return self._groups
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an optimizer's step has begun, and not ended."""
+        return self._stepping is not None
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are recorded, so that a killed run can go on."""
+        return self._journal is not None
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
@@ -493,7 +512,7 @@ class ModelStates:
         if ending.failure is not None:
             self._give_up(ending)
         ending.raise_failure()
-        return Parts(self.units, self.homes, self.rules, self._copies, self.scratch, masters)
+        return Parts(self.units, self.homes, self.rules, self._groups, self._copies, self.scratch, masters)
 
     def _end(self) -> None:
         """Ends threads and hooks, and gives back all memory but that of the homes.
@@ -655,11 +674,13 @@ class ModelStates:
         undo = partial(setattr, optimizer, "zero_grad", zero_grad) if own else partial(delattr, optimizer, "zero_grad")
         self._restore.append(undo)
 
-    def _refuse(self, name: str, parameter: nn.Parameter) -> None:
-        raise RuntimeError(
-            f"{name} has a gradient, and was frozen or in no optimizer when training began. Give it to the optimizer "
-            "from the start (`requires_grad` may change later), or set `states='gpu'`."
-        )
+    def _not_stepped(self, name: str, parameter: nn.Parameter) -> None:
+        """A gradient of a parameter that is in no optimizer stays on the device: only other code may use it."""
+        if any(member is parameter for optimizer in self._optimizers for member in parameters_of(optimizer)):
+            raise RuntimeError(
+                f"{name} was added to an optimizer after the forward had begun. Add it before, such as in "
+                "`on_train_batch_start`, or set `states='gpu'`."
+            )
 
     def _landed(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         """autograd has accumulated a gradient: it leaves."""
@@ -692,6 +713,7 @@ class ModelStates:
             and self._groups[flat][0] is self._stepping
             # Each once, and in the last backward, too: a gradient that comes in parts is complete at the end only.
             and gradient.landings == sum(wants)
+            and all(wants)  # backward may need the weights of a parameter that was frozen since, to its end
             and (self._expected[flat, wants] == sum(wants) if (flat, wants) in self._expected else self._foretold(flat))
         )
         if self._gate.scaled and not self.hold:

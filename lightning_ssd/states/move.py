@@ -1,8 +1,8 @@
-"""Model states go elsewhere amid a training: between the device, host memory and SSDs, one unit after the other."""
+"""Model states change amid a training, one unit after the other: their places, or which optimizer steps them."""
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Layout, Opened
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.model_states import ModelStates, Parts
-from lightning_ssd.states.optimizers import Rule, rule_for
+from lightning_ssd.states.optimizers import Rule, WholeRule, rule_for
 from lightning_ssd.states.place import Place, Scratch
 from lightning_ssd.states.units import find_units
 from lightning_ssd.storage import StorageFullError
@@ -93,6 +93,95 @@ def move_model_states(
             of_unit = make_flats(module, [unit], off, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
             parts_of_unit = [_lay_out(flat, groups, setup, states) for flat in of_unit]
         wanted.append([_Wanted(layout, rule, *off_device(given[unit.name])) for layout, rule in parts_of_unit])
+    return _remake(states, module, optimizers, groups, movable, wanted, device, setup)
+
+
+def regroup_model_states(
+    states: ModelStates,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+    setup: Setup,
+) -> ModelStates:
+    """Returns model states whose flats follow the optimizers' parameter groups as they are now, made of `states`.
+
+    Parameters that were frozen, or in no optimizer, and were added to a group get optimizer states, and those that were
+    taken from a group lose them. Flats stay in the tiers where they are; gradients that wait for their step are kept.
+
+    Args:
+        states: not recorded; closed afterwards, unless an error came before anything was changed.
+        module: as in `make_model_states`, as all that follows.
+        optimizers: the same.
+        device: the same.
+        setup: the same.
+
+    Raises:
+        ValueError: two optimizers step the same offloaded parameter, or host memory is too small.
+        StorageError: scratch space can't be had, or failed.
+    """
+    groups, twice = groups_of(optimizers)
+    groups |= {parameter: groups[master] for parameter, master in states.masters.items() if master in groups}
+    offloaded = {item.parameter: item.name for flat in states.homes for item in flat.slices}
+    if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
+        raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
+    wanted: list[list[_Wanted]] = []
+    for unit, (_, flats) in zip(find_units(module, setup.config.units), states.units, strict=True):
+        homes = [states.homes[flat] for flat in flats]
+        now = [_Wanted(home.layout, states.rules.get(home.flat), *_where(home)) for home in homes]
+        if all(_stepped_alike(states, flat, groups) for flat in flats):
+            wanted.append(now)
+        else:
+            own = {item.parameter for flat in flats for item in flat.slices}
+            with _as_built(flats):
+                made = make_flats(module, [unit], own, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
+            tier = now[0].weights
+            wanted.append([_Wanted(*_lay_out(flat, groups, setup, states), tier, tier) for flat in made])
+    gradients: dict[nn.Parameter, Tensor] = {}
+    unstepped = [item.parameter for flat in states.homes if flat not in states.rules for item in flat.slices]
+    if states.accumulating or any(parameter.grad is not None for parameter in unstepped):
+        with states.lend_gradients():
+            gradients = {p: p.grad.float().cpu() for p in offloaded if p.grad is not None and p in groups}
+            gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
+    resident = {parameter for parameter in module.parameters() if parameter in states.masters}
+    remade = _remake(states, module, optimizers, groups, resident | set(offloaded), wanted, device, setup)
+    if gradients:
+        with remade.lend_gradients():
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+    return remade
+
+
+@contextlib.contextmanager
+def _as_built(flats: Sequence[Flat]) -> Iterator[None]:
+    """While it lasts, the parameters of flats have the dtypes that the model was built with, and no values."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat in flats:
+                for item in flat.slices:
+                    item.parameter.data = torch.zeros((), dtype=item.dtype).expand(item.parameter.shape)
+        yield
+    finally:
+        for flat in flats:
+            flat.attach()
+
+
+def _stepped_alike(states: ModelStates, flat: Flat, groups: Groups) -> bool:
+    """Whether the optimizer and group of all parameters of a flat are still those that the flat was made for."""
+    return all(groups.get(item.parameter) == states.groups.get(flat) for item in flat.slices)
+
+
+def _remake(
+    states: ModelStates,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    groups: Groups,
+    movable: set[nn.Parameter],
+    wanted: "list[list[_Wanted]]",
+    device: torch.device,
+    setup: Setup,
+) -> ModelStates:
+    """Returns model states with the flats `wanted` of each unit, made of `states`, whose threads and hooks end."""
+    config, storage = setup.config, setup.storage
     budget = host_budget(config, storage)
     if budget is not None and storage.host_memory == "auto":
         budget += states.host_bytes  # which are there to be used
@@ -112,6 +201,7 @@ def move_model_states(
         move = _Move(parts, scratch, groups, device, undo)
         if scratch is not None and places.staging > scratch.staging.budget:
             move.take_memory(places.staging)
+        move.regroup(wanted)
         move.make(wanted)
         wanted = move.flats
         places = _places(wanted, None, shared=setup.shared)
@@ -194,6 +284,8 @@ class _Move:
     ) -> None:
         self.homes = dict(parts.homes)
         self.masters = dict(parts.masters)
+        self._owners = {flat: optimizer for flat, (optimizer, _) in parts.groups.items()}
+        """Of each flat that was stepped before, the optimizer that keeps its states on the device."""
         self.flats = [
             [_Wanted(self.homes[flat].layout, parts.rules.get(flat), *_where(self.homes[flat])) for flat in flats]
             for _, flats in parts.units
@@ -224,6 +316,16 @@ class _Move:
                     move(number, of_unit)
         except (torch.OutOfMemoryError, MemoryError, StorageFullError) as error:
             log.warning("not all model states could be moved, which changes no numbers: %s", error)
+
+    def regroup(self, wanted: Sequence[Sequence[_Wanted]]) -> None:
+        """Divides the parameters of units among other flats, through host memory."""
+        device, self._device = self._device, torch.device("cpu")
+        for number, of_unit in enumerate(wanted):
+            now = [item.layout.flat for item in self.flats[number]]
+            if now and of_unit and now != [item.layout.flat for item in of_unit]:
+                self._come_to_device(number, [])
+                self._leave_device(number, of_unit)
+        self._device = device
 
     def end(self, places: Places) -> Scratch | None:
         """Returns the scratch space of flats that are where they belong, if any is on SSDs."""
@@ -267,13 +369,14 @@ class _Move:
             for item in wanted:
                 self._fill(homes[item.layout.flat], item.rule)
             undo.pop_all()
+        rules = {item.layout.flat: item.rule for item in wanted}
         # What is on the device goes when all of it is where it is to be.
         for flat in homes:
             for slice_ in flat.slices:
                 parameter = slice_.parameter
                 parameter.grad = None
                 self.masters.pop(parameter, None)
-                if parameter in self._groups:
+                if parameter in self._groups and not isinstance(rules[flat], WholeRule):
                     self._groups[parameter][0].state.pop(parameter, None)
             flat.attach()
         self.homes |= homes
@@ -285,7 +388,7 @@ class _Move:
 
         def load_states(values: Opened) -> None:
             for index, parameter in enumerate(parameters):
-                if rule is not None:
+                if rule is not None and not isinstance(rule, WholeRule):
                     kept = self._groups[parameter][0].state.get(parameter, {})
                     rule.load_state(index, _to(kept, torch.device("cpu")), values)
 
@@ -302,7 +405,7 @@ class _Move:
             for parameter, values in weights.items():
                 parameter.data = values
             for parameter, kept in states.items():
-                self._groups[parameter][0].state[parameter] = kept
+                self._owners[flat].state[parameter] = kept
             self.masters |= masters
             flat.attached = False
             self.homes.pop(flat).free()
@@ -325,8 +428,9 @@ class _Move:
                 if slice_.dtype == torch.bfloat16 and parameter in self._groups:
                     masters[parameter] = values.to(self._device, copy=True)
                 if item.rule is not None and (kept := item.rule.state_of(index, opened)):
-                    optimizer, group = self._groups[parameter]
-                    states[parameter] = self._on_device(kept, optimizer.param_groups[group])
+                    optimizer, group = self._groups.get(parameter, (None, 0))
+                    options = {} if optimizer is None else optimizer.param_groups[group]
+                    states[parameter] = self._on_device(kept, options)
         finally:
             home.close(opened, changed=False)
         return weights, masters, states

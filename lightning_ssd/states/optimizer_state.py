@@ -69,6 +69,10 @@ class OffloadedOptimizerState(defaultdict[Any, Any]):
         self._check(key)
         return super().setdefault(key, default)
 
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._check(key)
+        return super().pop(key, *default)
+
     def __reduce__(self) -> Any:
         return defaultdict, (dict,), None, None, _items(self)
 

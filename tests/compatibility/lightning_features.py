@@ -410,7 +410,6 @@ def case(
 LRS = torch.optim.lr_scheduler
 CALLBACKS = pl.callbacks
 ALIASED = NotYet("a tensor that is assigned to `.data` is copied, and shares no memory with the weight afterwards")
-THAWING = NotYet("parameters that thaw are refused when they have a gradient")
 
 CASES = [
     case("`accumulate_grad_batches=2`", accumulate_grad_batches=2),
@@ -459,7 +458,6 @@ CASES = [
         limit_train_batches=1,
         max_epochs=3,
         callbacks=lambda: [CALLBACKS.BackboneFinetuning(1, verbose=False, backbone_initial_lr=1e-3)],
-        states=THAWING,
     ),
     case(
         "GradientAccumulationScheduler",

@@ -1,0 +1,222 @@
+"""Parameters that are frozen, thawed, added to groups and taken from them during training, in whole trainings."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.states.test_whole_step import Coupled, Program, assert_same, offloading
+from tests.trainings import make_trainer
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.line(self.norm(x)).tanh()
+
+
+class Model(pl.LightningModule):
+    """A backbone that is frozen and a head; `make` makes the optimizer of what is not frozen."""
+
+    def __init__(self, make: Callable[[Any], Any] = torch.optim.AdamW) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Sequential(*(Block() for _ in range(3)))
+        self.head = Block()
+        self.make = make
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.head(self.backbone(batch)) - 1).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self.make([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def train(
+    path: Path, strategy: Any, model: Model, callbacks: list[pl.Callback], ckpt_path: Any = None, **arguments: Any
+) -> Model:
+    """Trains a copy of `model`, two steps an epoch."""
+    model = copy.deepcopy(model)
+    rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)  # lazy modules draw their values
+    trainer = make_trainer(path, strategy, **{"max_epochs": 3, "callbacks": copy.deepcopy(callbacks)} | arguments)
+    trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4), ckpt_path=ckpt_path)
+    return model
+
+
+def compare(
+    path: Path, strategy: Any, callbacks: list[pl.Callback], model: Model | None = None, **arguments: Any
+) -> None:
+    model = model or Model()
+    expected = train(path, "auto", model, callbacks, **arguments)
+    assert_same(train(path, strategy, model, callbacks, **arguments), expected)
+
+
+def thaw_backbone() -> pl.Callback:
+    return pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_backbone_finetuning(tmp_path: Path, states: str) -> None:
+    compare(tmp_path, offloading(states), [thaw_backbone()], gradient_clip_val=0.1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.SGD, Coupled])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}],
+    ids=["plain", "bf16", "accumulated", "clipped"],
+)
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_backbone_finetuning_thoroughly(
+    tmp_path: Path, states: str, arguments: dict[str, Any], make: Callable[[Any], Any]
+) -> None:
+    compare(tmp_path, offloading(states), [thaw_backbone()], Model(make), **arguments)
+
+
+class OneByOne(pl.callbacks.BaseFinetuning):
+    """Thaws a block of the backbone in every epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.backbone[2 - epoch], optimizer, lr=1e-2)
+
+
+def coupled(parameters: Any) -> Program:
+    return Program([{"params": parameters}], ["clipped", "momentum"])
+
+
+class Save(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def test_resumes_where_blocks_were_thawed(tmp_path: Path) -> None:
+    """From a checkpoint of either kind, under either, as plain Lightning does from its own."""
+    resumed: list[Model] = []
+    for number, names in enumerate((("auto", "auto"), ("auto", "host"), ("ssd", "auto"), ("host", "host"))):
+        first, second = (name if name == "auto" else offloading(name) for name in names)
+        saved = tmp_path / f"{number}.ckpt"
+        begun = train(tmp_path, first, Model(), [OneByOne(), Save(saved)], max_epochs=2)
+        resumed.append(train(tmp_path, second, Model(), [OneByOne()], ckpt_path=saved))
+        resumed[-1].losses = begun.losses + resumed[-1].losses
+        assert_same(resumed[-1], resumed[0])
+
+
+class Changes(pl.Callback):
+    """Makes a change before each batch: freezes, thaws, adds to a group, or takes from one."""
+
+    def __init__(self, changes: list[tuple[str, int]]) -> None:
+        self.changes = changes
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for kind, number in self.changes[trainer.global_step :: 6]:
+            parameters = list(pl_module.parameters())
+            parameter = parameters[number % len(parameters)]
+            groups = trainer.optimizers[0].param_groups
+            owners = [group for group in groups if any(parameter is member for member in group["params"])]
+            if kind == "freeze":
+                parameter.requires_grad_(False)
+                parameter.grad = None
+            elif kind == "thaw":
+                parameter.requires_grad_(True)
+            elif kind == "add" and not owners:
+                parameter.requires_grad_(True)
+                trainer.optimizers[0].add_param_group({"params": [parameter], "lr": 3e-3})
+            elif kind == "join" and not owners:
+                parameter.requires_grad_(True)
+                groups[0]["params"].append(parameter)
+            elif kind == "take" and owners:
+                owners[0]["params"] = [member for member in owners[0]["params"] if member is not parameter]
+
+
+class HalfFrozen(Model):
+    def __init__(self, make: Callable[[Any], Any] = torch.optim.AdamW) -> None:
+        super().__init__(make)
+        for number, parameter in enumerate(self.parameters()):
+            parameter.requires_grad_(number % 3 > 0)
+
+
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["freeze", "thaw", "add", "add", "join", "take"]), st.integers(0, 15)),
+    min_size=3,
+    max_size=12,
+)
+
+
+def check_changes(path: Path, changes: list[tuple[str, int]], states: str, make: Callable[[Any], Any]) -> None:
+    compare(path, offloading(states), [Changes(changes)], HalfFrozen(make))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("changes")
+
+
+@given(CHANGES, st.sampled_from(["host", "ssd"]))
+@settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])
+def test_random_changes(path: Path, changes: list[tuple[str, int]], states: str) -> None:
+    check_changes(path, changes, states, torch.optim.AdamW)
+
+
+@pytest.mark.thorough
+@given(CHANGES, st.sampled_from(["host", "ssd"]), st.sampled_from([torch.optim.AdamW, torch.optim.RMSprop, coupled]))
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
+def test_random_changes_thoroughly(path: Path, changes: Any, states: str, make: Callable[[Any], Any]) -> None:
+    check_changes(path, changes, states, make)
+
+
+def test_changed_groups_are_not_recorded(tmp_path: Path) -> None:
+    strategy = offloading("ssd", recover=True)
+    with pytest.raises(RuntimeError, match="parameter groups.*recover=False"):
+        train(tmp_path, strategy, Model(), [thaw_backbone()])
+
+
+class Lazy(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(8)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "message"),
+    [
+        ({"precision": "64-true"}, Model, "64-true.*states='gpu'"),
+        ({"precision": "16-true"}, Model, "16-true.*states='gpu'"),
+        ({}, Lazy, "has no shape yet: run one forward"),
+    ],
+)
+def test_what_is_refused_is_refused_at_start(
+    tmp_path: Path, arguments: dict[str, Any], model: Callable[[], Model], message: str
+) -> None:
+    made = model()
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, offloading(), **arguments).fit(made, torch.utils.data.DataLoader(torch.zeros(4, 8)))
+    assert made.losses == []
+
+
+@pytest.mark.parametrize("model", [Model, Lazy])
+def test_double_precision_and_lazy_modules_train_where_states_stay(tmp_path: Path, model: Callable[[], Model]) -> None:
+    precision: Any = {"precision": "64-true"} if model is Model else {}
+    compare(tmp_path, "ssd_offload", [], model(), **precision)
