@@ -16,7 +16,7 @@ Threads: the training thread, and autograd's while the training thread waits in 
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,34 @@ class Access:
             for item in flat.slices:
                 del item.parameter.flat, item.parameter.source  # type: ignore[attr-defined]
                 item.parameter.__class__ = nn.Parameter
+
+    @contextlib.contextmanager
+    def ordinary(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Makes parameters, whose compute weights are held, ordinary ones while compiled code uses them.
+
+        Raises:
+            RuntimeError: the compiled code has changed a weight that it has in 16 bits only.
+        """
+        offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
+        versions = [parameter._version for parameter in offloaded]
+        for parameter in offloaded:
+            parameter.__class__ = nn.Parameter
+        try:
+            yield
+        finally:
+            for parameter in offloaded:
+                parameter.__class__ = OffloadedParameter
+        for parameter, version in zip(offloaded, versions, strict=True):
+            if parameter._version == version:
+                continue
+            weights = _weights(parameter)
+            if weights.flat.mixed:
+                raise RuntimeError(
+                    f"compiled code has changed {weights.name} in place, which is offloaded and has 16 bits on the "
+                    "device. Change it outside of the compiled module, or set `states='gpu'`."
+                )
+            with torch.no_grad():
+                weights.write(weights.read())
 
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.copies import Busy, Copies, Mark
 from lightning_ssd.states.access import Access
+from lightning_ssd.states.compile import around_calls, compiled_regions
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, finished, then
@@ -34,7 +35,6 @@ from lightning_ssd.states.gate import Clip, Gate
 from lightning_ssd.states.gradient import Gradient, GradientState, LandingMemory
 from lightning_ssd.states.gradient_access import GradientAccess
 from lightning_ssd.states.home import Home
-from lightning_ssd.states.hooks import ModuleHook
 from lightning_ssd.states.journal import Journal, Record
 from lightning_ssd.states.left import LeftStates
 from lightning_ssd.states.masters import Masters
@@ -216,6 +216,8 @@ class ModelStates:
         self._shown.access = self._access
         self._handles: list[RemovableHandle] = []
         self._restore: list[Callable[[], None]] = []
+        for region in compiled_regions(module):
+            self._hook_region(region)
         for index, (modules, flats) in enumerate(units):
             if flats:
                 self._hook_unit(index, modules)
@@ -557,17 +559,37 @@ class ModelStates:
     # ---- weights ----
 
     def _hook_unit(self, index: int, modules: Sequence[nn.Module]) -> None:
-        def before(module: nn.Module, args: object) -> None:
+        def before() -> None:
             if not self._lent:
                 self._stream.enter(index)
 
-        def after(module: nn.Module, args: object, output: object) -> None:
+        def after() -> None:
             if not self._lent:
                 self._stream.exit(index)
 
         for module in modules:
-            self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
-            self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+            self._restore.append(around_calls(module, before, after))
+
+    def _hook_region(self, region: nn.Module) -> None:
+        """Has calls of a compiled module find ordinary parameters, whose weights are on the device."""
+        parameters = [parameter for parameter in region.parameters() if parameter in self._where]
+        if not parameters:
+            return
+        running: list[contextlib.ExitStack] = []
+        """One for each call that is under way: a region may be called inside its own backward, to recompute."""
+
+        def before() -> None:
+            with contextlib.ExitStack() as stack:
+                if not self._lent:
+                    flats = dict.fromkeys(self._where[parameter][0] for parameter in parameters)
+                    stack.enter_context(self._stream.hold(flats, record=True))
+                    stack.enter_context(self._access.ordinary(parameters))
+                running.append(stack.pop_all())
+
+        def after() -> None:
+            running.pop().close()
+
+        self._restore.append(around_calls(region, before, after))
 
     def _give_back(self, ending: Ending) -> dict[Flat, Exception]:
         """Makes the parameters whole on the CPU, as the last step that was made left them.

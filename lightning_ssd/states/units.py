@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from lightning_ssd.states.compile import is_compiled
+
 
 @dataclass(frozen=True, eq=False)
 class Unit:
@@ -68,7 +70,12 @@ _WHOLE = (nn.MultiheadAttention,)
 
 def _owners(module: nn.Module, name: str, is_block: Callable[[nn.Module], bool]) -> Iterator[_Owner]:
     """Yields the modules that hooks go on, with the parameters that each needs."""
-    if is_block(module) or isinstance(module, _WHOLE) or parametrize.is_parametrized(module):
+    if (
+        is_block(module)
+        or isinstance(module, _WHOLE)
+        or parametrize.is_parametrized(module)
+        or is_compiled(module)  # nothing can be fetched in the middle of compiled code
+    ):
         yield name, module, list(module.parameters())
         return
     own = list(module.parameters(recurse=False))

@@ -1,0 +1,64 @@
+"""Modules that `torch.compile` compiles: hooks run outside of the compiled call, where Dynamo does not see them.
+
+A compiled module is one region: its weights are held on the device from before the compiled call until after it, and
+its parameters are ordinary ones meanwhile. So Dynamo compiles the program that it compiles in plain training.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from lightning_ssd.states.hooks import ModuleHook
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of `module` are compiled: `module.compile()`, `torch.compile(module)`, or a compiled `forward`."""
+    return (
+        module._compiled_call_impl is not None
+        or type(module).__name__ == "OptimizedModule"
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
+def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the compiled modules of `module` that are in no other compiled module."""
+    if is_compiled(module):
+        yield module
+        return
+    for child in module.children():
+        yield from compiled_regions(child)
+
+
+def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Has `before` and `after` called around every call of `module`, `after` also where the call fails.
+
+    Later calls of this function are outside of earlier ones.
+
+    Returns:
+        A function that undoes it.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is not None:
+
+        def call(*args: object, **kwargs: object) -> object:
+            before()
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                after()
+
+        module._compiled_call_impl = call
+
+        def restore() -> None:
+            module._compiled_call_impl = compiled
+
+        return restore
+    # Hooks on a module whose `forward` alone is compiled run outside of it.
+    first = module.register_forward_pre_hook(ModuleHook(lambda *_: before()), prepend=True)
+    last = module.register_forward_hook(ModuleHook(lambda *_: after()), always_call=True)
+
+    def remove() -> None:
+        first.remove()
+        last.remove()
+
+    return remove
