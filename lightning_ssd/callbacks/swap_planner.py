@@ -46,7 +46,7 @@ from lightning_ssd.planning import (
 from lightning_ssd.planning.plan import Where
 from lightning_ssd.profiler import count_bytes
 from lightning_ssd.sizes import format_bytes, parse_bytes
-from lightning_ssd.states import ModelStates
+from lightning_ssd.states import ModelStates, is_compiled
 from lightning_ssd.storage.memory import device_memory
 
 log = logging.getLogger(__name__)
@@ -655,7 +655,7 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "remove the callback."
         )
     for name, part in module.named_modules():
-        if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
+        if is_compiled(part):
             raise ValueError(
                 f"{name or type(module).__name__} is compiled, and SwapPlanner plans single operations, which it can't "
                 "see there. Leave `torch.compile` away, or remove the callback."

@@ -1,6 +1,7 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
 from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, leaving_parameters, make_model_states
+from lightning_ssd.states.compile import is_compiled
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.journal import Record
 from lightning_ssd.states.lazy import save, take_in
@@ -29,6 +30,7 @@ __all__ = [
     "differences",
     "find_replaced",
     "find_units",
+    "is_compiled",
     "is_sharded",
     "leaving_parameters",
     "load_sharded",

@@ -62,6 +62,24 @@ def wrapped(backend: str) -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), torch.compile(nn.Sequential(nn.Linear(32, 32), nn.Tanh()), backend=backend))
 
 
+def method(backend: str) -> nn.Module:
+    """A module whose `forward` alone is compiled."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Tanh()))
+    model[1].forward = torch.compile(model[1].forward, backend=backend)  # type: ignore[method-assign]
+    return model
+
+
+def nested(backend: str) -> nn.Module:
+    """A compiled module inside a compiled module, and a weight that an eager module shares with them."""
+    inner = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    inner.compile(backend=backend)
+    outer = nn.Sequential(nn.Linear(32, 32), inner)
+    outer.compile(backend=backend)
+    tied = nn.Linear(32, 32)
+    tied.weight = inner[0].weight
+    return nn.Sequential(tied, outer)
+
+
 def function(backend: str) -> nn.Module:
     """A compiled function of tensors, without a module."""
 
@@ -152,16 +170,44 @@ def train(
     return [*module.losses, *weights], counters
 
 
+CASES = [sequential, broken, wrapped, method, nested, function, one_layer]
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-@pytest.mark.parametrize("build", [sequential, broken, wrapped, function, one_layer, every_layer])
+@pytest.mark.parametrize("build", [*CASES, pytest.param(every_layer, marks=pytest.mark.thorough)])
 def test_dynamo_compiles_the_same_frames(build: Callable[[str], nn.Module], backend: str, tmp_path: Path) -> None:
     """No frame, graph, graph break or recompilation that plain Lightning has not, and the same numbers."""
     plain, expected = train(build, backend, "auto", tmp_path)
-    for arguments in ({"offload": 1.0}, {}):
+    for arguments in ({"offload": 1.0}, {"states": "host", "offload": 0.5}, {"states": "ssd"}):
         strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, **arguments)
         numbers, counters = train(build, backend, strategy, tmp_path)
         assert counters == expected
         assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
+
+
+class Clamped(nn.Linear):
+    """Compiled code that changes a weight in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def clamped(backend: str) -> nn.Module:
+    model = nn.Sequential(Clamped(32, 32), nn.Tanh())
+    model[0].compile(backend=backend)
+    return model
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_weights_that_compiled_code_changes(states: Any, tmp_path: Path) -> None:
+    """What compiled code writes to a weight counts."""
+    plain, expected = train(clamped, "aot_eager", "auto", tmp_path)
+    strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states=states)
+    numbers, counters = train(clamped, "aot_eager", strategy, tmp_path)
+    assert counters == expected
+    assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
 
 
 def test_tensors_saved_by_a_compiled_region_are_offloaded(tmp_path: Path) -> None:
