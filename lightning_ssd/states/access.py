@@ -171,7 +171,7 @@ class Access:
         offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
         versions = [parameter._version for parameter in offloaded]
         for parameter in offloaded:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
             yield
         finally:
