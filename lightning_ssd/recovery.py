@@ -227,7 +227,9 @@ class Recovery:
         module = self._trainer.lightning_module
         if module.automatic_optimization:
             return {}
-        return {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+        offloaded = self._states.parameters  # whose gradients are not here, and are refused if they stay
+        staying = {name: value for name, value in module.named_parameters() if value not in offloaded}
+        return {name: value.grad for name, value in staying.items() if value.grad is not None}
 
 
 @dataclass(frozen=True)
