@@ -228,3 +228,27 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     # /proc takes no directories, not even root's; another user's directory answers the same way.
     with pytest.raises(StorageError, match=r"`path`.*proc"):
         ScratchDirectory("/proc")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_does_not_hold_a_kept_directory(tmp_path: Path) -> None:
+    """A DataLoader worker that outlives its parent: the next run takes the directory up all the same."""
+    first = ScratchDirectory(tmp_path, keep=True)
+    until, end = os.pipe()
+    began, begin = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.write(begin, b"x")
+        os.read(until, 1)  # until the parent has closed its end
+        os._exit(0)
+    os.close(until)
+    os.read(began, 1)
+    first.close(remove=False)
+    try:
+        ScratchDirectory(tmp_path, keep=True).close()
+    finally:
+        for fd in (end, began, begin):
+            os.close(fd)
+        os.waitpid(child, 0)
+    assert list(tmp_path.iterdir()) == []
