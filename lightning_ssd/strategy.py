@@ -155,7 +155,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         precision_plugin: pl.plugins.precision.Precision | None = None,
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        self.parallel_devices = parallel_devices
+        self._given_devices = parallel_devices
+        self._devices = parallel_devices or []
         """The one device, which the Trainer sets unless it is given."""
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
@@ -192,10 +193,19 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+        return self._devices[0] if self._devices else torch.device("cpu")
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The argument. That a Trainer has set another does not show: the next Trainer sets its own."""
+        return self._given_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._devices = devices
 
     def setup_environment(self) -> None:
-        devices = self.num_nodes * max(1, len(self.parallel_devices or ()))
+        devices = self.num_nodes * max(1, len(self._devices))
         if devices > 1:
             raise ValueError(
                 f"`{self.strategy_name}` trains on one device, and the Trainer was given {devices}. "

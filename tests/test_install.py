@@ -59,7 +59,7 @@ for name, tier in [("ssd_offload", "ssd"), ("SSD_Offload", "ssd"), ("cpu_offload
     assert type(trainer.strategy).__name__ == "SSDOffloadStrategy"
     assert isinstance(trainer.strategy, pl.strategies.Strategy)
     assert trainer.strategy.config.tier == tier
-    assert [device.type for device in trainer.strategy.parallel_devices] == ["cpu"]
+    assert trainer.strategy.root_device.type == "cpu"
 
 assert not {other!r} in sys.modules
 """

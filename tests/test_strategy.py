@@ -5,6 +5,7 @@ import gc
 import socket
 import weakref
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import lightning.pytorch as pl
@@ -311,6 +312,124 @@ class TestRunning:
         del model, trainer
         gc.collect()
         assert [reference() for reference in references] == [None, None]
+
+
+PLACEMENTS = pytest.mark.parametrize(
+    "arguments",
+    [{}, {"states": "host"}, pytest.param({"states": "ssd"}, marks=pytest.mark.thorough)],
+    ids=["gpu", "host", "ssd"],
+)
+
+
+class TestAsWithLightningsOwnStrategies:
+    """Uses of a strategy that Lightning's own single-device one has, too."""
+
+    def test_a_model_without_a_trainer_is_connected(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, offloading())
+        model = small_model()
+        trainer.strategy.connect(model)
+        assert trainer.lightning_module is model and trainer.model is model
+        trainer.strategy.setup_environment()
+        trainer.save_checkpoint(tmp_path / "untrained.ckpt")
+        assert torch.load(tmp_path / "untrained.ckpt")["optimizer_states"] == []
+
+    def test_the_world_size_can_be_assigned(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, offloading())
+        trainer.strategy.world_size = 2
+        assert trainer.world_size == 2 and SSDOffloadStrategy().world_size == 1
+
+    @PLACEMENTS
+    def test_a_strategy_is_used_for_several_trainers(self, tmp_path: Path, arguments: Any) -> None:
+        def trained(strategy: Any) -> Any:
+            model = FusedModel()
+            for epochs in (1, 1):
+                pl.Trainer(strategy=strategy, **(quiet(tmp_path) | {"accelerator": "auto", "max_epochs": epochs})).fit(
+                    model, batches(3)
+                )
+            return model
+
+        assert_same_training(trained(offloading(**arguments)), trained(pl.strategies.SingleDeviceStrategy()))
+
+    @PLACEMENTS
+    @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
+    def test_a_compiled_module_is_fitted(self, tmp_path: Path, arguments: Any, backend: str) -> None:
+        def trained(strategy: Any) -> Any:
+            model = CompilableModel()
+            torch._dynamo.reset()
+            compiled: Any = torch.compile(model, backend=backend)
+            trainer = make_trainer(tmp_path, strategy)
+            trainer.fit(compiled, batches(3))
+            trainer.validate(compiled, batches(1), verbose=False)
+            return model
+
+        assert_same_training(trained(offloading(**arguments)), trained("auto"))
+
+    @PLACEMENTS
+    def test_a_checkpoint_with_other_objects_is_loaded_if_the_user_says_so(
+        self, tmp_path: Path, arguments: Any
+    ) -> None:
+        class WithObject(FusedModel):
+            def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+                checkpoint["other"] = Path("anything")
+
+            def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+                self.other = checkpoint["other"]
+
+        def resumed(strategy: Any, root: Path) -> Any:
+            trainer = make_trainer(root, strategy())
+            trainer.fit(WithObject(), batches(3))
+            trainer.save_checkpoint(root / "saved.ckpt")
+            model = WithObject()
+            again = make_trainer(root, strategy(), max_epochs=2)
+            with pytest.raises(UnpicklingError, match="weights_only"):
+                again.fit(model, batches(3), ckpt_path=root / "saved.ckpt")
+            again.fit(model, batches(3), ckpt_path=root / "saved.ckpt", weights_only=False)
+            again.validate(model, batches(1), ckpt_path=root / "saved.ckpt", weights_only=False, verbose=False)
+            assert model.other == Path("anything")
+            return model
+
+        ours = resumed(lambda: offloading(**arguments), tmp_path / "ours")
+        assert_same_training(ours, resumed(lambda: "auto", tmp_path / "plain"))
+
+    def test_a_sharded_checkpoint_is_no_file_to_load_a_module_from(self, tmp_path: Path) -> None:
+        """As with FSDP's: a Trainer loads it, and `lightning-ssd export` makes a folder of weights of it."""
+        trainer = make_trainer(tmp_path, offloading(states="host", checkpoints="sharded"))
+        model = FusedModel()
+        trainer.fit(model, batches(3))
+        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        with pytest.raises(IsADirectoryError):
+            FusedModel.load_from_checkpoint(tmp_path / "saved.ckpt")
+        for strategy in (offloading(), offloading(states="gpu"), offloading(states="ssd")):
+            other = FusedModel()
+            make_trainer(tmp_path, strategy).validate(
+                other, batches(1), ckpt_path=tmp_path / "saved.ckpt", verbose=False
+            )
+            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+class FusedModel(SmallModel):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
+
+
+class CompilableModel(FusedModel):
+    """Logs nothing in its steps: Dynamo can't trace Lightning's `log`."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs.item())
 
 
 class GAN(SmallModel):
