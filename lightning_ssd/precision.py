@@ -53,7 +53,6 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str) -> torch.dtype 
 
 
 class _StreamingPrecision(pl.plugins.Precision):
-    __qualname__ = pl.plugins.Precision.__qualname__
     states: ModelStates
 
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
@@ -68,11 +67,20 @@ class _StreamingPrecision(pl.plugins.Precision):
 
 
 class _StreamingHalfPrecision(_StreamingPrecision, pl.plugins.HalfPrecision):
-    __qualname__ = pl.plugins.HalfPrecision.__qualname__
+    pass
 
 
 class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
-    __qualname__ = pl.plugins.MixedPrecision.__qualname__  # under which a checkpoint has the scaler's state
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # Lightning would save it under the name of this class, where plain Lightning finds no scaler
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if state := super().state_dict():
+            checkpoint[pl.plugins.MixedPrecision.__qualname__] = state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if (state := checkpoint.get(pl.plugins.MixedPrecision.__qualname__)) is not None:
+            self.load_state_dict(state)
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any

@@ -814,7 +814,7 @@ trainer:
             "min_bytes": "stay on the device",
             "staging_memory": "pass data to and from",
             "backend": "GPUDirect Storage",
-            "checksum": "check every byte",
+            "checksum": "hash every byte",
         }.items():
             assert f".{name} " in text, name
             assert phrase in text, name

@@ -365,3 +365,19 @@ def test_a_checkpoint_is_loaded_exactly_before_optimizers_are_made(tmp_path: Pat
     if states != "gpu" and precision == "bf16-true":
         assert all(value.dtype == torch.float32 for value in kept.values())
     assert tree_equal(found["weights"], dict(kept))
+
+
+def test_the_scaler_of_mixed_precision_is_saved_and_loaded_as_plain_lightnings(tmp_path: Path) -> None:
+    def scaler_after(strategy: Any, name: str, resume: str | None = None) -> Any:
+        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=5))
+        callback = pl.callbacks.ModelCheckpoint(tmp_path / name, save_last=True)
+        train(
+            tmp_path, strategy, Model(), plugins=[plugin], enable_checkpointing=True, callbacks=[callback],
+            max_epochs=2 if resume is None else 3,
+            ckpt_path=None if resume is None else str(tmp_path / resume / "last.ckpt"),
+        )  # fmt: skip
+        return torch.load(tmp_path / name / "last.ckpt", weights_only=False)["MixedPrecision"]
+
+    first = scaler_after("auto", "plain")
+    assert scaler_after(host(), "ours") == first and first["growth_interval"] == 5
+    assert scaler_after(host(), "a", "plain") == scaler_after("auto", "b", "ours") == scaler_after("auto", "c", "plain")

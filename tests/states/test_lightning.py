@@ -157,7 +157,26 @@ class Adversaries(Model):
             self.untoggle_optimizer(optimizer)
 
 
-@pytest.mark.parametrize("model", [Skipping, Stepping, Clipping, Adversaries])
+class LookingAfterBackward(Model):
+    """Overrides `backward`, and looks at weights before and after the gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def look(self) -> None:
+        self.found.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        self.look()
+        super().backward(*args, **kwargs)
+        self.look()
+
+    def on_train_end(self) -> None:
+        assert all(tree_equal(*self.found[index : index + 2]) for index in range(0, len(self.found), 2))
+
+
+@pytest.mark.parametrize("model", [Skipping, Stepping, Clipping, Adversaries, LookingAfterBackward])
 def test_what_users_override(tmp_path: Path, strategy: Any, model: Any) -> None:
     assert_same(train(tmp_path, strategy, model()), train(tmp_path, "auto", model()))
 
