@@ -200,6 +200,8 @@ class ModelStates:
         """Set, and whole, by the stepper's thread alone: any may read it."""
         self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay
         self._where = {item.parameter: (flat, index) for flat in homes for index, item in enumerate(flat.slices)}
+        for parameter in self._where:  # of a training before: Lightning zeroes it, and autograd would add to it
+            parameter.grad = None
         self._shown = GradientAccess(self._gradients, self._submit_sum, self._gradient_changed)
         for flat in homes:
             flat.fetch = partial(self._stream.want, flat)
