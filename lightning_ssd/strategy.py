@@ -98,6 +98,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             would cast them, and in fp32 elsewhere; a weight that one forward uses several times has its gradients
             summed in 16 bits. Under `bf16-true` all weights compute in bf16 and are stepped in fp32 (Lightning's own
             bf16-true steps them in bf16, and loses what is smaller than a 256th of a weight).
+            Training on a CPU, every optimizer of `torch.optim` gives plain Lightning's bits, whichever of torch's
+            implementations its settings choose; on a GPU the last digits of a step are those of torch's fused CPU
+            kernels. An optimizer class whose parameters may depend on each other, which is any but those of
+            `torch.optim` and those given to `lightning_ssd.register_optimizer`, steps when backward has ended.
         gpu_memory: unless `states="gpu"`, bytes of the device that weights may take, and what stays there with them:
             `"20GiB"`, or `"50%"` of its memory (of a CPU's free memory). The units in use at one time stay whatever it
             is. `"auto"`: a tenth of the device's memory, 1 GiB on a CPU.

@@ -97,6 +97,8 @@ class ElementwiseRule(Rule):
         self._device = flat.device
 
     def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+        if self._device.type != "cpu":  # what torch offers for the GPU's implementation alone
+            options = {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
         if missing := [name for name in self.state_names(options) if name not in opened.states]:
             raise RuntimeError(
                 f"the optimizer of {self.flat.name} needs {', '.join(missing)} now, which it did not need at the "
@@ -149,8 +151,6 @@ class ElementwiseRule(Rule):
         Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
         the master weights to the compute weights.
         """
-        if self._device.type != "cpu":  # what torch offers for the GPU's implementation alone
-            options = {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
         out = opened.out
         for item in (self.flat.slices[index] for index in parameters):
             for low in range(item.start, item.start + item.numel, self.CHUNK):

@@ -198,3 +198,57 @@ def test_memory_is_that_of_the_units_at_hand(tmp_path: Path) -> None:
     # Weights as told, gradients on their way out, and what one block computes.
     assert max(model.peaks) - before < (4 + 4 + 4) * one
     assert torch.cuda.memory_allocated() - before < one
+
+
+class Coupled(torch.optim.Optimizer):
+    """Momentum and a norm over all parameters: those on the GPU, too, must be where the others are."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]))
+        for p in parameters:
+            assert p.grad is not None
+            average = self.state[p].setdefault("average", torch.zeros_like(p))
+            p.sub_(average.lerp_(p.grad, 0.1) / norm * self.param_groups[0]["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("min_bytes", [1, 4000])
+def test_a_coupled_optimizer_steps_whole_on_the_cpu(states: Any, min_bytes: int) -> None:
+    """Its norms are summed in another order there, so that numbers are close."""
+
+    class Model(TinyGPT):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return Coupled(self.parameters())
+
+    arguments: dict[str, Any] = dict(device="cuda", model=Model, steps=5, recorded=False)
+    strategy = SSDOffloadStrategy(states=states, min_bytes=min_bytes, offload="none")
+    expected, actual = train("auto", **arguments), train(strategy, **arguments)
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(actual.weights[name], weight, rtol=1e-3, atol=1e-5)
+
+
+def test_blocks_that_thaw() -> None:
+    """SGD by a power of two: bit for bit."""
+
+    class Model(exact(TinyGPT)):  # type: ignore[misc]
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.model.transformer.h[0].requires_grad_(False)
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=2**-5)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 2:
+                block = self.model.transformer.h[0].requires_grad_(True)
+                self.trainer.optimizers[0].add_param_group({"params": list(block.parameters())})
+
+    arguments: dict[str, Any] = dict(device="cuda", model=Model, steps=5, recorded=False)
+    same(train(streamed(), **arguments), train("auto", **arguments))
