@@ -20,8 +20,9 @@ class ActivationOffload(pl.Callback):
     Args:
         path: directories for scratch files, one for each SSD. Default: the Trainer's `default_root_dir`.
         tier: `"ssd"`, or `"host"` for host memory alone.
-        offload: how much goes out of each micro-batch: `"auto"`, `"none"`, a share, or bytes.
-        host_memory: bytes of pinned memory for activations, or `"auto"`.
+        offload: how much of each micro-batch is offloaded: `"auto"`, `"none"`, a share (`0.5`, `"50%"`), or bytes.
+        host_memory: bytes of pinned memory for activations, a share of what is free (`"50%"`, divided by the processes
+            of the machine), or `"auto"`.
         ssd_capacity: bytes of scratch space, taken at the start; `None`: as needed.
         spill: which tier is filled first.
         min_bytes: smaller saved tensors stay on the device.

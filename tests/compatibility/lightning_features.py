@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from tests.compatibility.case import EQUAL, Case, Expectation, Fit, NotYet, fit, indices
+from tests.compatibility.case import EQUAL, Case, Expectation, Fit, NotYet, Refused, fit, indices
 from tests.compatibility.families import WIDTH, Trained, mlp, rows
 
 
@@ -162,6 +162,39 @@ class TeacherByData(Teacher):
 class TeacherByCopy(Teacher):
     def follow(self, mine: Tensor, followed: Tensor) -> None:
         mine.copy_(followed)
+
+
+class Averaged(Plain):
+    """torch's AveragedModel follows the trained one, and is validated with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.model.parameters(), 1e-2)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.model)
+
+
+class Grown(Plain):
+    """A parameter group is added amid the training."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.model[0].parameters(), 1e-2)
+
+    def on_train_batch_start(self, batch: int, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.optimizers().optimizer.add_param_group({"params": list(self.model[1].parameters())})  # type: ignore[union-attr]
+
+
+class Lazy(Plain):
+    """A layer whose shape the first forward finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.LazyLinear(WIDTH), mlp())
 
 
 class InitializedLate(Plain):
@@ -512,6 +545,9 @@ CASES = [
     case("Target network, `mul_().add_()`", TeacherByProducts),
     case("Target network, `.data =`", TeacherByData),
     case("Target network, `copy_`", TeacherByCopy),
+    case("`swa_utils.AveragedModel`", Averaged),
+    case("`add_param_group` amid training", Grown),
+    case("`nn.LazyLinear`", Lazy, states=Refused("has no shape yet: run one forward")),
     case("`nn.init` and `.data` in `on_fit_start`", InitializedLate),
     case("`reset_parameters` amid training", ResetAmid),
     case("Weights read after steps", Reads),

@@ -134,6 +134,13 @@ def unsafe_views(model: Any, x: Tensor) -> Tensor:
     return model[1](torch.cat([first * second, second], 1))
 
 
+def changed_through_data(model: Any, x: Tensor) -> Tensor:
+    """Autograd saves the output of `exp`, and does not see it change."""
+    x = model[0](x).tanh().exp()
+    x.data.mul_(0.5)
+    return model[1](x)
+
+
 def nested_hooks(model: Any, x: Tensor) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 1.0, lambda saved: saved):
         return model(x)
@@ -288,6 +295,7 @@ CASES = [
     case("In-place operators", in_place),
     case("Views: `expand`, `tensor_split`, transposes", views),
     case("`unsafe_chunk`, changed in place", unsafe_views),
+    case("A saved tensor that is changed through `.data`", changed_through_data),
     case("Nested `saved_tensors_hooks`", nested_hooks),
     case("`save_on_cpu`", saved_on_cpu),
     case("`scaled_dot_product_attention` with dropout", attention),
