@@ -325,7 +325,7 @@ def _elements(module: Any) -> Any:
         weight.T[2].fill_(0.5)
         first, second = weight.chunk(2)
         first.add_(second)
-    return weight.detach().norm(), weight.detach().numpy().copy().tolist()
+    return weight.detach().norm(), weight.detach().cpu().numpy().copy().tolist()
 
 
 def _init(module: Any) -> None:
@@ -360,7 +360,7 @@ def _copies(module: Any) -> Any:
     torch.save(module.blocks, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
-    rows = torch.ones(2, 8)
+    rows = torch.ones(2, 8, device=module.device)
     return list(copied.parameters()), list(loaded.parameters()), copied[0](rows), loaded[1](rows)
 
 

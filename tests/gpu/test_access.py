@@ -1,0 +1,48 @@
+"""Weights of offloaded parameters in the hands of user code, with a GPU and copies that arrive late."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.states import build
+from tests.gpu.test_activation_offload import SlowCopies
+from tests.states.test_access import ACTIONS, Toy, _prune, assert_same, loader
+
+pytestmark = pytest.mark.gpu
+
+
+def fit(path: Path, module: Any, strategy: Any, precision: Any) -> Any:
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, strategy=strategy, precision=precision, default_root_dir=path, max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, loader())
+    return module
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_user_code_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, precision: str) -> None:
+    """Values that user code reads, and weights that it writes, are those of plain Lightning; aliases are live."""
+
+    def act(module: Any) -> Any:
+        if not hasattr(module, "aliases"):
+            with torch.no_grad():
+                module.aliases = [module.blocks[0].up.weight.data, module.blocks[1].down.weight.t()]
+        with torch.no_grad():
+            module.aliases[0][1] += 1
+        # Graphs outside of autocast multiply fp32 weights; the rest is elementwise.
+        actions = [action for action in ACTIONS if action is not _prune]
+        return [action(module) for action in actions], [alias.detach().clone() for alias in module.aliases]
+
+    def make() -> Toy:
+        return Toy("on_train_batch_end", act, lr=2**-5)
+
+    expected = fit(tmp_path, make(), "auto", precision)
+    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    strategy = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", offload="none")
+    assert_same(fit(tmp_path, make(), strategy, precision), expected)
