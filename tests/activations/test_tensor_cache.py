@@ -1114,3 +1114,45 @@ def test_what_stays_stays_where_memory_gets_short(tmp_path: Path) -> None:
         expected = torch.autograd.grad((value.exp().sin() * 2).sin().sum(), value)
         assert value.grad is not None and torch.equal(value.grad, expected[0])
         cache.end_backward()
+
+
+def test_each_micro_batch_records_what_it_saves(cache: TensorCache) -> None:
+    """A storage that two micro-batches save, both alive, counts in the order of both."""
+    x, weight = randn(8, 8), randn(8, 8).requires_grad_()
+    losses = []
+    for _ in range(2):
+        cache.begin_micro_batch()
+        with cache.hooks():
+            losses.append((x * weight).sum())
+    assert cache.stats().saved == 2 * x.nbytes
+
+
+def test_a_storage_object_can_change_what_was_saved(cache: TensorCache) -> None:
+    """User code that holds nothing but the storage still reaches its bytes."""
+    x, weight = randn(8, 8), torch.ones(8, 8, requires_grad=True)
+    cache.begin_micro_batch()
+    with cache.hooks():
+        loss = (x * weight).sum()
+        storage = x.untyped_storage()
+        del x
+    storage.fill_(0)
+    loss.backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_loads_are_urgent_where_backward_waits(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that backward waits for come first, and those that it will want later do not."""
+    urgencies: list[bool] = []
+    come = Record.come
+
+    def watched(record: Record, *, urgent: bool) -> None:
+        urgencies.append(urgent)
+        come(record, urgent=urgent)
+
+    monkeypatch.setattr(Record, "come", watched)
+    cache.begin_micro_batch()
+    with cache.hooks():
+        losses = [randn(8, 8).requires_grad_().exp().sum() for _ in range(3)]
+    cache.window_bytes = MIB
+    losses.pop().backward()
+    assert urgencies == [True, False, False]
