@@ -15,7 +15,7 @@ from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
 from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks
-from lightning_ssd.callbacks.averaging import averages_weights, lend_weights
+from lightning_ssd.callbacks.averaging import average_of, averages_weights, lend_weights
 from lightning_ssd.callbacks.tensor_cache import trainer_callbacks
 from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_visit
@@ -25,7 +25,6 @@ from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import (
     Ending,
-    Loaded,
     ModelStates,
     Settings,
     Setup,
@@ -36,6 +35,7 @@ from lightning_ssd.states import (
     is_sharded,
     leaving_parameters,
     load_sharded,
+    loading_to_meta,
     make_model_states,
     materialize_on,
     move_model_states,
@@ -174,8 +174,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self.model_states: ModelStates | None = None
         self._streams: bool | None = None
         """Whether states leave the device in the present training or evaluation, once somebody has asked."""
-        self._loaded: Loaded = {}
-        """Values that a checkpoint had for parameters, between its restoration and `setup`."""
+        self._loaded: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """Values that a checkpoint had for parameters, and for averages of them, from its restoration to `setup`."""
+        self._recording = contextlib.ExitStack()
+        """Records them: callbacks may load weights after Lightning has (`WeightAveraging` does)."""
         self._starts_from_checkpoint = False
         self._has_left = False
         """Whether states leave the device, or left it in the last training: checkpoints may have lazy tensors."""
@@ -257,6 +259,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             else:
                 super().setup(trainer)
         finally:
+            self._recording.close()
             self._loaded = {}
         if fitting:
             self._make_cache(trainer)
@@ -332,7 +335,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             if (record := self.model_states.recovered) is not None:
                 self.model_states.state_dicts.protected = True
                 self._recovery.take_up(record, self._setup.settings)
-        self._restore_callbacks = [lend_weights(callback, self.whole_weights) for callback in averaging]
+        self._restore_callbacks = [lend_weights(callback, self.whole_weights, self._loaded) for callback in averaging]
         self._precision = self.precision_plugin
         self._follow_states()
 
@@ -527,13 +530,24 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self.model_states is None:
-            with recording_loads(self.lightning_module) as self._loaded:
+            self._record_loads(self.lightning_module.trainer)
+            with loading_to_meta():
                 super().load_model_state_dict(checkpoint, strict=strict)
             return
         if self._taking_up:
             self._check_nothing_replaced(self.lightning_module)
         with self._but_what_has_left():
             super().load_model_state_dict(checkpoint, strict=strict and not self._taking_up)
+
+    def _record_loads(self, trainer: pl.Trainer) -> None:
+        """Records what `load_state_dict` gives to the model and to averages of it, until `setup`."""
+        assert self.lightning_module is not None
+        averages = [average_of(callback) for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
+        self._recording.close()
+        self._loaded = {}
+        for module in (self.lightning_module, *averages):
+            if module is not None:
+                self._recording.enter_context(recording_loads(module, self._loaded))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._regroup_states()
@@ -655,6 +669,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         restores, self._restore_callbacks = self._restore_callbacks, []
         self._streams = None
         self._starts_from_checkpoint = False
+        self._recording.close()
         self._loaded = {}
         if self._precision is not None:
             self.precision_plugin, self._precision = self._precision, None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.states import Loaded, exact_value
 
 _HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
           "on_validation_epoch_end")  # fmt: skip
@@ -18,8 +19,21 @@ def averages_weights(callback: pl.Callback) -> bool:
     return isinstance(callback, (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging))
 
 
-def lend_weights(callback: pl.Callback, lend: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+def average_of(callback: pl.Callback) -> torch.nn.Module | None:
+    """Returns the average of a callback that `averages_weights`; None: it has none yet."""
+    average: torch.nn.Module | None = callback._average_model  # type: ignore[attr-defined]  # both classes have it
+    return average
+
+
+def lend_weights(
+    callback: pl.Callback, lend: Callable[[], AbstractContextManager[None]], loaded: Loaded
+) -> Callable[[], None]:
     """Has the hooks of `callback` that look at weights, or change them, run inside `lend()`.
+
+    Args:
+        callback: averages weights.
+        lend: makes all weights whole while it lasts.
+        loaded: values of a checkpoint that the average, which becomes an fp32 one, may have rounded.
 
     Returns:
         What makes the callback as it was.
@@ -36,9 +50,12 @@ def lend_weights(callback: pl.Callback, lend: Callable[[], AbstractContextManage
 
         return run
 
-    average: torch.nn.Module | None = callback._average_model  # type: ignore[attr-defined]  # both classes have it
-    if average is not None:
+    if (average := average_of(callback)) is not None:
+        exact = {parameter: exact_value(parameter, loaded) for parameter in average.parameters()}
         average.float()  # what is lent to it is: in 16 bits the low ones would be lost when both are swapped
+        for parameter, value in exact.items():
+            if value is not None:
+                parameter.data.copy_(value)
     hooks: dict[str, Callable[[pl.Trainer], bool]] = dict.fromkeys(_HOOKS, lambda trainer: True)
     if isinstance(callback, pl.callbacks.WeightAveraging):
         averaging = callback

@@ -5,7 +5,7 @@ from lightning_ssd.states.compile import is_compiled
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.journal import Record
 from lightning_ssd.states.lazy import save, take_in
-from lightning_ssd.states.loaded import Loaded, recording_loads
+from lightning_ssd.states.loaded import Loaded, exact_value, loading_to_meta, recording_loads
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states, regroup_model_states
@@ -28,12 +28,14 @@ __all__ = [
     "bytes_on_device",
     "describe",
     "differences",
+    "exact_value",
     "find_replaced",
     "find_units",
     "is_compiled",
     "is_sharded",
     "leaving_parameters",
     "load_sharded",
+    "loading_to_meta",
     "make_model_states",
     "materialize_on",
     "model_settings",

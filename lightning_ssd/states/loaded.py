@@ -12,18 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.states.hooks import ModuleHook
+
 Loaded = Mapping[nn.Parameter, Tensor]
 """Of parameters, the values that a checkpoint had for them."""
 
 
 @contextlib.contextmanager
-def recording_loads(module: nn.Module) -> Iterator[dict[nn.Parameter, Tensor]]:
-    """Yields a dictionary of the tensors that `load_state_dict` calls inside give to the parameters of `module`.
+def recording_loads(module: nn.Module, loaded: dict[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Adds to `loaded` the tensors that `load_state_dict` calls inside give to the parameters of `module`.
 
     Buffers on `meta` get memory on the CPU when they are loaded. Tensors are not copied: those of a mapped file take
     no memory.
     """
-    loaded: dict[nn.Parameter, Tensor] = {}
 
     def record(owner: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in owner._parameters.items():
@@ -36,10 +37,16 @@ def recording_loads(module: nn.Module) -> Iterator[dict[nn.Parameter, Tensor]]:
 
     with contextlib.ExitStack() as stack:
         for owner in module.modules():
-            stack.callback(owner.register_load_state_dict_pre_hook(record).remove)
-        stack.enter_context(warnings.catch_warnings())
+            stack.callback(owner.register_load_state_dict_pre_hook(ModuleHook(record)).remove)
+        yield
+
+
+@contextlib.contextmanager
+def loading_to_meta() -> Iterator[None]:
+    """Silences the warning that a parameter on `meta` has no memory for what it is loaded with."""
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint to a meta parameter")
-        yield loaded
+        yield
 
 
 def exact_value(parameter: nn.Parameter, loaded: Loaded) -> Tensor | None:
