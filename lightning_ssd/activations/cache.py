@@ -282,7 +282,8 @@ class TensorCache:
             if record is not None and record.batch is self._batch:
                 return SavedView(tensor, record, self._empty)
             tiers: Sequence[TierName] | None = None
-            if choice is None and self._batch.stays_again(nbytes, self.window_bytes):
+            unplanned = choice is None and self.observer is None
+            if unplanned and self._batch.stays_again(nbytes, self.window_bytes):
                 tiers = self.placement.place(nbytes)
                 if not tiers:
                     self._batch.add_without_record(nbytes)

@@ -5,6 +5,8 @@ its parameters are ordinary ones meanwhile. So Dynamo compiles the program that 
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from types import FunctionType
 
 from torch import nn
 
@@ -12,11 +14,11 @@ from lightning_ssd.states.hooks import ModuleHook
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of `module` are compiled: `module.compile()`, `torch.compile(module)`, or a compiled `forward`."""
+    """Whether calls of `module` are compiled: `module.compile()`, `torch.compile(module)`, or a method of it."""
     return (
         module._compiled_call_impl is not None
         or type(module).__name__ == "OptimizedModule"
-        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        or bool(_compiled_methods(module))
     )
 
 
@@ -37,20 +39,15 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
     Returns:
         A function that undoes it.
     """
-    compiled = module._compiled_call_impl
-    if compiled is not None:
-
-        def call(*args: object, **kwargs: object) -> object:
-            before()
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                after()
-
-        module._compiled_call_impl = call
+    if module._compiled_call_impl is not None:
+        return _wrap(module, "_compiled_call_impl", before, after)
+    if methods := [name for name in _compiled_methods(module) if name != "forward"]:
+        # Those of a LightningModule that was compiled as a whole, which call its `forward` in compiled code.
+        undo = [_wrap(module, name, before, after) for name in methods]
 
         def restore() -> None:
-            module._compiled_call_impl = compiled
+            for function in undo:
+                function()
 
         return restore
     # Hooks on a module whose `forward` alone is compiled run outside of it.
@@ -62,3 +59,28 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
         last.remove()
 
     return remove
+
+
+def _compiled_methods(module: nn.Module) -> list[str]:
+    """Returns the names of methods that `torch.compile` has replaced on the instance."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable")
+    ]
+
+
+def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Has `before` and `after` called around a compiled attribute of `module`, and returns what undoes it."""
+    compiled = getattr(module, name)
+
+    @wraps(compiled)  # with the attributes by which it is still known as compiled
+    def call(*args: object, **kwargs: object) -> object:
+        before()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            after()
+
+    setattr(module, name, call)
+    return partial(setattr, module, name, compiled)

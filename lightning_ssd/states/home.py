@@ -30,7 +30,7 @@ class Opened:
         low: of split master weights, what is not in `weights`, int16.
         states: fp32 optimizer states by name, zero before the first step.
         buffer: staging memory that it all lies in.
-        out: where a step puts new values: here, or in another slot.
+        other: the other slot, where a step puts new values; None: it puts them here.
     """
 
     weights: Tensor
@@ -38,9 +38,12 @@ class Opened:
     low: Tensor | None
     states: dict[str, Tensor]
     buffer: PinnedBuffer | None = None
+    other: "Opened | None" = None
 
-    def __post_init__(self) -> None:
-        self.out: Opened = self
+    @property
+    def out(self) -> "Opened":
+        """Where a step puts new values. (No attribute: a cycle would keep the memory until a garbage collection.)"""
+        return self if self.other is None else self.other
 
     def copy(self, other: "Opened") -> None:
         """Takes the values of another of the same layout."""
@@ -440,7 +443,7 @@ class Home:
         if step:
             others = [place.other(part) for place, part in zip(self._places, parts, strict=True)]
             if any(other is not part for other, part in zip(others, parts, strict=True)):
-                opened.out = self.layout.opened(others[0], others[1] if rest is not None else None)
+                opened.other = self.layout.opened(others[0], others[1] if rest is not None else None)
         return opened
 
     @staticmethod

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.copies import Busy, Copies, Mark
 from lightning_ssd.states.access import Access
-from lightning_ssd.states.compile import around_calls, compiled_regions
+from lightning_ssd.states.compile import around_calls, compiled_regions, is_compiled
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.futures import all_of, finished, then
@@ -218,6 +218,12 @@ class ModelStates:
         self._shown.access = self._access
         self._handles: list[RemovableHandle] = []
         self._restore: list[Callable[[], None]] = []
+        if is_compiled(module) and homes:
+            log.warning(
+                "%s is compiled as a whole, so that all its weights are fetched together. To have a few on the device "
+                "at a time, compile its blocks (`block.compile()`) instead.",
+                type(module).__name__,
+            )
         for region in compiled_regions(module):
             self._hook_region(region)
         for index, (modules, flats) in enumerate(units):
@@ -532,7 +538,7 @@ class ModelStates:
         for flat in self.homes:
             flat.fetch = flat.refuse_fetch
         self._access.close()
-        for restore in self._restore:
+        for restore in reversed(self._restore):  # some wrap the same attribute
             restore()
         ending.run(self._gate.shut)
         ending.run(self._copies.drain)

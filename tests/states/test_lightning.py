@@ -339,17 +339,18 @@ def open_scratch_files() -> list[str]:
 
 
 def test_optimizer_states_on_ssds_stay_there_after_training_until_the_optimizer_goes(tmp_path: Path) -> None:
-    gc.collect()  # the optimizers of other tests
+    gc.collect()
+    others = len(open_scratch_files())  # of optimizers that other tests have left
     trainer = fitted(tmp_path, ssd())
     (optimizer,) = trainer.optimizers
     tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     lazy = [value for value in tensors if isinstance(value, LazyTensor)]
     assert len(lazy) == len(tensors) and all(value._read is not None for value in lazy)
-    assert len(open_scratch_files()) == 1 and not list(tmp_path.rglob("lightning_ssd-*"))
+    assert len(open_scratch_files()) == others + 1 and not list(tmp_path.rglob("lightning_ssd-*"))
     assert copy.deepcopy(optimizer.state_dict())["state"] and lazy[0]._read is None
     del optimizer, tensors, lazy, trainer
     gc.collect()
-    assert open_scratch_files() == []
+    assert len(open_scratch_files()) <= others
 
 
 class Keeping(Model):
