@@ -51,6 +51,10 @@ class Source(ABC):
     access: "Access"
     name: str
 
+    def __init__(self) -> None:
+        self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
+        """Views of the values that other code holds."""
+
     @abstractmethod
     def read(self) -> Tensor:
         """Returns the values on the plain parameter's device: the resident ones, or a copy."""
@@ -67,6 +71,7 @@ class Weights(Source):
     """The weights of one parameter."""
 
     def __init__(self, access: "Access", flat: Flat, index: int) -> None:
+        super().__init__()
         self.access = access
         self.flat = flat
         self.index = index
@@ -102,6 +107,22 @@ class Weights(Source):
     def changed(self) -> None:
         if not self.whole:
             torch.autograd.graph.increment_version(self.item.parameter)
+
+
+class Replaced(Source):
+    """Values that were a parameter's until its `.data` was set: aliases from before keep them, as in plain training."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.access = source.access
+        self.name = source.name
+        self._values = source.read().detach().clone()
+
+    def read(self) -> Tensor:
+        return self._values
+
+    def write(self, values: Tensor) -> None:
+        """Does nothing: `read` has returned the values themselves."""
 
 
 class Access:
@@ -388,7 +409,13 @@ class Access:
                 f"`.data` of {source.name}, which is offloaded, can't become {data.dtype} {list(data.shape)} on "
                 f"{data.device} while it trains: it is {plain[1]} {list(plain[0])} on {plain[2]}. {_REMEDY}"
             )
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            if source.aliases:
+                with self.stream.hold([] if source.whole else [source.flat], record=False):
+                    replaced = Replaced(source)
+                for alias in list(source.aliases):
+                    alias.source = replaced
+                source.aliases.clear()
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
 
 

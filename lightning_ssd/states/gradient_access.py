@@ -22,6 +22,7 @@ class GradientSource(Source):
     """
 
     def __init__(self, access: Access, gradients: "GradientAccess", flat: Flat, index: int) -> None:
+        super().__init__()
         self.access = access
         self._gradients = gradients
         self._flat = flat

@@ -143,6 +143,7 @@ class OffloadedView(Tensor):
         view.source = source
         view.offset = offset
         view.versioned = versioned
+        source.aliases.add(view)
         return view
 
     @classmethod

@@ -392,6 +392,24 @@ def test_all_that_people_do_with_states_on_ssd(tmp_path: Path) -> None:
     compare(tmp_path, lambda: Toy("on_train_batch_end", act, torch.optim.AdamW, lr=0.01), "ssd")
 
 
+@pytest.mark.parametrize("states", PLACES)
+def test_an_alias_keeps_values_that_are_replaced(tmp_path: Path, states: str) -> None:
+    """Aliases from before `.data` is set keep the old values, and have no effect; later ones are live."""
+
+    def act(module: Any) -> Any:
+        weight = module.blocks[0].up.weight
+        aliases = module.__dict__.setdefault("aliases", [])
+        with torch.no_grad():
+            aliases += [weight.data, weight.t()]
+            weight.data = weight.data * 0.5
+            aliases += [weight.data]
+            for number, alias in enumerate(aliases):
+                alias[number % 8] += number + 1
+        return [alias.detach().clone() for alias in aliases]
+
+    compare(tmp_path, lambda: Toy("on_train_batch_end", act), states)
+
+
 def test_an_alias_is_live(tmp_path: Path) -> None:
     """It shows the weights of the moment, and what is written to it counts, as long as it is kept."""
 
