@@ -16,7 +16,7 @@ Threads: the training thread, and autograd's while the training thread waits in 
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -221,6 +221,8 @@ class Access:
         offloaded_in(kwargs, found)
         if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
             return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            _check_full_precision(found.values())
         first = args[0] if args else None
         if isinstance(first, OffloadedParameter | OffloadedView):
             parameter = first if isinstance(first, OffloadedParameter) else None
@@ -433,6 +435,17 @@ class _WholeWeight(torch.autograd.Function):
         source: Weights = ctx.source
         source.access.add_grad(source.flat, source.index, gradient)
         return None, None
+
+
+def _check_full_precision(tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
+    """Raises RuntimeError if the graph has a weight of `tensors` in 16 bits, where plain Lightning has it in fp32."""
+    for tensor in tensors:
+        if isinstance(tensor, OffloadedParameter) and not _weights(tensor).whole and tensor.flat.mixed:
+            raise RuntimeError(
+                f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 bits on "
+                "the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, or set "
+                "`states='gpu'`."
+            )
 
 
 def _weights(parameter: OffloadedParameter) -> Weights:

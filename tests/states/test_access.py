@@ -392,6 +392,12 @@ def test_all_that_people_do_with_states_on_ssd(tmp_path: Path) -> None:
     compare(tmp_path, lambda: Toy("on_train_batch_end", act, torch.optim.AdamW, lr=0.01), "ssd")
 
 
+def test_gradients_of_weights_in_16_bits_are_refused(tmp_path: Path) -> None:
+    """`torch.autograd.grad` would return another gradient than in plain training."""
+    with pytest.raises(RuntimeError, match=r"`torch.autograd.grad`.*blocks.0.up.weight.*states='gpu'"):
+        fit(tmp_path, Toy("on_train_batch_end", _graph), "host", precision="bf16-mixed")
+
+
 @pytest.mark.parametrize("states", PLACES)
 def test_an_alias_keeps_values_that_are_replaced(tmp_path: Path, states: str) -> None:
     """Aliases from before `.data` is set keep the old values, and have no effect; later ones are live."""
