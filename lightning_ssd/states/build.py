@@ -431,7 +431,7 @@ def of_residents(units: Sequence[Unit], leaving: set[nn.Parameter], *, hold: boo
     for unit in units:
         own = {parameter for _, parameter in unit.parameters if parameter in leaving}
         if not hold or all(parameter.dtype == torch.float32 for parameter in own):
-            chosen |= own  # else hooks would look for gradients of master weights, which are on the host only
+            chosen |= own  # else hooks would find fp32 gradients where plain training has 16-bit ones
     return chosen
 
 

@@ -266,6 +266,7 @@ class ModelStates:
         """A forward begins, with a backward ("train") or without."""
         self._staged.unstage()
         self._shown.hide(False)  # a step that failed
+        self._masters.follow()
         self._stream.begin(kind)
 
     def end_backward(self) -> None:
@@ -516,6 +517,7 @@ class ModelStates:
         self.drain()
         self.state_dicts.before_change()
         self._stream.release_all()
+        self._masters.adopt()
         masters = {parameter: master.data for parameter, master in self._masters.of.items()}
         ending = Ending()
         ending.run(self._end)
@@ -581,7 +583,8 @@ class ModelStates:
     def _hook_region(self, region: nn.Module) -> None:
         """Has calls of a compiled module find ordinary parameters, whose weights are on the device."""
         parameters = [parameter for parameter in region.parameters() if parameter in self._where]
-        if not parameters:
+        mastered = [parameter for parameter in region.parameters() if parameter in self._masters.of]
+        if not parameters and not mastered:
             return
         running: list[contextlib.ExitStack] = []
         """One for each call that is under way: a region may be called inside its own backward, to recompute."""
@@ -592,6 +595,7 @@ class ModelStates:
                     flats = dict.fromkeys(self._where[parameter][0] for parameter in parameters)
                     stack.enter_context(self._stream.hold(flats, record=True))
                     stack.enter_context(self._access.ordinary(parameters))
+                    stack.enter_context(self._masters.ordinary(mastered))
                 running.append(stack.pop_all())
 
         def after() -> None:

@@ -143,11 +143,14 @@ def regroup_model_states(
             gradients = {p: p.grad.float().cpu() for p in offloaded if p.grad is not None and p in groups}
             gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
     resident = {parameter for parameter in module.parameters() if parameter in states.masters}
+    of_masters = {parameter: parameter.grad for parameter in resident}
     remade = _remake(states, module, optimizers, groups, resident | set(offloaded), wanted, device, setup)
     if gradients:
         with remade.lend_gradients():
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
+    for parameter in resident & remade.masters.keys():
+        parameter.grad = of_masters[parameter]
     return remade
 
 

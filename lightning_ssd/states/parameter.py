@@ -63,6 +63,11 @@ class Kind(Enum):
 class OffloadedParameter(nn.Parameter):
     """The class of a parameter while its weights are offloaded.
 
+    Some functions of torch, which do not call `__torch_function__`, read a tensor's memory in C++, and an evicted
+    parameter has none: on a CPU they end the process with SIGSEGV. They are `torch.tensor(p)`, `x.new_tensor(p)`,
+    `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. Give them `p.clone()`, or
+    call them inside `whole_weights()`. `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
+
     Attributes:
         flat: the flat that it belongs to.
         source: its weights as plain Lightning has them.

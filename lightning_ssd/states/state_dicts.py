@@ -102,7 +102,9 @@ class StateDicts:
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         """Puts the master weights where the module has put what is on the device: copies of those that have left."""
         streamed = self._streamed(owner)
-        for name, parameter in self._mastered(owner):
+        mastered = self._mastered(owner)
+        self._masters.adopt(parameter for _, parameter in mastered)
+        for name, parameter in mastered:
             if prefix + name in state:
                 state[prefix + name] = self._masters.of[parameter].detach()
         if self._without:
