@@ -206,3 +206,25 @@ def test_copies_are_ordinary_parameters() -> None:
     parameter, _ = _masters()
     for other in (copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter))):
         assert type(other) is nn.Parameter and torch.equal(other, parameter)
+
+
+class Regrouped(Model):
+    """Divides the optimizer's group between two micro-batches of a step."""
+
+    divides = True
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        groups = self.trainer.optimizers[0].param_groups
+        if self.divides and len(groups) == 1:
+            groups.append({**groups[0], "params": groups[0]["params"][1:]})
+            groups[0]["params"] = groups[0]["params"][:1]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def test_gradients_are_kept_when_parameter_groups_change(tmp_path: Path) -> None:
+    how: Any = dict(precision="bf16-true", limit_val_batches=0, accumulate_grad_batches=2, max_epochs=1)
+    other = Regrouped()
+    other.divides = False
+    assert_same(train(tmp_path, some_stay(), Regrouped(), **how), train(tmp_path, some_stay(), other, **how))
