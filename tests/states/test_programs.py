@@ -1,0 +1,211 @@
+"""Random models, and user code at random hooks, against plain Lightning in every placement of the states."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.states.test_access import Toy, assert_same, fit
+
+WIDTH = 8
+
+Build = Callable[[list[nn.Module]], nn.Module]
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + 0.5 * self.inner(x)
+        return result
+
+
+class Tied(nn.Module):
+    """Multiplies with the weight of another module, transposed."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Scaled(nn.Module):
+    """A parameter of its own beside a child with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * self.scale
+
+
+def linear(made: list[nn.Module]) -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def frozen(made: list[nn.Module]) -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+
+def half_frozen(made: list[nn.Module]) -> nn.Module:
+    module = nn.Linear(WIDTH, WIDTH)
+    module.bias.requires_grad_(False)
+    return module
+
+
+def shared(made: list[nn.Module]) -> nn.Module:
+    """The same module again, if there is one."""
+    return made[0] if made else nn.Linear(WIDTH, WIDTH)
+
+
+def tied(made: list[nn.Module]) -> nn.Module:
+    others = [part for module in made for part in module.modules() if isinstance(part, nn.Linear)]
+    return Tied(others[-1]) if others else nn.Linear(WIDTH, WIDTH)
+
+
+def nested(made: list[nn.Module]) -> nn.Module:
+    inner = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+    return Residual(inner)
+
+
+def scaled(made: list[nn.Module]) -> nn.Module:
+    return Scaled()
+
+
+def without_parameters(made: list[nn.Module]) -> nn.Module:
+    return nn.Tanh()
+
+
+PARTS: list[Build] = [linear, frozen, half_frozen, shared, tied, nested, scaled, without_parameters]
+
+
+# ---- user code ----
+
+
+def norms(module: Any) -> Any:
+    return [float(parameter.detach().norm()) for parameter in module.parameters()]
+
+
+def clamp(module: Any) -> Any:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.4, 0.4)
+
+
+def average(module: Any) -> Any:
+    with torch.no_grad():
+        for old, new in zip(module.target.parameters(), module.pair.parameters(), strict=True):
+            old.lerp_(new, 0.3)
+
+
+def swap(module: Any) -> Any:
+    state = {name: value.clone() for name, value in module.pair.state_dict().items()}
+    module.pair.load_state_dict(module.target.state_dict())
+    module.target.load_state_dict(state)
+
+
+def initialise(module: Any) -> Any:
+    with torch.no_grad():
+        nn.init.constant_(module.pair.bias, 0.1)
+
+
+def duplicate(module: Any) -> Any:
+    return [parameter.detach().clone() for parameter in copy.deepcopy(module.pair).parameters()]
+
+
+def gradients(module: Any) -> Any:
+    return [None if parameter.grad is None else parameter.grad.detach().clone() for parameter in module.parameters()]
+
+
+def scale_gradients(module: Any) -> Any:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def clip(module: Any) -> Any:
+    return nn.utils.clip_grad_norm_(module.parameters(), 0.1).item()
+
+
+WEIGHTS = [norms, clamp, average, swap, initialise, duplicate]
+GRADIENTS = [gradients, scale_gradients, clip]
+HOOKS = ["on_fit_start", "on_train_start", "on_train_batch_start", "on_before_zero_grad", "on_train_batch_end",
+         "on_train_epoch_end"]  # fmt: skip
+GRADIENT_HOOKS = ["on_after_backward", "on_before_optimizer_step"]
+
+USER_CODE = st.lists(
+    st.tuples(st.sampled_from(HOOKS), st.sampled_from(WEIGHTS))
+    | st.tuples(st.sampled_from(GRADIENT_HOOKS), st.sampled_from([*GRADIENTS, norms])),
+    max_size=3,
+)
+PROGRAMS = st.lists(st.sampled_from(PARTS), min_size=1, max_size=5)
+TRAININGS = st.fixed_dictionaries(
+    {
+        "optimizer": st.sampled_from([torch.optim.SGD, torch.optim.AdamW]),
+        "clip": st.sampled_from([None, 0.05]),
+        "accumulate": st.sampled_from([1, 2]),
+        "overlap": st.sampled_from(["optimized", "none"]),
+    }
+)
+
+
+class Program(Toy):
+    """A chain of random parts, an unused one, and two modules that user code plays with."""
+
+    def __init__(self, parts: list[Build], optimizer: Any) -> None:
+        super().__init__(optimizer=optimizer, lr=0.01)
+        torch.manual_seed(3)
+        made: list[nn.Module] = []
+        for part in parts:
+            made.append(part(made))
+        self.blocks = nn.ModuleList(made)
+        self.pair = nn.Linear(WIDTH, WIDTH)
+        self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.pair(x)
+        return result
+
+
+def run(path: Path, parts: list[Build], code: Any, training: Any, states: str | None) -> Program:
+    module = Program(parts, training["optimizer"])
+    for hook, action in code:
+        module.at(hook, action)
+    strategy = None if states is None else {"overlap": training["overlap"]}
+    arguments = {"gradient_clip_val": training["clip"], "accumulate_grad_batches": training["accumulate"]}
+    return fit(path, module, states, strategy=strategy, **arguments)  # type: ignore[no-any-return]
+
+
+def check(path: Path, parts: list[Build], code: Any, training: Any, places: tuple[str, ...]) -> None:
+    plain = run(path, parts, code, training, None)
+    for states in places:
+        assert_same(run(path, parts, code, training, states), plain)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAMS, USER_CODE, TRAININGS)
+def test_random_programs(tmp_path: Path, parts: list[Build], code: Any, training: Any) -> None:
+    """User code sees the numbers that it sees in plain Lightning, and the weights are the same at the end."""
+    check(tmp_path, parts, code, training, ("host",))
+
+
+@pytest.mark.thorough
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAMS, USER_CODE, TRAININGS)
+def test_more_random_programs(tmp_path: Path, parts: list[Build], code: Any, training: Any) -> None:
+    """The same, with states on SSDs, too."""
+    check(tmp_path, parts, code, training, ("host", "ssd"))
