@@ -164,7 +164,7 @@ def train(
     counters = {
         name: dict(counts)
         for name, counts in torch._dynamo.utils.counters.items()
-        if name in ("frames", "stats", "graph_break", "unimplemented", "recompile_limit", "recompiles")
+        if counts and name in ("frames", "stats", "graph_break", "unimplemented", "recompile_limit", "recompiles")
     }
     weights = [parameter.detach().clone() for parameter in module.parameters()]
     return [*module.losses, *weights], counters
