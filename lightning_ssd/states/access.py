@@ -275,7 +275,10 @@ class Access:
         kwargs: Mapping[str, Any],
         found: "dict[int, OffloadedParameter | OffloadedView]",
     ) -> Any:
-        writes = kind is Kind.WRITE or kwargs.get("out") is not None
+        written: dict[int, OffloadedParameter | OffloadedView] = {}
+        offloaded_in(args[:1] if kind is Kind.WRITE else (), written)
+        offloaded_in(kwargs.get("out"), written)
+        writes = bool(written)  # `x += p` writes to a tensor of the user, and autograd follows it
         computing = torch.is_grad_enabled() and not writes
         matmul = kind is Kind.MATMUL
         with self._values(found, computing=computing, matmul=matmul) as values, _references_saved():

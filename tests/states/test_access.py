@@ -392,6 +392,60 @@ def test_all_that_people_do_with_states_on_ssd(tmp_path: Path) -> None:
     compare(tmp_path, lambda: Toy("on_train_batch_end", act, torch.optim.AdamW, lr=0.01), "ssd")
 
 
+def _set_rows(x: Tensor, p: Tensor) -> Tensor:
+    x[:2] = p
+    return x
+
+
+IN_PLACE = {
+    "__iadd__": lambda x, p: x.__iadd__(p),
+    "__imul__": lambda x, p: x.__imul__(p),
+    "__setitem__": _set_rows,
+    "add_": lambda x, p: x.add_(p, alpha=2.0),
+    "sub_": lambda x, p: x.sub_(p),
+    "mul_": lambda x, p: x.mul_(p),
+    "div_": lambda x, p: x.div_(p + 3),
+    "copy_": lambda x, p: x.copy_(p),
+    "lerp_": lambda x, p: x.lerp_(p.expand_as(x), 0.5),
+    "addcmul_": lambda x, p: x.addcmul_(p, p),
+    "addcdiv_": lambda x, p: x.addcdiv_(p, p.abs() + 1),
+    "masked_scatter_": lambda x, p: x.masked_scatter_(torch.ones_like(x[:1], dtype=torch.bool), p.repeat(len(x))),
+    "index_copy_": lambda x, p: x.index_copy_(0, torch.tensor([0]), p[None]),
+    "index_add_": lambda x, p: x.index_add_(0, torch.tensor([1]), p[None]),
+    "addr_": lambda x, p: x.addr_(torch.ones(len(x)), p),
+    "hypot_": lambda x, p: x.hypot_(p),
+    "_foreach_add_": lambda x, p: (torch._foreach_add_([x], [p]), x)[1],
+    "out": lambda x, p: torch.mul(x.detach(), p.detach(), out=torch.empty_like(x)) + x,
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_operators_that_write_a_parameter_into_another_tensor(tmp_path: Path, name: str) -> None:
+    """`x += p`: the tensor is the user's, and the parameter has a gradient, in its unit's forward and outside of it."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = IN_PLACE[name](self.linear(x).clone(), self.shift)
+            return result
+
+    class Shifting(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks.append(Shifted())
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = IN_PLACE[name](super().forward(x).clone(), self.blocks[2].shift)
+            return result
+
+    for states in PLACES:
+        compare(tmp_path, Shifting, states)
+
+
 def test_gradients_of_weights_in_16_bits_are_refused(tmp_path: Path) -> None:
     """`torch.autograd.grad` would return another gradient than in plain training."""
     with pytest.raises(RuntimeError, match=r"`torch.autograd.grad`.*blocks.0.up.weight.*states='gpu'"):
