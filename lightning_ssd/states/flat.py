@@ -126,15 +126,17 @@ class Flat:
 
     def load(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]) -> Tensor:
         """Returns a view of the storage, which is resident."""
-        return torch.empty(0, dtype=dtype, device=self.device).set_(self._storage, offset, size, stride)
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(0, dtype=dtype, device=self.device).set_(self._storage, offset, size, stride)
 
     def _make_storage(self) -> None:
         """Makes a storage without memory. It is marked: a saved tensor that shares it is a weight of this flat."""
-        weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        self._views = [item.of(weights) for item in self.slices]
-        self._storage = weights.untyped_storage()
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self._storage)
-        del weights
+        with torch._C._DisableTorchDispatch():  # user code may follow the forward in which this is called
+            weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            self._views = [item.of(weights) for item in self.slices]
+            self._storage = weights.untyped_storage()
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self._storage)
+            del weights
         self._references = torch._C._storage_Use_Count(self._storage._cdata)
         """Of the storage, all but those of parameters that are views of it."""
         self._storage.resize_(0)
