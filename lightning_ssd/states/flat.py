@@ -49,6 +49,17 @@ class Slice:
         """Returns the parameter's view of `flat`, a contiguous tensor with one element for each of the flat's."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
+    def flatten(self, values: Tensor) -> Tensor:
+        """Returns the elements of `values`, which has the parameter's shape, in the order in which the flat has them.
+
+        Returns:
+            A contiguous one-dimensional tensor of `numel` elements; a view where `values` lies in memory as they do.
+        """
+        if values.stride() != self.stride:
+            laid = torch.empty_strided(self.shape, self.stride, dtype=values.dtype, device=values.device)
+            values = laid.copy_(values)
+        return values.as_strided((self.numel,), (1,))
+
 
 class Flat:
     """The device's side of some parameters of a unit.

@@ -756,7 +756,7 @@ class ModelStates:
             self._norms[parameter] = torch._foreach_norm([grad.float()])[0]
         if complete:
             self._stream.retire(flat)
-        data = grad.detach().contiguous().view(-1).view(torch.uint8)
+        data = flat.slices[index].flatten(grad.detach()).view(torch.uint8)
         mark = self._copies.out(data, gradient.target(index), self._copies.mark(), awaited=True)
         gradient.mark = mark
         self._leave(data, mark)

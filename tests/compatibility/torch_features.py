@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.compatibility.case import EQUAL, Case, Expectation, NotYet, Refused
+from tests.compatibility.case import EQUAL, Case, Expectation, Refused
 from tests.compatibility.families import WIDTH, Trained, convolutions, mlp, pictures, rows
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -308,10 +308,6 @@ CASES = [
     case("Complex parameters", make=Complex),
     case("float64, 0-dimensional and unused parameters", make=Double),
     case("Buffers that change in the forward", make=Buffered),
-    Case(
-        "`channels_last`",
-        ChannelsLast,
-        NotYet("offloaded weights have the default memory format, so that convolutions round otherwise"),
-    ),
+    Case("`channels_last`", ChannelsLast),
     case("`Module.compile` of each layer, aot_eager", make=compiled("aot_eager")),
 ]

@@ -205,6 +205,33 @@ def check(path: Path, parts: list[Build], code: Any, training: Any, places: tupl
             assert_same(found, plain)
 
 
+class Strided(nn.Module):
+    """A parameter whose elements lie in memory in any order."""
+
+    def __init__(self, shape: list[int], order: list[int]) -> None:
+        super().__init__()
+        ordered = torch.randn([shape[dim] for dim in order], generator=torch.Generator().manual_seed(5))
+        back = [order.index(dim) for dim in range(len(order))]
+        self.weight = nn.Parameter(ordered.permute(back))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.weight.reshape(-1, self.weight.shape[-1]) if self.weight.dim() else self.weight.reshape(1, 1)
+        return x + (rows * torch.arange(1.0, rows.numel() + 1).view_as(rows)).tanh().mean() * x.sigmoid()
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(1, 5), max_size=4).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
+    ),
+    TRAININGS,
+)
+def test_parameters_in_any_memory_order(tmp_path: Path, geometry: Any, training: Any) -> None:
+    """A gradient belongs to the elements that it is of, however they lie in memory."""
+    parts: list[Build] = [lambda made: Strided(*geometry), linear]
+    check(tmp_path, parts, [], training, ("host", "ssd"))
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, USER_CODE, TRAININGS)
 def test_random_programs(tmp_path: Path, parts: list[Build], code: Any, training: Any) -> None:
