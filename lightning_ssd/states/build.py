@@ -24,7 +24,7 @@ from lightning_ssd.states.gradient import LandingMemory
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.journal import Journal, Record, has_record, read_record
 from lightning_ssd.states.loaded import Loaded, exact_value
-from lightning_ssd.states.masters import Masters
+from lightning_ssd.states.masters import MasteredParameter, Masters
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
 from lightning_ssd.states.model_states import ModelStates, Overlap, StepTerms
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, rule_for
@@ -227,7 +227,7 @@ def leaving_parameters(module: nn.Module, min_bytes: int) -> set[nn.Parameter]:
         parameter
         for parameter in module.parameters()
         if parameter not in stays
-        and type(parameter) is nn.Parameter
+        and type(parameter) in (nn.Parameter, MasteredParameter)
         and parameter.layout is torch.strided
         and (
             (parameter.dtype == torch.float32 and parameter.numel() * 4 >= max(1, min_bytes))

@@ -66,7 +66,7 @@ def make(parts: list[int], dtype: torch.dtype, halves: bool, slots: int) -> tupl
     opened = values()
     opened.take(torch.randn(flat.numel, generator=generator))
     if slots == 2:
-        opened.out = values()
+        opened.other = values()
     return flat, opened
 
 
@@ -137,7 +137,7 @@ def follow_torch(
     sizes = (flat.nbytes, max(layout.rest_bytes, 1))
     opened, other = (layout.opened(*(torch.zeros(size, dtype=torch.uint8) for size in sizes)) for _ in range(2))
     if slots == 2:
-        opened.out = other
+        opened.other = other
     masters = torch.zeros(flat.numel)
     for item, parameter in zip(flat.slices, parameters, strict=True):
         item.of(masters).copy_(parameter.data)
@@ -156,7 +156,7 @@ def follow_torch(
         if out is not opened:  # what was is there until the step counts
             after = (opened.masters(), *opened.states.values())
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-            opened, out.out = out, opened
+            opened, out.other = out, opened
         for index, (item, parameter) in enumerate(zip(flat.slices, parameters, strict=True)):
             assert torch.equal(item.of(opened.masters()), parameter.data)
             state, expected = rule.state_of(index, opened), optimizer.state[parameter]
