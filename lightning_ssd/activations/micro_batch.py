@@ -41,6 +41,10 @@ class Pattern:
         """Bytes of the storages that `is_wanted_early` does not keep on the device."""
         return sum(size for index, size in enumerate(self.sizes) if not self.is_wanted_early(index, window_bytes))
 
+    def has(self, index: int, nbytes: int) -> bool:
+        """Whether storage `index` had `nbytes` bytes."""
+        return index < len(self.sizes) and self.sizes[index] == nbytes
+
     def is_wanted_early(self, index: int, window_bytes: int) -> bool:
         """Whether storage `index` is what backward wanted first, or in the `window_bytes` after that."""
         before = self._bytes_before.get(index)
@@ -103,14 +107,12 @@ class MicroBatch:
     def stays_again(self, nbytes: int, window_bytes: int) -> bool:
         """Whether the next saved storage may stay on the device without a record, if the placement leaves it there.
 
-        A record takes the host some 20 us, and tells where in the order of backward its storage comes. Of a storage
-        that comes up as in the last micro-batch that is known, unless it is wanted in the first `window_bytes`.
+        A record takes the host some 20 us. It shows where in the order of backward its storage comes, which is known
+        for a storage that is saved as in the last micro-batch. Storages that backward wants within its first
+        `window_bytes` are always recorded.
         """
         index, repeated = len(self.sizes), self._repeated
-        if repeated is None:
-            return False
-        if index >= len(repeated.sizes) or repeated.sizes[index] != nbytes:
-            self._repeated = None
+        if repeated is None or not repeated.has(index, nbytes):
             return False
         return not repeated.is_wanted_early(index, window_bytes)
 
@@ -137,10 +139,9 @@ class MicroBatch:
         self.sizes.append(nbytes)
         self.saved_bytes += nbytes
         self._records.append(record)
-        if self._repeated is None or len(self._candidates) > 1:
-            self._candidates = [
-                pattern for pattern in self._candidates if index < len(pattern.sizes) and pattern.sizes[index] == nbytes
-            ]
+        self._candidates = [pattern for pattern in self._candidates if pattern.has(index, nbytes)]
+        if self._repeated is not None and not self._repeated.has(index, nbytes):
+            self._repeated = None
 
     def keeps(self, record: Record, window_bytes: int) -> bool:
         """Whether backward will want `record` so early that it would be fetched back at once: it never leaves."""
