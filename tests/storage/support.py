@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,12 @@ def read(store: BlobStore, blob: Blob) -> torch.Tensor:
     for future in [store.read(piece, data[piece.start : piece.start + piece.nbytes]) for piece in blob.pieces]:
         future.result()
     return data
+
+
+def open_files(path: Path) -> list[str]:
+    """Returns the files and directories at and below `path` that this process has open, removed ones included."""
+    files = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
+            files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [file for file in files if file == str(path) or file.startswith(f"{path}/")]

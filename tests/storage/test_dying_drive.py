@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lightning_ssd.storage import BlobStore, ChecksumError, StorageError, StorageFullError, calibration
-from tests.storage.support import CPU, KIB, noise, read, write
+from tests.storage.support import CPU, KIB, noise, open_files, read, write
 
 PAGE = 4096
 CALLS = {
@@ -116,7 +116,7 @@ def check_position(
     """Returns whether there was a call at `position`."""
     path.mkdir()
     log.clear()
-    fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    threads = set(threading.enumerate())
     raised: BaseException | None = None
     with failing(lambda index, name: number if index == position or (lasting and index > position) else None) as drive:
         try:
@@ -138,8 +138,8 @@ def check_position(
         assert message.count(". ") >= 1, where  # the remedy
     told = raised is not None
     raised = cause = None
-    assert len(os.listdir("/proc/self/fd")) == fds, where
-    assert threading.active_count() == threads, where
+    assert not open_files(path), where
+    assert set(threading.enumerate()) <= threads, where
     left = list(path.iterdir())
     if left and drive.failed and not keep:
         assert set(drive.failed) & REMOVALS, where

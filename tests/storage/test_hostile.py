@@ -22,7 +22,7 @@ from lightning_ssd.storage import (
     StorageError,
 )
 from lightning_ssd.storage.scratch import kept_directory
-from tests.storage.support import CPU, KIB, noise, open_store, write
+from tests.storage.support import CPU, KIB, noise, open_files, open_store, write
 
 NOBODY = 65534
 KILLED = f"lightning_ssd-{'0' * 16}-rank0"
@@ -39,10 +39,6 @@ def snapshot(root: Path) -> Snapshot:
         content = path.read_bytes() if stat.S_ISREG(entry.st_mode) else None
         found[str(path.relative_to(root))] = (entry.st_mode, entry.st_uid, entry.st_nlink, content)
     return found
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
@@ -117,13 +113,13 @@ def test_a_kept_directory_that_another_user_may_have_made_is_refused(
     """The refusal names path, owner and remedy; nothing of it is read, written or removed."""
     path = kept_directory(shared)
     make(path, victim)
-    before, fds = snapshot(tmp_path), open_fds()
+    before = snapshot(tmp_path)
     read: list[object] = []
     with pytest.raises(NotPrivateError, match=rf"{path} .*{message}"):
         BlobStore([shared], device=CPU, keep=True, kept=lambda directory: read.append(directory))
     assert not read
     assert snapshot(tmp_path) == before
-    assert open_fds() == fds
+    assert not open_files(tmp_path)
 
 
 @pytest.mark.parametrize(("make", "message"), ROWS)
@@ -131,12 +127,12 @@ def test_what_another_user_may_have_made_is_not_swept(
     tmp_path: Path, shared: Path, victim: Path, make: Make, message: str
 ) -> None:
     make(shared / KILLED, victim)
-    before, fds = snapshot(tmp_path), open_fds()
+    before = snapshot(tmp_path)
     with open_store(shared, capacity=2**20) as store:
         blob = store.allocate(KIB)
         write(store, blob, noise(KIB))
     assert snapshot(tmp_path) == before
-    assert open_fds() == fds
+    assert not open_files(tmp_path)
 
 
 FILES: dict[str, tuple[Make, str]] = {
@@ -175,7 +171,7 @@ def test_a_file_that_another_user_may_have_put_into_a_kept_directory_is_refused(
     (path / "journal").chmod(0o600)
     (path / name).unlink()
     make(path / name, victim)
-    before, fds = snapshot(tmp_path), open_fds()
+    before = snapshot(tmp_path)
 
     def read(directories: Sequence[PrivateDirectory]) -> object:
         directories[0].read_file("journal")
@@ -184,7 +180,7 @@ def test_a_file_that_another_user_may_have_put_into_a_kept_directory_is_refused(
     with pytest.raises(NotPrivateError, match=rf"{path}/{name} .*{message}"):
         BlobStore([shared], device=CPU, capacity=2**20, keep=True, kept=read)  # type: ignore[arg-type]
     assert snapshot(tmp_path) == before
-    assert open_fds() == fds
+    assert not open_files(tmp_path)
 
 
 @pytest.mark.parametrize(("make", "message"), FILE_ROWS)
@@ -322,7 +318,6 @@ def test_a_directory_that_is_exchanged_at_any_moment(
     inode, before, home = victim.stat().st_ino, snapshot(victim), victim.parent
     exchanged = 0
     for position in range(100):
-        fds = open_fds()
 
         def attack() -> None:
             nonlocal exchanged
@@ -336,7 +331,7 @@ def test_a_directory_that_is_exchanged_at_any_moment(
         attacker = Attacker(position, attack)
         with suppress(StorageError):
             operation(shared, attacker)
-        assert open_fds() == fds
+        assert not open_files(tmp_path)
         (found,) = [path for path in [*home.iterdir(), *shared.iterdir()] if path.lstat().st_ino == inode]
         assert snapshot(found) == before, position
         if found != victim:
