@@ -18,6 +18,9 @@ from lightning_ssd.sizes import format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
 
+_DEFAULTS = "defaults.yaml"
+"""Name of the file beside a recipe whose keys the recipe changes, if there is one."""
+
 _SDK_NEEDED = """\
 This `lightning` command comes from lightning_ssd and knows one thing:
 
@@ -74,7 +77,8 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser = commands.add_parser(
         "run",
         help="train what a recipe describes",
-        description="Trains what a recipe describes. Its keys are those of LightningCLI's `fit`.",
+        description="Trains what a recipe describes. Its keys are those of LightningCLI's `fit`. A file "
+        "`defaults.yaml` in the recipe's folder is read first.",
         usage="%(prog)s [-h] RECIPE [-c MORE.yaml ...] [--KEY VALUE ...]",
         epilog="`RECIPE --help` lists all keys, `RECIPE --print_config` the values that they have.",
     )
@@ -95,7 +99,7 @@ def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str])
 
 
 def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
-    """Returns the recipe as LightningCLI parses it; `run`: after training what it describes."""
+    """Returns the recipe, over `defaults.yaml` beside it, as LightningCLI parses it; `run`: after its training."""
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
     # LightningCLI knows a class by its short name only if the class is imported.
@@ -122,8 +126,10 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
             if run:
                 super()._run_subcommand(subcommand)
 
+    defaults = str(Path(recipe).absolute().with_name(_DEFAULTS))
     cli = RecipeCLI(
-        args=["fit", *_with_class_path(["--config", recipe, *overrides])],
+        args=["fit", *_with_class_path(["--config", recipe, *overrides], _strategy_in(defaults))],
+        parser_kwargs={"fit": {"default_config_files": [defaults]}},
         seed_everything_default=0,
         # Without a logger the log directory is the working directory, where the last run's file may be.
         save_config_kwargs={"overwrite": True},
@@ -131,13 +137,16 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
     return cli.config["fit"]
 
 
-def _with_class_path(args: Sequence[str]) -> list[str]:
+def _with_class_path(args: Sequence[str], name: object) -> list[str]:
     """Returns `args` with our strategies' names replaced by the class where arguments of it follow.
 
     LightningCLI takes `--trainer.strategy=NAME`, and arguments only beside a class path.
+
+    Args:
+        args: The arguments, configuration files among them.
+        name: `trainer.strategy` before `args` are read.
     """
     key, rest, result = "--trainer.strategy", list(args), list[str]()
-    name: object = None  # of the strategy, as far as `args` have been read
     while rest:
         option, equals, value = rest.pop(0).partition("=")
         given = [option + equals + value]

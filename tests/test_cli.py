@@ -110,9 +110,33 @@ class TestRun:
     def test_trains_with_a_strategy_by_name(self, recipe: str, strategy: str) -> None:
         assert cli.main(["run", recipe, f"--trainer.strategy={strategy}"]) == 0
 
-    @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/*.yaml")), ids=lambda path: path.name)
-    def test_accepts_the_recipes_that_we_ship(self, path: Path) -> None:
+    @pytest.mark.parametrize(
+        "path",
+        [path for path in sorted(ROOT.glob("recipes/*.yaml")) if path.name != "defaults.yaml"],
+        ids=lambda path: path.name,
+    )
+    def test_accepts_the_recipes_that_we_ship(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert _exit(["run", str(path), "--print_config"]) == 0
+        assert f"name: {path.stem}" in capsys.readouterr().out  # of its logs
+
+    def test_a_recipe_changes_single_keys_of_the_defaults_beside_it(
+        self, recipe: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Strategies by name among them, and a list is appended to."""
+        Path("defaults.yaml").write_text(
+            "trainer:\n  strategy: ssd_offload\n  max_steps: 70\n  log_every_n_steps: 7\n"
+            "  callbacks:\n    - class_path: lightning.pytorch.callbacks.LearningRateMonitor\n"
+        )
+        Path("more.yaml").write_text(
+            "trainer:\n  max_steps: 7\n  callbacks+:\n    - class_path: lightning.pytorch.callbacks.RichModelSummary\n"
+        )
+        assert _exit(["run", recipe, "-c", "more.yaml", "--trainer.strategy.offload=0.5", "--print_config"]) == 0
+        trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+        assert trainer["strategy"]["init_args"]["offload"] == 0.5
+        assert (trainer["max_steps"], trainer["log_every_n_steps"]) == (7, 7)
+        assert [callback["class_path"].rsplit(".")[-1] for callback in trainer["callbacks"]] == [
+            "LearningRateMonitor", "RichModelSummary",
+        ]  # fmt: skip
 
     def test_help(self, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert _exit(["run", "--help"]) == 0

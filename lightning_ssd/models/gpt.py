@@ -1,27 +1,23 @@
 """GPT: a decoder-only language model, GPT-2 as `transformers` has it, to pre-train or to fine-tune."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
-from torchmetrics.aggregation import RunningMean
 from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_ssd._lightning import pl
 from lightning_ssd.data.batch import Batch, count_samples, count_tokens, input_ids
-from lightning_ssd.models.optimizer import adamw_with_cosine
-
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from lightning_ssd.models.module import RecipeModule, exact
 
 _IGNORED = -100  # the label of what is not predicted, as in transformers
 
 
-class GPT(pl.LightningModule):
+class GPT(RecipeModule):
     """GPT-2, trained to predict the next token.
 
     A batch is token ids, int64 (batch, sequence), alone or as `{"input_ids": ids}`. Their labels are the ids
@@ -60,16 +56,11 @@ class GPT(pl.LightningModule):
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
     ) -> None:
-        super().__init__()
+        super().__init__(gradient_checkpointing, lr, betas, weight_decay, warmup_steps)
         # A checkpoint should hold plain types only.
         pretrained = None if pretrained is None else str(pretrained)
         self.save_hyperparameters()
         self.pretrained = pretrained
-        self.gradient_checkpointing = gradient_checkpointing
-        self.lr = lr
-        self.betas = betas
-        self.weight_decay = weight_decay
-        self.warmup_steps = warmup_steps
         self.config = (
             GPT2Config(
                 vocab_size=vocab_size,
@@ -88,31 +79,17 @@ class GPT(pl.LightningModule):
         if self.config.activation_function == "gelu_new":
             # The same function as one kernel, which keeps one tensor for backward instead of four.
             self.config.activation_function = "gelu_pytorch_tanh"
-        self.model: GPT2LMHeadModel | None = None
-        self.tokens_seen = 0
-        self.flops_per_batch = 0
-        # No check for NaN and no average over devices: the one would wait for the GPU, the other for all of
-        # them.
-        self.train_loss = RunningMean(window=16, nan_strategy="disable", sync_on_compute=False)
         self.perplexity = Perplexity(ignore_index=_IGNORED)
 
-    def configure_model(self) -> None:
-        """Makes the model, unless it is made already.
-
-        It is made here and not in `__init__`, so that a strategy decides where and in what precision.
-        """
-        if self.model is not None:
-            return
+    def build_model(self) -> nn.Module:
+        """Returns a GPT-2 with random weights, or that of the folder `pretrained`."""
         if self.pretrained is None:
-            self.model = GPT2LMHeadModel(self.config)
-        else:
-            self.model = GPT2LMHeadModel.from_pretrained(
-                self.pretrained, config=self.config, dtype=torch.get_default_dtype(), local_files_only=True
-            )
-            self.model.train()
-        if self.gradient_checkpointing:
-            recompute: Any = self.model.gradient_checkpointing_enable  # transformers leaves it untyped
-            recompute({"use_reentrant": False})
+            return GPT2LMHeadModel(self.config)
+        model: GPT2LMHeadModel = GPT2LMHeadModel.from_pretrained(
+            self.pretrained, config=self.config, dtype=torch.get_default_dtype(), local_files_only=True
+        )
+        model.train()
+        return model
 
     def setup(self, stage: str) -> None:
         """Checks that the data fits the model, where the data module says what it needs.
@@ -138,45 +115,26 @@ class GPT(pl.LightningModule):
         logits: Tensor = self.model(input_ids=ids).logits
         return logits
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_loss(self, batch: Batch) -> Tensor:
         """Returns the mean loss of a micro-batch, in nats a token."""
-        loss, _, _ = self._predict(batch)
-        self.tokens_seen += count_tokens(batch) * self.trainer.world_size
-        self.flops_per_batch = 3 * self._forward_flops(batch)
-        _exact(self.train_loss).update(loss.detach())
-        self.log("train/loss", loss, prog_bar=True)
-        self.log("train/loss_mean", self.train_loss.compute())
-        self.log("train/tokens", float(self.tokens_seen))
-        return loss
+        return self._predict(batch)[0]
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Measures the loss, in nats a token, and the perplexity on held-out text."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Measures the loss, in nats a token, and the perplexity on held-out text."""
-        self._evaluate(batch, "test")
-
-    def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
-        """Returns AdamW, and a learning rate that falls until the Trainer's run ends."""
-        return adamw_with_cosine(self, self.lr, self.betas, self.weight_decay, self.warmup_steps)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the count of tokens."""
-        checkpoint["tokens_seen"] = self.tokens_seen
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on with the saved count of tokens."""
-        self.tokens_seen = checkpoint["tokens_seen"]
-
-    def _evaluate(self, batch: Batch, stage: str) -> None:
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Mapping[str, Metric | Tensor]]:
+        """Returns the mean loss of held-out text, in nats a token, and the perplexity."""
         loss, logits, targets = self._predict(batch)
-        self.flops_per_batch = self._forward_flops(batch)
-        _exact(self.perplexity).update(logits, targets)
-        self.log(f"{stage}/loss", loss, prog_bar=True, batch_size=count_samples(batch), sync_dist=True)
-        self.log(f"{stage}/perplexity", self.perplexity, prog_bar=True)
+        exact(self.perplexity).update(logits, targets)
+        return loss, {"perplexity": self.perplexity}
 
-    def _forward_flops(self, batch: Batch) -> int:
+    def batch_size(self, batch: Batch) -> int:
+        """Returns the number of sequences."""
+        return count_samples(batch)
+
+    def count(self, batch: Batch) -> int:
+        """Returns the number of tokens."""
+        return count_tokens(batch)
+
+    def forward_flops(self, batch: Batch) -> int:
+        """Returns the FLOPs of a micro-batch's forward, counted as `forward_flops_per_token` does."""
         return count_tokens(batch) * forward_flops_per_token(self.config, input_ids(batch).shape[1])
 
     def _predict(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,11 +160,6 @@ def forward_flops_per_token(config: GPT2Config, sequence: int) -> int:
     """
     blocks = config.n_layer * (12 * config.n_embd**2 + 2 * sequence * config.n_embd)
     return 2 * (blocks + config.vocab_size * config.n_embd)
-
-
-def _exact(metric: Metric) -> Metric:
-    """Returns `metric`, with the fp32 sums that `bf16-true`, which casts all of the module, has taken from it."""
-    return metric.set_dtype(torch.float32)
 
 
 def _saved_config(folder: Path) -> GPT2Config:

@@ -82,7 +82,7 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(
         assert all(map(torch.equal, resumed.batches, straight.batches[seen:]))
         assert all(map(torch.equal, resumed.losses, straight.losses[seen:]))
         assert resumed.epochs == straight.epochs[seen:]
-        assert other.tokens_seen == model.tokens_seen == 32 * len(straight.batches)
+        assert other.seen == model.seen == 32 * len(straight.batches)
         assert all(map(torch.equal, other.parameters(), model.parameters()))
 
 

@@ -48,7 +48,7 @@ def test_loss_falls_on_a_text(tmp_path: Path, text: TextDataModule) -> None:
     assert seen["train/loss"] < 0.5 * math.log(257)
     assert seen["train/loss_mean"] < 0.5 * math.log(257)
     assert math.isclose(seen["val/perplexity"], math.exp(seen["val/loss"]), rel_tol=1e-4)
-    assert seen["train/tokens"] == model.tokens_seen == 60 * 4 * 32
+    assert seen["train/tokens"] == model.seen == 60 * 4 * 32
 
 
 def test_overfitting_a_batch(tmp_path: Path, text: TextDataModule) -> None:
@@ -70,7 +70,7 @@ def test_loss_is_not_rounded(tmp_path: Path, text: TextDataModule, precision: st
 def test_accumulated_micro_batches_all_count_as_tokens(tmp_path: Path, text: TextDataModule) -> None:
     model = tiny()
     trainer(tmp_path, max_steps=3, accumulate_grad_batches=4, limit_val_batches=0).fit(model, text)
-    assert model.tokens_seen == 3 * 4 * 4 * 32
+    assert model.seen == 3 * 4 * 4 * 32
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss(tmp_path: Path, text: TextDataModule) -> None:
@@ -161,7 +161,7 @@ def test_checkpoint_round_trip(tmp_path: Path, text: TextDataModule) -> None:
     run.save_checkpoint(tmp_path / "model.ckpt")
     loaded = GPT.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     assert all(map(torch.equal, loaded.parameters(), model.parameters()))
-    assert loaded.tokens_seen == model.tokens_seen and loaded.hparams == model.hparams
+    assert loaded.seen == model.seen and loaded.hparams == model.hparams
 
 
 def test_pretrained_folder_round_trip(tmp_path: Path, text: TextDataModule) -> None:

@@ -13,6 +13,7 @@ from lightning_ssd.models import GPT
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gpt.yaml"
+DEFAULTS = ROOT / "recipes" / "defaults.yaml"
 MODELS = sorted((ROOT / "configs" / "models").glob("gpt-*.yaml"))
 MACHINES = sorted((ROOT / "configs" / "machines").glob("*.yaml"))
 
@@ -24,7 +25,7 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def cli(*files: Path, options: tuple[str, ...] = (), run: bool = False) -> LightningCLI:
-    configs = [argument for file in (RECIPE, *files) for argument in ("--config", str(file))]
+    configs = [argument for file in (DEFAULTS, RECIPE, *files) for argument in ("--config", str(file))]
     return LightningCLI(args=[*(["fit"] if run else []), *configs, *options], run=run)
 
 

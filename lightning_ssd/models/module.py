@@ -1,0 +1,141 @@
+"""The LightningModule that all recipes train: optimizer, counts, logging and resume, without model or objective."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.aggregation import RunningMean
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.models.optimizer import adamw_with_cosine
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+
+__all__ = ["RecipeModule", "exact"]
+
+
+class RecipeModule(pl.LightningModule):
+    """Trains one model by one objective with AdamW and a cosine schedule.
+
+    A subclass implements `build_model`, `training_loss`, `evaluate`, `batch_size` and `count`; where published FLOP
+    counts exist, `forward_flops` too.
+
+    Args:
+        gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
+        lr: Highest learning rate.
+        betas: Betas of AdamW.
+        weight_decay: Weight decay of matrices.
+        warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
+
+    Attributes:
+        model: The model, None until `configure_model`.
+        seen: Tokens (or images, see `unit`) trained on, over all devices; saved in checkpoints.
+        flops_per_batch: FLOPs of the last micro-batch, which Lightning's `ThroughputMonitor` reads; 0: unknown.
+    """
+
+    unit: ClassVar[str] = "tokens"
+    """Name of the quantity that `count` counts."""
+
+    def __init__(
+        self,
+        gradient_checkpointing: bool = False,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        warmup_steps: int = 100,
+    ) -> None:
+        super().__init__()
+        self.gradient_checkpointing = gradient_checkpointing
+        self.lr = lr
+        self.betas = betas
+        self.weight_decay = weight_decay
+        self.warmup_steps = warmup_steps
+        self.model: nn.Module | None = None
+        self.seen = 0
+        self.flops_per_batch = 0
+        # A check for NaN would wait for the GPU, an average over devices for all of them.
+        self.train_loss = RunningMean(window=16, nan_strategy="disable", sync_on_compute=False)
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """Returns the model, in the default dtype and on the default device, in training mode."""
+
+    @abstractmethod
+    def training_loss(self, batch: Any) -> Tensor:
+        """Returns the mean loss of a micro-batch."""
+
+    @abstractmethod
+    def evaluate(self, batch: Any) -> tuple[Tensor, Mapping[str, Metric | Tensor]]:
+        """Returns the mean loss of a held-out micro-batch and the metrics, by name, to log beside it."""
+
+    @abstractmethod
+    def batch_size(self, batch: Any) -> int:
+        """Returns the number of samples in a micro-batch."""
+
+    @abstractmethod
+    def count(self, batch: Any) -> int:
+        """Returns the number of tokens (or images, see `unit`) in a micro-batch."""
+
+    def forward_flops(self, batch: Any) -> int:
+        """Returns the FLOPs of a micro-batch's forward; 0: unknown."""
+        return 0
+
+    def configure_model(self) -> None:
+        """Builds the model, unless it is built already.
+
+        Lightning calls this method under the strategy's device and precision, unlike `__init__`.
+        """
+        if self.model is not None:
+            return
+        self.model = self.build_model()
+        if self.gradient_checkpointing:
+            enable: Any = self.model.gradient_checkpointing_enable  # untyped in transformers
+            enable({"use_reentrant": False})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Returns the mean loss of a micro-batch, and logs it."""
+        loss = self.training_loss(batch)
+        self.seen += self.count(batch) * self.trainer.world_size
+        self.flops_per_batch = 3 * self.forward_flops(batch)
+        exact(self.train_loss).update(loss.detach())
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/loss_mean", self.train_loss.compute())
+        self.log(f"train/{self.unit}", float(self.seen))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Logs loss and metrics of held-out samples."""
+        self._log_evaluation(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Logs loss and metrics of held-out samples."""
+        self._log_evaluation(batch, "test")
+
+    def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
+        """Returns AdamW, and a learning rate that falls until the Trainer's run ends."""
+        return adamw_with_cosine(self, self.lr, self.betas, self.weight_decay, self.warmup_steps)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Saves the count of tokens (or images)."""
+        checkpoint[f"{self.unit}_seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Goes on with the saved count of tokens (or images)."""
+        self.seen = checkpoint[f"{self.unit}_seen"]
+
+    def _log_evaluation(self, batch: Any, stage: str) -> None:
+        loss, metrics = self.evaluate(batch)
+        self.flops_per_batch = self.forward_flops(batch)
+        size = self.batch_size(batch)
+        self.log(f"{stage}/loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
+        for name, value in metrics.items():
+            self.log(f"{stage}/{name}", value, prog_bar=True, batch_size=size, sync_dist=isinstance(value, Tensor))
+
+
+def exact(metric: Metric) -> Metric:
+    """Returns `metric` with fp32 sums, which `bf16-true` has cast with the rest of the module."""
+    return metric.set_dtype(torch.float32)
