@@ -34,7 +34,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.storage.memory import available_memory
+from lightning_ssd.device import available_memory
 
 CASES = [
     "deepspeed-cpu:2048x24",

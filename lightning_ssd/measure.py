@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.activations import measure_launches
+from lightning_ssd.device import usable_memory
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Layout
 from lightning_ssd.states.optimizers import AdamRule
 from lightning_ssd.storage import BlobStore
-from lightning_ssd.storage.memory import usable_memory
 from lightning_ssd.storage.slab import Slab
 
 PRODUCT = 8192

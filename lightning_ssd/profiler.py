@@ -22,8 +22,8 @@ from lightning_ssd.activations import (
     make_program,
     measure_launches,
 )
-from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.transients import Interval
+from lightning_ssd.device import make_clock
 from lightning_ssd.planning import LaunchCosts, ModelProfile, OperatorProfile, Settled, UnitProfile
 from lightning_ssd.planning.model import visit_name
 from lightning_ssd.planning.plan import Tier

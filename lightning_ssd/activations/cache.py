@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_ssd.activations.clock import Stopwatch, make_clock
-from lightning_ssd.activations.copies import Copies
 from lightning_ssd.activations.director import choice_of
 from lightning_ssd.activations.forward import ForwardMode, in_backward
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
@@ -43,6 +41,7 @@ from lightning_ssd.activations.record import (
 from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
 from lightning_ssd.activations.weights import SavedWeight, is_weight, offloaded_weights
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
+from lightning_ssd.device import Copies, Stopwatch, make_clock
 from lightning_ssd.planning import LATE, Choice
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import IOStats

@@ -12,17 +12,15 @@ from typing import Literal
 import torch
 
 from lightning_ssd.activations.cache import TensorCache
-from lightning_ssd.activations.clock import make_clock
-from lightning_ssd.activations.copies import Copies, make_copies
 from lightning_ssd.activations.direct import DirectTier
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Placement
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import Tier, TierName
+from lightning_ssd.device import Copies, available_memory, make_clock, make_copies
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
-from lightning_ssd.storage.memory import available_memory
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ was waited for by the compute stream (the contract of `StoredCopy.free`), after 
 
 from torch import Tensor
 
-from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.activations.tier import Load, StoredCopy, Tier
+from lightning_ssd.device import Copies, Mark
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import PinnedBuffer, PinnedPool
 

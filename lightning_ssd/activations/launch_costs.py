@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ssd.activations.cache import TensorCache
-from lightning_ssd.activations.copies import make_copies
 from lightning_ssd.activations.director import Director, make_program
 from lightning_ssd.activations.graph import Saved
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.placement import KeepAll
 from lightning_ssd.activations.recorder import Recorder
+from lightning_ssd.device import make_copies
 from lightning_ssd.planning import Choice, LaunchCosts
 from lightning_ssd.storage import PinnedPool
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from lightning_ssd.activations.clock import Clock, Stopwatch
 from lightning_ssd.activations.record import Record, State
 from lightning_ssd.activations.tier import TierName
+from lightning_ssd.device import Clock, Stopwatch
 
 
 @dataclass(frozen=True)

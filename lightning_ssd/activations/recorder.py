@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.activations.clock import make_clock
 from lightning_ssd.activations.forward import ForwardMode, Part, Visit, in_backward
 from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, is_random, tensors_of, written
 from lightning_ssd.activations.record import Record
 from lightning_ssd.activations.weights import is_weight, offloaded_weights
+from lightning_ssd.device import make_clock
 
 HEAD_START = 0.5
 """Seconds that a GPU works ahead of what is timed: it has the clock then that it can keep."""

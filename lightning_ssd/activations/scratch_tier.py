@@ -4,8 +4,8 @@ import logging
 from collections import deque
 from concurrent.futures import Future
 
-from lightning_ssd.activations.copies import Copies
 from lightning_ssd.activations.tier import Tier
+from lightning_ssd.device import Copies
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
 

@@ -23,9 +23,9 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_ssd.activations.copies import Copies, Mark
 from lightning_ssd.activations.scratch_tier import ScratchTier
 from lightning_ssd.activations.tier import Load, StoredCopy
+from lightning_ssd.device import Copies, Mark
 from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError
 
 

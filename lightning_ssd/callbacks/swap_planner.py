@@ -14,14 +14,13 @@ import torch
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import Director, SendAll, SendIfShort, TensorCache, make_program
-from lightning_ssd.activations.clock import make_clock
-from lightning_ssd.activations.copies import Busy
 from lightning_ssd.activations.scratch_tier import ScratchTier
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import TierName
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, offload_config, trainer_callbacks
+from lightning_ssd.device import Busy, device_memory, make_clock
 from lightning_ssd.measure import measure_machine, mixed_bandwidth
 from lightning_ssd.planning import (
     PLANNERS,
@@ -47,7 +46,6 @@ from lightning_ssd.planning.plan import Where
 from lightning_ssd.profiler import count_bytes
 from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states import ModelStates, is_compiled
-from lightning_ssd.storage.memory import device_memory
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, check_choice, check_flag
-from lightning_ssd.activations.copies import Copies, make_copies
+from lightning_ssd.device import Copies, available_memory, device_memory, make_copies, usable_memory
 from lightning_ssd.planning.plan import Tier
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.states.budget import Places, choose_places
@@ -32,7 +32,6 @@ from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.settings import Settings
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.storage import Blob, BlobStore, Kept, PrivateDirectory, StorageFullError
-from lightning_ssd.storage.memory import available_memory, device_memory, usable_memory
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.activations.copies import Copies, Mark
-from lightning_ssd.states.futures import finished
+from lightning_ssd.device import Copies, Mark, finished
 from lightning_ssd.storage.slab import Slab
 
 Clip = Literal["auto", "deferred", "speculative"]

@@ -7,9 +7,8 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations.copies import Mark
+from lightning_ssd.device import Mark, ended, finished, then
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.futures import ended, finished, then
 from lightning_ssd.storage import PinnedPool
 from lightning_ssd.storage.slab import Slab
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations.copies import Copies, Mark
+from lightning_ssd.device import Copies, Mark, all_of, ended, finished
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.futures import all_of, ended, finished
 from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.split import join, split

@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_ssd.device import Worker
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.optimizers import Rule
 from lightning_ssd.states.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.states.settings import Settings, describe, differences
-from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import Blob, BlobStore, Kept, Piece, PrivateDirectory, StorageError
 from lightning_ssd.storage.calibration import Calibration
 from lightning_ssd.storage.errors import from_os_error

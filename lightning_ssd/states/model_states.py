@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.activations.copies import Busy, Copies, Mark
+from lightning_ssd.device import Busy, Copies, Mark, Worker, all_of, finished, then
 from lightning_ssd.states.access import Access
 from lightning_ssd.states.compile import around_calls, compiled_regions, is_compiled
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.futures import all_of, finished, then
 from lightning_ssd.states.gate import Clip, Gate
 from lightning_ssd.states.gradient import Gradient, GradientState, LandingMemory
 from lightning_ssd.states.gradient_access import GradientAccess
@@ -49,7 +48,6 @@ from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
 from lightning_ssd.states.whole_step import WholeStep
-from lightning_ssd.states.worker import Worker
 from lightning_ssd.storage import IOStats
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_ssd.activations.copies import Copies
+from lightning_ssd.device import Copies
 from lightning_ssd.planning.plan import Tier
 from lightning_ssd.states.budget import Places, Where, choose_places
 from lightning_ssd.states.build import (

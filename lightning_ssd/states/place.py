@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from lightning_ssd.states.futures import all_of, finished
-from lightning_ssd.states.worker import Worker
+from lightning_ssd.device import Worker, all_of, finished
 from lightning_ssd.storage import Blob, BlobStore, DetachedBlobs, PinnedPool
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, align_up

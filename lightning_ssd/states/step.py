@@ -8,11 +8,10 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from lightning_ssd.states.futures import all_of, finished, then
+from lightning_ssd.device import Worker, all_of, finished, then
 from lightning_ssd.states.gradient import Gradient
 from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.optimizers import Options, Rule
-from lightning_ssd.states.worker import Worker
 
 
 @dataclass(frozen=True)

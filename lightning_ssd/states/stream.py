@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import torch
 
-from lightning_ssd.activations.copies import Copies, Mark
+from lightning_ssd.device import Copies, Mark
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.activations import config
-from lightning_ssd.activations.copies import CPUCopies, Mark
+from lightning_ssd.device import CPUCopies, Mark
 from lightning_ssd.storage import BackendFile, PosixBackend
 from tests.activations.support import open_cache, wait_for_writes
 

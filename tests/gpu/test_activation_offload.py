@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig, config, make_tensor_cache
-from lightning_ssd.activations.clock import make_clock
-from lightning_ssd.activations.copies import CUDACopies, Mark, make_copies
+from lightning_ssd.device import CUDACopies, Mark, make_clock, make_copies
 from lightning_ssd.storage import Backend, BackendFile, PosixBackend
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.activations.events import Event, Events
+from lightning_ssd.device.cuda_events import Event, Events
 
 
 class Clock(ABC):

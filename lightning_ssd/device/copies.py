@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations.events import Event, Events
-from lightning_ssd.storage.memory import device_memory
+from lightning_ssd.device.cuda_events import Event, Events
+from lightning_ssd.device.memory import device_memory
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ssd.states.futures import all_of
+from lightning_ssd.device.futures import all_of
 
 
 @dataclass(order=True)

@@ -1,0 +1,31 @@
+"""Streams, events, copies, threads and futures, and how much memory there is. Knows torch's devices and nothing else.
+
+`Copies` moves bytes between the training device and host memory, `Clock` measures spans of the compute stream,
+`Worker` runs jobs once the futures that they need are done.
+"""
+
+from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
+from lightning_ssd.device.copies import Busy, Copies, CPUCopies, CUDACopies, Mark, make_copies
+from lightning_ssd.device.futures import all_of, ended, finished, then
+from lightning_ssd.device.memory import available_memory, device_memory, usable_memory
+from lightning_ssd.device.worker import Worker
+
+__all__ = [
+    "Busy",
+    "CPUCopies",
+    "CUDACopies",
+    "Clock",
+    "Copies",
+    "Mark",
+    "Stopwatch",
+    "Worker",
+    "all_of",
+    "available_memory",
+    "device_memory",
+    "ended",
+    "finished",
+    "make_clock",
+    "make_copies",
+    "then",
+    "usable_memory",
+]
