@@ -1,7 +1,17 @@
-"""Data for the recipes: text as blocks of tokens, in an order that a resumed run takes up again."""
+"""Data for the recipes: samples in an order that a resumed run continues."""
 
-from lightning_ssd.data.batch import Batch, count_samples, count_tokens, input_ids
+from lightning_ssd.data.batch import Batch, count_items, count_samples, count_tokens, input_ids
 from lightning_ssd.data.loader import ResumableDataLoader
+from lightning_ssd.data.module import RecipeDataModule
 from lightning_ssd.data.text import TextDataModule
 
-__all__ = ["Batch", "ResumableDataLoader", "TextDataModule", "count_samples", "count_tokens", "input_ids"]
+__all__ = [
+    "Batch",
+    "RecipeDataModule",
+    "ResumableDataLoader",
+    "TextDataModule",
+    "count_items",
+    "count_samples",
+    "count_tokens",
+    "input_ids",
+]

@@ -1,6 +1,6 @@
-"""What a batch of tokens is, and how much is in it.
+"""Batches of the recipes, and the number of samples and tokens in them.
 
-A YAML file can hand `count_samples` and `count_tokens` to Lightning's `ThroughputMonitor` by their names.
+A YAML file can name `count_samples` and `count_items` as arguments of Lightning's `ThroughputMonitor`.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 Batch: TypeAlias = Tensor | Mapping[str, Tensor]
-"""Token ids, int64 (batch, sequence), alone or under the key `input_ids`."""
+"""Token ids, int64 (batch, sequence), alone or under the key `input_ids`; or other tensors, (batch, ...), by name."""
 
 
 def input_ids(batch: Batch) -> Tensor:
@@ -18,10 +18,15 @@ def input_ids(batch: Batch) -> Tensor:
 
 
 def count_samples(batch: Batch) -> int:
-    """Returns the number of sequences in `batch`."""
-    return input_ids(batch).shape[0]
+    """Returns the number of sequences (or images) in `batch`."""
+    return (batch if isinstance(batch, Tensor) else next(iter(batch.values()))).shape[0]
 
 
 def count_tokens(batch: Batch) -> int:
     """Returns the number of tokens in `batch`, over all its sequences."""
     return input_ids(batch).numel()
+
+
+def count_items(batch: Batch) -> int:
+    """Returns the number of tokens in `batch`, or of samples where they have no tokens."""
+    return count_tokens(batch) if isinstance(batch, Tensor) or "input_ids" in batch else count_samples(batch)

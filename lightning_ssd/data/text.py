@@ -3,21 +3,19 @@
 from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
-from lightning_ssd._lightning import pl
 from lightning_ssd.data.documents import Document, documents
-from lightning_ssd.data.loader import ResumableDataLoader
+from lightning_ssd.data.module import RecipeDataModule
 from lightning_ssd.data.tokenizer import ByteTokenizer, LocalTokenizer, Tokenizer
 
 
-class TextDataModule(pl.LightningDataModule):
+class TextDataModule(RecipeDataModule):
     """Documents, one after the other with a separator behind each, cut into blocks of `block_size` tokens.
 
     A batch is `{"input_ids": int64 (batch_size, block_size)}`. Files are read in a fixed random order, the
@@ -41,6 +39,8 @@ class TextDataModule(pl.LightningDataModule):
         num_workers: Processes that prepare batches. Blocks lie in memory, so 0 is seldom slower.
     """
 
+    remedy = "give more text (data.path, data.max_bytes), or lower data.block_size or data.batch_size"
+
     def __init__(
         self,
         path: str | Path | None = None,
@@ -54,82 +54,28 @@ class TextDataModule(pl.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
-        super().__init__()
-        if not 0 < val_share < 1:
-            raise ValueError(f"data.val_share={val_share} is not a share: set it between 0 and 1")
+        super().__init__(batch_size, val_share, seed, num_workers)
         self.path = None if path is None else Path(path)
         self.pattern = pattern
         self.field = field
         self.tokenizer = None if tokenizer is None else Path(tokenizer)
         self.block_size = block_size
-        self.batch_size = batch_size
-        self.val_share = val_share
         self.max_bytes = max_bytes
-        self.seed = seed
-        self.num_workers = num_workers
 
-    def setup(self, stage: str | None = None) -> None:
-        """Reads and tokenizes the documents, the first time, and makes the training batches for this run.
+    def read(self) -> tuple[Dataset[dict[str, Tensor]], Dataset[dict[str, Tensor]]]:
+        """Returns the blocks of training and the held-out ones; reads and tokenizes the documents.
 
         Raises:
-            ValueError: If there is not enough text for a held-out block and a batch on every device.
+            FileNotFoundError: If there is no document, or no tokenizer.
+            ValueError: If a document can't be read.
         """
-        if not hasattr(self, "train_blocks"):
-            self._read()
-        devices, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
-        if len(self.train_blocks) < self.batch_size * devices:
-            raise ValueError(
-                f"The text has {len(self.train_blocks)} blocks of {self.block_size} tokens for training, less"
-                f" than a batch of {self.batch_size} for each of {devices} devices: give more text"
-                f" (data.path, data.max_bytes), or lower data.block_size or data.batch_size"
-            )
-        self._train_loader = ResumableDataLoader(
-            self.train_blocks,
-            batch_size=self.batch_size,
-            sampler=DistributedSampler(self.train_blocks, devices, rank, seed=self.seed, drop_last=True),
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            drop_last=True,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the training data."""
-        return self._train_loader.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a saved place.
-
-        Lightning restores the place of a loader too, but not if something asked for the loader before the
-        checkpoint was read, and `trainer.estimated_stepping_batches` does.
-        """
-        self._train_loader.load_state_dict(state_dict)
-
-    def train_dataloader(self) -> ResumableDataLoader:
-        """Returns the training batches, all of one size, shuffled, and this device's share of them."""
-        return self._train_loader
-
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Returns the held-out batches, in order."""
-        return DataLoader(
-            self.val_blocks,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-        )
-
-    def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Returns the held-out batches, in order."""
-        return self.val_dataloader()
-
-    def _read(self) -> None:
         tokenizer = ByteTokenizer() if self.tokenizer is None else LocalTokenizer(self.tokenizer)
         tokens = _tokenize(documents(self.path, self.pattern, self.field), tokenizer, self.max_bytes)
         blocks = len(tokens) // self.block_size
         held_out = max(1, int(blocks * self.val_share))
         table = tokens[: blocks * self.block_size].reshape(blocks, self.block_size)
         self.vocab_size = tokenizer.vocab_size
-        self.train_blocks = _Blocks(table[:-held_out])
-        self.val_blocks = _Blocks(table[-held_out:])
+        return _Blocks(table[:-held_out]), _Blocks(table[-held_out:])
 
 
 class _Blocks(Dataset[dict[str, Tensor]]):

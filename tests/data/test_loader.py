@@ -101,7 +101,7 @@ def test_epochs_differ_and_each_sees_every_block_once(tmp_path: Path, text: Text
     first, second = torch.cat(record.batches[:BATCHES]), torch.cat(record.batches[BATCHES:])
     assert not torch.equal(first, second)
     assert {tuple(block) for block in first.tolist()} == {tuple(block) for block in second.tolist()}
-    assert len(first) == len(text.train_blocks)
+    assert len(first) == len(text.train_set)
 
 
 def test_seed_decides_the_order(text: TextDataModule) -> None:

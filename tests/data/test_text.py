@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from lightning_ssd.data import TextDataModule, count_samples, count_tokens
+from lightning_ssd.data import TextDataModule, count_items, count_samples, count_tokens
 
 
 def blocks(data: TextDataModule) -> Tensor:
     """All blocks in the order of the text, the held-out ones last: int64 (blocks, block_size)."""
     data.setup()
-    parts = (data.train_blocks, data.val_blocks)
+    parts = (data.train_set, data.val_set)
     return torch.stack([part[i]["input_ids"] for part in parts for i in range(len(part))])
 
 
@@ -82,7 +82,7 @@ def test_held_out_blocks_are_the_end_of_the_text(tmp_path: Path) -> None:
     data = small(file, block_size=10, val_share=0.25)
     text = blocks(data)
     assert text.flatten().tolist() == list(range(200))
-    assert len(data.val_blocks) == 5 and len(data.train_blocks) == 15
+    assert len(data.val_set) == 5 and len(data.train_set) == 15
     held_out = torch.cat([batch["input_ids"] for batch in data.val_dataloader()])
     assert held_out.flatten().tolist() == list(range(150, 200))
     trained = torch.cat([batch["input_ids"] for batch in data.train_dataloader()])
@@ -107,7 +107,8 @@ def test_long_documents_are_read_in_pieces_and_lose_nothing(tmp_path: Path) -> N
 def test_counts_for_the_throughput_monitor() -> None:
     ids = torch.zeros(3, 5, dtype=torch.int64)
     assert count_samples(ids) == count_samples({"input_ids": ids}) == 3
-    assert count_tokens(ids) == count_tokens({"input_ids": ids}) == 15
+    assert count_tokens(ids) == count_items(ids) == count_items({"input_ids": ids}) == 15
+    assert count_items({"images": torch.zeros(3, 1, 8, 8)}) == count_samples({"images": torch.zeros(3, 1, 8, 8)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_counts_for_the_throughput_monitor() -> None:
     [
         ({}, {"path": "none.txt"}, FileNotFoundError, r"data\.path=.*none\.txt does not exist"),
         ({"a.md": "x"}, {}, FileNotFoundError, r"matches data\.pattern='\*\*/\*\.txt'"),
-        ({"a.txt": "ab"}, {}, ValueError, r"0 blocks of 2 tokens.*data\.path.*data\.block_size"),
+        ({"a.txt": "ab"}, {}, ValueError, r"0 samples.*data\.path.*data\.block_size"),
         ({"a.jsonl": '{"text": "ab"}\n{"body": "x"}\n'}, {}, ValueError, r"a\.jsonl:2 .*'body'.*data\.field"),
         ({"a.jsonl": '{"text": 1}\n'}, {}, ValueError, r"a\.jsonl:1 has no text under 'text'"),
         ({"a.jsonl": '["x"]\n'}, {}, ValueError, r"a\.jsonl:1 has no text under 'text'.*list"),
