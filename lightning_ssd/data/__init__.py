@@ -2,13 +2,17 @@
 
 from lightning_ssd.data.batch import Batch, count_items, count_samples, count_tokens, input_ids
 from lightning_ssd.data.loader import ResumableDataLoader
+from lightning_ssd.data.masked import MaskedTextDataModule
 from lightning_ssd.data.module import RecipeDataModule
+from lightning_ssd.data.spans import SpanCorruptionDataModule
 from lightning_ssd.data.text import TextDataModule
 
 __all__ = [
     "Batch",
+    "MaskedTextDataModule",
     "RecipeDataModule",
     "ResumableDataLoader",
+    "SpanCorruptionDataModule",
     "TextDataModule",
     "count_items",
     "count_samples",

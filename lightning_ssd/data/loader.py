@@ -5,7 +5,20 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+class EpochSampler(DistributedSampler[tuple[int, int]]):
+    """A `DistributedSampler` whose keys are `(epoch, index)`.
+
+    A data set that makes a new sample of the same text in each epoch needs the epoch. In the key it reaches the
+    processes that prepare batches, whenever they were started.
+    """
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yields the keys of the current epoch."""
+        epoch = self.epoch
+        return ((epoch, index) for index in super().__iter__())  # type: ignore[misc]  # the base yields indices
 
 
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):

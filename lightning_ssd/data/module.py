@@ -30,6 +30,9 @@ class RecipeDataModule(pl.LightningDataModule):
         ValueError: If `val_share` is out of range.
     """
 
+    sampler: ClassVar[type[DistributedSampler[Any]]] = DistributedSampler
+    """Order of training; `EpochSampler` for data sets that make other samples in each epoch."""
+
     remedy: ClassVar[str] = "give more data, or lower data.batch_size"
     """Remedy that the error for too few samples names."""
 
@@ -67,7 +70,7 @@ class RecipeDataModule(pl.LightningDataModule):
         self._train_loader = ResumableDataLoader(
             self.train_set,
             batch_size=self.batch_size,
-            sampler=DistributedSampler(self.train_set, devices, rank, seed=self.seed, drop_last=True),
+            sampler=self.sampler(self.train_set, devices, rank, seed=self.seed, drop_last=True),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             drop_last=True,
