@@ -24,7 +24,8 @@ class DirectTier(ScratchTier):
         if blob is None:
             return None
         copy = _DirectCopy(self, blob)
-        self._copies.when_out(self._copies.mark(awaited=True), partial(copy.write, data))
+        produced = self._copies.out_done(self._copies.mark(awaited=True))
+        produced.add_done_callback(partial(copy.write, data))
         self.bytes_out += data.numel()
         return copy
 
@@ -41,11 +42,12 @@ class _DirectCopy(StoredCopy):
         self._requests: Future[list[Future[None]]] = Future()
         """The writes, once the GPU has produced the bytes."""
 
-    def write(self, data: Tensor) -> None:
+    def write(self, data: Tensor, produced: "Future[None]") -> None:
         parts = ((piece, data[piece.start : piece.start + piece.nbytes]) for piece in self.blob.pieces)
         try:
+            produced.result()
             self._requests.set_result([self.tier.blobs.write(piece, part) for piece, part in parts])
-        except Exception as error:  # the store was closed; the training thread gets it when it asks
+        except Exception as error:  # a closed store, a lost device: the training thread gets it when it asks
             self._requests.set_exception(error)
 
     def wait_copied(self) -> None:
@@ -74,7 +76,7 @@ class _DirectLoad(Load):
         self.data = copies.empty(copy.blob.nbytes)
         self._requests: Future[list[Future[None]]] = Future()
         # The memory is the compute stream's until it is done with the last owner: read into it from then on.
-        copies.when_in(copies.mark(awaited=True), partial(self._read, copy, urgent))
+        copies.in_done(copies.mark(awaited=True)).add_done_callback(partial(self._read, copy, urgent))
 
     @property
     def settled(self) -> bool:
@@ -86,9 +88,10 @@ class _DirectLoad(Load):
         for request in self._requests.result():
             request.result()
 
-    def _read(self, copy: _DirectCopy, urgent: bool) -> None:
+    def _read(self, copy: _DirectCopy, urgent: bool, free: "Future[None]") -> None:
         parts = ((piece, self.data[piece.start : piece.start + piece.nbytes]) for piece in copy.blob.pieces)
         try:
+            free.result()
             self._requests.set_result([copy.tier.blobs.read(piece, part, urgent=urgent) for piece, part in parts])
         except Exception as error:  # as for writes
             self._requests.set_exception(error)

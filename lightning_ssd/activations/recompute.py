@@ -184,8 +184,8 @@ class Recomputed(Viewed):
         """Shows the storage of `tensor`, if anybody has saved it."""
         if self.views and self.data is None:
             storage = tensor.untyped_storage()
-            self.data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             self.came_back()
+            self.data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
     def let_go(self) -> None:
         if not self.expired:

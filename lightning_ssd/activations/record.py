@@ -20,6 +20,7 @@ A saved tensor whose version counter moved raises PyTorch's error in backward (`
 """
 
 import sys
+import threading
 import weakref
 from abc import abstractmethod
 from collections import deque
@@ -67,6 +68,11 @@ class Leftover(NamedTuple):
     load: Load | None
 
 
+_counting = threading.RLock()
+"""Guards the counters of all `Viewed`. A view dies on any thread, autograd's and those that collect garbage among them,
+and also inside a section that this lock guards: sections are few lines, and right if a view dies between any two."""
+
+
 class Viewed:
     """Bytes that `SavedView`s show, and that are let go once every view has been asked for.
 
@@ -88,15 +94,30 @@ class Viewed:
         self.times_back = 0
 
     def came_back(self) -> None:
-        """`data` is there again."""
-        self.times_back += 1
-        self.unseen = self.views
+        """`data` is about to be set again. Called before, so that views that die meanwhile let nothing go."""
+        with _counting:
+            self.times_back += 1
+            self.unseen = self.views
+
+    def add_view(self) -> None:
+        """One more view shows the bytes."""
+        with _counting:
+            self.views += 1
+            self.unseen += 1
+
+    def drop_view(self, last_shown: int) -> None:
+        """A view has died, which was handed out last when the bytes had come back `last_shown` times."""
+        with _counting:
+            self.views -= 1
+            if last_shown != self.times_back:
+                self.seen()
 
     def seen(self) -> None:
         """One more view was handed out, or died, since the bytes came back; after the last one they are let go."""
-        self.unseen -= 1
-        if self.unseen <= 0:
-            self.let_go()
+        with _counting:
+            self.unseen -= 1
+            if self.unseen <= 0:
+                self.let_go()
 
     @abstractmethod
     def let_go(self) -> None:
@@ -167,8 +188,8 @@ class Record(Viewed):
         """Orders the compute stream after the load."""
         assert self.load is not None
         self.load.wait()
-        self.data, self.load, self.state = self.load.data, None, State.BACK
         self.came_back()
+        self.data, self.load, self.state = self.load.data, None, State.BACK
 
     def let_go(self) -> None:
         if self.state is State.BACK:
@@ -195,14 +216,10 @@ class SavedView:
         self._probe.data = empty
         self._original: Original = weakref.ref(tensor)
         self._last_shown = 0
-        record.views += 1
-        record.unseen += 1
+        record.add_view()
 
     def __del__(self) -> None:
-        record = self.record
-        record.views -= 1
-        if self._last_shown != record.times_back:
-            record.seen()
+        self.record.drop_view(self._last_shown)
 
     def check_version(self) -> None:
         """Raises PyTorch's error for a saved tensor that was changed in place; under hooks PyTorch does not check.

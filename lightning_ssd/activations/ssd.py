@@ -132,7 +132,7 @@ class _SSDCopy(StoredCopy):
         write = _PieceWrite(self, piece, buffer)
         self.writes.append(write)
         self.last_copied = copied
-        self.tier._copies.when_out(copied, write.start)
+        self.tier._copies.out_done(copied).add_done_callback(write.start)
 
     def wait_copied(self) -> None:
         self.tier._copies.wait(self.last_copied)
@@ -175,13 +175,14 @@ class _PieceWrite:
         """Done when the piece is on the SSD, failed, or cancelled."""
         self._request: Future[None] | None = None
 
-    def start(self) -> None:
-        """Called when the copy-out is done: the staging buffer now holds the bytes."""
+    def start(self, copied: Future[None]) -> None:
+        """Called when the copy-out is done: the staging buffer now holds the bytes, unless it failed."""
         if self._copy.freed:
             self.done.cancel()
             self._end()
             return
         try:
+            copied.result()
             self._request = self._copy.tier.blobs.write(self.piece, self.buffer.tensor)
         except Exception as error:
             self._fail(error)
@@ -303,7 +304,7 @@ class _SSDLoad(Load):
             buffer.release()
             self.fail(error)
         else:
-            self._copies.when_in(arrived, buffer.release)
+            self._copies.in_done(arrived).add_done_callback(lambda _: buffer.release())
             self._piece_ended()
 
     def _piece_ended(self) -> None:

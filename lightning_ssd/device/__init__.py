@@ -6,7 +6,7 @@
 
 from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
 from lightning_ssd.device.copies import Busy, Copies, CPUCopies, CUDACopies, Mark, make_copies
-from lightning_ssd.device.futures import all_of, ended, finished, then
+from lightning_ssd.device.futures import all_of, ended, error_of, finished, then
 from lightning_ssd.device.memory import available_memory, device_memory, usable_memory
 from lightning_ssd.device.worker import Worker
 
@@ -23,6 +23,7 @@ __all__ = [
     "available_memory",
     "device_memory",
     "ended",
+    "error_of",
     "finished",
     "make_clock",
     "make_copies",

@@ -1,30 +1,25 @@
 """Copies between the training device and host memory, ordered on the device's own clock.
 
 `Copies` is what the tiers use: it allocates on the device, copies out and in, and hands out *marks*. A mark stands for
-"everything issued so far on one stream"; the compute stream may wait for it (no host wait), or a function may be run
-once it was reached (on a thread of its own). On a GPU a mark is a CUDA event; on the CPU copies are done when the call
-returns and a mark is `None`.
+"everything issued so far on one stream"; the compute stream may wait for it (no host wait), or a future is done once it
+was reached (on a thread of its own). On a GPU a mark is a CUDA event; on the CPU copies are done when the call returns
+and a mark is `None`.
 """
 
-import contextlib
-import logging
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_ssd.device.cuda_events import Event, Events
+from lightning_ssd.device.futures import finished
 from lightning_ssd.device.memory import device_memory
-
-log = logging.getLogger(__name__)
 
 Mark = Event | None
 
@@ -61,7 +56,7 @@ class Copies(ABC):
         """Returns a mark for everything issued on the compute stream so far.
 
         Args:
-            awaited: it is given to `when_out` or `when_in`, whose thread sleeps until it is reached. Few may be ahead
+            awaited: it is given to `out_done` or `in_done`, whose thread sleeps until it is reached. Few may be ahead
                 of the device at once (see `Events.record`).
         """
 
@@ -84,12 +79,16 @@ class Copies(ABC):
         """Makes the compute stream wait for `mark`; the host goes on."""
 
     @abstractmethod
-    def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
-        """Runs `then` on the host once the copy-out `mark` is reached; calls keep their order."""
+    def out_done(self, mark: Mark) -> "Future[None]":
+        """Returns a future that is done once the copy-out (or compute) `mark` is reached.
+
+        Futures are done in the order of the calls, and run their callbacks on one thread, which later ones wait for.
+        A device that is lost is their error: the bytes that the mark stands for are not there then.
+        """
 
     @abstractmethod
-    def when_in(self, mark: Mark, then: Callable[[], None]) -> None:
-        """Runs `then` on the host once the copy-in (or compute) `mark` is reached; calls keep their order."""
+    def in_done(self, mark: Mark) -> "Future[None]":
+        """Returns the same for the copy-in (or compute) `mark`, with a thread of its own."""
 
     @abstractmethod
     def busy(self) -> tuple[Busy, Busy]:
@@ -101,7 +100,7 @@ class Copies(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Returns when every copy is done and every pending `then` has run."""
+        """Returns when every copy is done, and every future with its callbacks."""
 
     @abstractmethod
     def close(self) -> None:
@@ -139,11 +138,11 @@ class CPUCopies(Copies):
     def wait(self, mark: Mark) -> None:
         return None
 
-    def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
-        then()
+    def out_done(self, mark: Mark) -> "Future[None]":
+        return finished(None)
 
-    def when_in(self, mark: Mark, then: Callable[[], None]) -> None:
-        then()
+    def in_done(self, mark: Mark) -> "Future[None]":
+        return finished(None)
 
     def busy(self) -> tuple[Busy, Busy]:
         return self._out_busy, self._in_busy
@@ -177,11 +176,11 @@ class CUDACopies(Copies):
         if mark is not None:
             self._events.wait(self._events.compute_stream(), mark)
 
-    def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
-        self._out.done.put(mark, then)
+    def out_done(self, mark: Mark) -> "Future[None]":
+        return self._out.done.when_reached(mark)
 
-    def when_in(self, mark: Mark, then: Callable[[], None]) -> None:
-        self._in.done.put(mark, then)
+    def in_done(self, mark: Mark) -> "Future[None]":
+        return self._in.done.when_reached(mark)
 
     def busy(self) -> tuple[Busy, Busy]:
         return self._out.busy(), self._in.busy()
@@ -192,9 +191,7 @@ class CUDACopies(Copies):
 
     def drain(self) -> None:
         for lane in (self._out, self._in):
-            ran: Future[None] = Future()
-            lane.done.put(None, partial(ran.set_result, None))
-            ran.result()
+            lane.done.when_reached(None).result()
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
@@ -203,7 +200,7 @@ class CUDACopies(Copies):
 
 
 class _Lane:
-    """One direction: a stream, and a thread that runs what waits for its copies."""
+    """One direction: a stream, and a thread that completes the futures of its copies."""
 
     #: Bytes from which a copy's time is measured: shorter ones say little of the bandwidth.
     TIMED = 4 * 2**20
@@ -238,20 +235,22 @@ class _Lane:
 
 
 class _EventThread:
-    """Runs functions once their CUDA events are reached, in the order given.
+    """Completes futures once their CUDA events are reached, in the order given.
 
-    A queued function owns the buffers it closes over until it has run.
+    Callbacks of a future own the buffers that they close over until they have run, here.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self._queue: queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Mark, Future[None]] | None] = queue.SimpleQueue()
         self._device = device
         # Daemon: it must not keep an interpreter alive whose training thread died without closing.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, mark: Mark, then: Callable[[], None]) -> None:
-        self._queue.put((mark, then))
+    def when_reached(self, mark: Mark) -> "Future[None]":
+        reached: Future[None] = Future()
+        self._queue.put((mark, reached))
+        return reached
 
     def close(self) -> None:
         self._queue.put(None)
@@ -260,15 +259,15 @@ class _EventThread:
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
         while (item := self._queue.get()) is not None:
-            mark, then = item
-            with contextlib.suppress(RuntimeError):  # the device is lost: training hears it, here buffers are let go
+            mark, reached = item
+            try:
                 if mark is not None:
                     mark.synchronize()
-            try:
-                then()
-            except Exception:  # others wait for this thread: it outlives what it runs
-                log.exception("a copy's follow-up failed")
-            del item, mark, then  # an idle thread holds no buffer
+            except RuntimeError as error:  # the device is lost
+                reached.set_exception(error)
+            else:
+                reached.set_result(None)
+            del item, mark, reached  # an idle thread holds no buffer
 
 
 def make_copies(device: torch.device) -> Copies:

@@ -15,12 +15,20 @@ def finished(result: T) -> "Future[T]":
     return future
 
 
+def error_of(future: "Future[Any]") -> BaseException | None:
+    """Returns the error of a future that is done: a CancelledError if it was cancelled, None if it has a result."""
+    return CancelledError() if future.cancelled() else future.exception()
+
+
 def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]":
-    """Returns a future of what `make`, called with the result of `first`, has its future of."""
+    """Returns a future of the result of the future that `make`, called with the result of `first`, returns.
+
+    An error of either, or the CancelledError of one that was cancelled, is the returned future's.
+    """
     result: Future[T] = Future()
 
     def pass_on(future: "Future[T]") -> None:
-        if (error := future.exception()) is not None:
+        if (error := error_of(future)) is not None:
             result.set_exception(error)
         else:
             result.set_result(future.result())
@@ -55,9 +63,7 @@ def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":
 
     def count(future: "Future[Any] | None" = None) -> None:
         nonlocal left, failure
-        error = None
-        if future is not None:
-            error = CancelledError() if future.cancelled() else future.exception()
+        error = None if future is None else error_of(future)
         with lock:
             failure = failure or error
             left -= 1

@@ -1,7 +1,10 @@
-"""A thread that runs jobs once what they need is there, the most urgent first.
+"""A thread that runs jobs once the futures that they need are done, the most urgent first.
 
-The CPU optimizer is one (those flats first that the next forward wants first), and so is whoever takes staging memory
-and asks the drives for bytes.
+The CPU optimizer runs on one (flats that the next forward uses first go first), and requests for staging memory and
+reads of the drives are made on others.
+
+A job belongs to the futures that it needs until they are done, then to the queue, then to the thread. `close` fails
+those that the thread has not begun, wherever they are, so that nobody waits for them for ever.
 """
 
 import itertools
@@ -15,7 +18,7 @@ from typing import Any
 from lightning_ssd.device.futures import all_of
 
 
-@dataclass(order=True)
+@dataclass(order=True, unsafe_hash=True)
 class _Job:
     order: tuple[int, int]
     run: Callable[[], None] | None = field(compare=False)
@@ -32,6 +35,11 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._ready: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._sequence = itertools.count()
+        self._lock = threading.Lock()
+        """Guards the two below; never held while a future is completed, whose callbacks may submit jobs."""
+        self._closed = False
+        self._waiting: set[_Job] = set()
+        """Jobs that the thread has not begun."""
         self._thread = threading.Thread(target=self._work, name=f"lightning_ssd-{name}", daemon=True)
         self._thread.start()
 
@@ -49,10 +57,16 @@ class Worker:
             A future of the job's end; its callbacks run on this thread.
         """
         job = _Job((priority, next(self._sequence)), run)
+        with self._lock:
+            self._waiting.add(job)
+            closed = self._closed
+        if closed:
+            self._fail(job, _ended())
+            return job.done
 
         def ready(needed: "Future[None]") -> None:
             if (error := needed.exception()) is not None:
-                job.done.set_exception(error)
+                self._fail(job, error)
             else:
                 self._ready.put(job)
 
@@ -60,18 +74,38 @@ class Worker:
         return job.done
 
     def close(self) -> None:
-        """Ends the thread; jobs that are still queued fail."""
+        """Ends the thread after the job that it runs; all others fail, also those that wait for futures."""
+        with self._lock:
+            self._closed = True
         self._ready.put(_Job((-2, 0), None))
         self._thread.join()
-        while not self._ready.empty():
-            self._ready.get().done.set_exception(RuntimeError("training ended before this was done"))
+        with self._lock:
+            left = sorted(self._waiting)
+        for job in left:
+            self._fail(job, _ended())
+
+    def _begin(self, job: _Job) -> bool:
+        """Takes a job off those that wait; returns False if it has failed meanwhile."""
+        with self._lock:
+            waits = job in self._waiting
+            self._waiting.discard(job)
+            return waits
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        if self._begin(job):
+            job.done.set_exception(error)
 
     def _work(self) -> None:
         while (job := self._ready.get()).run is not None:
-            try:
-                job.run()
-            except BaseException as error:  # whoever waits for it hears it
-                job.done.set_exception(error)
-            else:
-                job.done.set_result(None)
+            if self._begin(job):
+                try:
+                    job.run()
+                except BaseException as error:  # the job's future hands it to its waiters
+                    job.done.set_exception(error)
+                else:
+                    job.done.set_result(None)
             del job  # an idle thread keeps nothing alive
+
+
+def _ended() -> RuntimeError:
+    return RuntimeError("training ended before this was done")

@@ -3,8 +3,9 @@
 The norm of all gradients, and whether all are finite, decide it. Nobody waits on the host: jobs hang on a future.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Literal
 
 import torch
@@ -14,6 +15,8 @@ from lightning_ssd.device import Copies, Mark, finished
 from lightning_ssd.storage.slab import Slab
 
 Clip = Literal["auto", "deferred", "speculative"]
+
+_SLOT_BYTES = 8  # two fp32 numbers: the factor, and whether a gradient was not finite
 
 
 class Gate:
@@ -34,6 +37,9 @@ class Gate:
     MANY_WRONG = 0.3
     #: How much the last step counts in that share.
     FORGETTING = 0.1
+    #: Steps whose factors may be on their way to the host at once: steps of several optimizers need not wait for each
+    #: other. A further one waits for the first.
+    SLOTS = 16
 
     def __init__(self, copies: Copies, *, clip: Clip, gated: bool, scaled: bool) -> None:
         self.gated = gated
@@ -48,7 +54,10 @@ class Gate:
         """On the device, one element."""
         self._not_finite = torch.zeros(1, dtype=torch.float32, device=copies.device)
         """On the device, whether a gradient was not finite."""
-        self._host = Slab(4096, pin=copies.device.type == "cuda")
+        self._host = Slab(self.SLOTS * _SLOT_BYTES, pin=copies.device.type == "cuda")
+        self._readers: deque[Future[float | None]] = deque()
+        """`known` of the last steps: each slot of `_host` is its step's until that is done."""
+        self._slot = 0
         self._guess = 1.0
         self._wrong = 1.0
         """Share of the last steps that the guess was wrong for: of the first ones it often is."""
@@ -124,18 +133,28 @@ class Gate:
             known.set_result(1.0)
             return None
         data = torch.cat((torch.ones_like(self._not_finite) if factor is None else factor, self._not_finite))
-        mark = self._copies.out(data.view(torch.uint8), self._host.tensor, self._copies.mark(), awaited=True)
+        if len(self._readers) == self.SLOTS:
+            wait([self._readers.popleft()])
+        self._readers.append(known)
+        slot = self._host.tensor[self._slot * _SLOT_BYTES :][:_SLOT_BYTES]
+        self._slot = (self._slot + 1) % self.SLOTS
+        mark = self._copies.out(data.view(torch.uint8), slot, self._copies.mark(), awaited=True)
         self.forget()
 
-        def arrived() -> None:
-            factor, not_finite = self._host.tensor[:8].view(torch.float32).tolist()
+        def arrived(copied: "Future[None]") -> None:
+            try:
+                copied.result()
+                factor, not_finite = slot.view(torch.float32).tolist()
+            except BaseException as error:  # jobs that wait for the factor fail, too
+                known.set_exception(error)
+                return
             wrong = bool(not_finite) or factor != self._guess
             self._wrong += self.FORGETTING * (wrong - self._wrong)
             if self.scaled and not not_finite:
                 self._guess = factor  # the scale changes seldom
             known.set_result(None if not_finite else factor)
 
-        self._copies.when_out(mark, arrived)
+        self._copies.out_done(mark).add_done_callback(arrived)
         return data, mark
 
     def shut(self) -> None:

@@ -189,7 +189,7 @@ class Home:
                 buffer.release()
                 issued.set_exception(error)
             else:
-                self._copies.when_in(mark, buffer.release)
+                self._copies.in_done(mark).add_done_callback(lambda _: buffer.release())
                 issued.set_result(mark)
 
         def go(stepped: "Future[Any]") -> None:

@@ -793,9 +793,7 @@ class ModelStates:
 
     def _arrival(self, gradient: Gradient) -> "Future[None]":
         """Returns a future that is done when all that has left so far is on the host."""
-        arrived: Future[None] = Future()
-        self._copies.when_out(gradient.mark, partial(arrived.set_result, None))
-        return arrived
+        return self._copies.out_done(gradient.mark)
 
     def _submit_sum(self, flat: Flat) -> "Future[None]":
         """Has what has landed added to what was summed up."""

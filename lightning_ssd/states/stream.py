@@ -4,12 +4,19 @@ A *use* is a unit whose forward begins, or whose saved weights backward wants. T
 what comes next: from the present use on, as many units as the budget holds are kept or fetched, and the rest is
 released (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time, never numbers.
 
-Threads: the training thread, and autograd's while the training thread waits in `backward`.
+Threads: the training thread and, in backward, autograd's thread of the device. Both may come at once, since operations
+on the CPU that saved weights are run by the training thread meanwhile: every public method takes the lock. A thread
+that holds it waits for steps, reads and copies only, whose threads never take it.
+
+Ownership: the memory of a resident flat belongs to the copy in until its mark is reached, which the compute stream is
+ordered after before a use; from `users` or `_nodes` on to the running operation; and to `release` after that.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch
 
@@ -48,38 +55,41 @@ class WeightStream:
         """Of every flat that is resident."""
         self._entered = [0] * len(units)
         """How often each unit's forward has begun in this micro-batch, backward's own recomputation not counted."""
-        self._node = -1
-        self._units_of_node: set[int] = set()
-        """Units whose weights the running autograd node has been given: it may still have to launch its kernels."""
+        self._nodes: dict[int, _RunningNode] = {}
+        """Of each thread in backward, the autograd node that it runs."""
         self._retired: set[Flat] = set()
         forward = list(range(len(units)))
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
         self._kind = "evaluate"
         self._uses: list[int] = []
         self._cursor = 0
+        self._lock = threading.RLock()
+        """Guards all of the above and `users` of the flats. A fetch may call back for what is staged on the host."""
 
     def begin(self, kind: str) -> None:
         """A micro-batch begins: `kind` is "train" or "evaluate"."""
-        if self._uses:
-            self._expected[self._kind] = self._uses
-        self._kind = kind
-        self._entered = [0] * len(self._units)
-        self._node = -1
-        self._units_of_node.clear()
-        self._uses = []
-        self._cursor = 0
+        with self._lock:
+            if self._uses:
+                self._expected[self._kind] = self._uses
+            self._kind = kind
+            self._entered = [0] * len(self._units)
+            self._nodes.clear()
+            self._uses = []
+            self._cursor = 0
 
     def enter(self, unit: int) -> None:
         """The forward of `unit` begins; returns when the compute stream is ordered after its weights' arrival."""
-        for flat in self._units[unit]:
-            flat.users += 1
-        self._entered[unit] += torch._C._current_graph_task_id() == -1
-        self._use(unit)
+        with self._lock:
+            for flat in self._units[unit]:
+                flat.users += 1
+            self._entered[unit] += torch._C._current_graph_task_id() == -1
+            self._use(unit)
 
     def exit(self, unit: int) -> None:
         """The forward of `unit` has ended, or failed."""
-        for flat in self._units[unit]:
-            flat.users -= 1
+        with self._lock:
+            for flat in self._units[unit]:
+                flat.users -= 1
 
     @contextlib.contextmanager
     def hold(self, flats: Iterable[Flat], *, record: bool) -> Iterator[None]:
@@ -94,20 +104,22 @@ class WeightStream:
         """
         held: list[Flat] = []
         try:
-            for flat in flats:
-                flat.users += 1
-                held.append(flat)
-            for flat in held:
-                self.check(flat)
-            for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
-                if record:
-                    self._use(unit)
-                else:
-                    self._hold_resident(unit)
+            with self._lock:
+                for flat in flats:
+                    flat.users += 1
+                    held.append(flat)
+                for flat in held:
+                    self.check(flat)
+                for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
+                    if record:
+                        self._use(unit)
+                    else:
+                        self._hold_resident(unit)
             yield
         finally:
-            for flat in held:
-                flat.users -= 1
+            with self._lock:
+                for flat in held:
+                    flat.users -= 1
 
     def entered_once(self, flat: Flat) -> bool:
         """Whether the forward of the flat's unit has begun once in this micro-batch."""
@@ -119,15 +131,17 @@ class WeightStream:
         Raises:
             RuntimeError: the weights were stepped already.
         """
-        self.check(flat)
-        unit = self._unit_of[flat]
-        node = torch._C._current_autograd_node()
-        if node is not None:
-            if (number := node._sequence_nr()) != self._node:
-                self._node = number
-                self._units_of_node.clear()
-            self._units_of_node.add(unit)
-        self._use(unit)
+        with self._lock:
+            self.check(flat)
+            unit = self._unit_of[flat]
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                number, thread = node._sequence_nr(), threading.get_ident()
+                running = self._nodes.get(thread)
+                if running is None or running.number != number:
+                    running = self._nodes[thread] = _RunningNode(number, set())
+                running.units.add(unit)
+            self._use(unit)
 
     def check(self, flat: Flat) -> None:
         """Raises RuntimeError if the step of `flat` has begun: its weights are of the past."""
@@ -139,35 +153,41 @@ class WeightStream:
 
     def retire(self, flat: Flat) -> None:
         """The step of `flat` begins: what is on the device is of the past, and is not fetched before `renew`."""
-        self._retired.add(flat)
-        self.release(flat)
+        with self._lock:
+            self._retired.add(flat)
+            self.release(flat)
 
     def renew(self) -> None:
         """The step is made, or on its way: weights are fetched again, each once its step is done."""
-        self._retired.clear()
+        with self._lock:
+            self._retired.clear()
 
     def prefetch(self) -> None:
         """Begins to fetch what comes next."""
-        self._fill(self._window())
+        with self._lock:
+            self._fill(self._window())
 
     def release(self, flat: Flat) -> None:
         """Takes the device's memory away; another fetch brings what the home has by then."""
-        load = self._loads.pop(flat, None)
-        if load is not None:
-            try:
-                load.wait()
-            finally:
-                flat.release()
+        with self._lock:
+            load = self._loads.pop(flat, None)
+            if load is not None:
+                try:
+                    load.wait()
+                finally:
+                    flat.release()
 
     def release_all(self) -> None:
         """Releases everything; nothing is in use."""
-        for flat in list(self._loads):
-            self.release(flat)
+        with self._lock:
+            for flat in list(self._loads):
+                self.release(flat)
 
     def wait(self, flat: Flat) -> None:
         """Orders the compute stream after the arrival of `flat`, if it is resident."""
-        if flat in self._loads:
-            self._loads[flat].wait()
+        with self._lock:
+            if flat in self._loads:
+                self._loads[flat].wait()
 
     def _hold_resident(self, unit: int) -> None:
         """Makes `unit` resident; units that are not expected soon are evicted for it."""
@@ -223,9 +243,21 @@ class WeightStream:
 
     def _may_leave(self, flat: Flat, wanted: Sequence[int]) -> bool:
         unit = self._unit_of[flat]
-        in_use = flat.users or unit in self._units_of_node
+        in_use = flat.users or any(unit in running.units for running in self._nodes.values())
         # A load that is under way would write memory that is somebody else's: it stays until it has arrived.
         return not in_use and unit not in wanted and self._loads[flat].settled
+
+
+class _RunningNode(NamedTuple):
+    """An autograd node in whose backward weights were used.
+
+    Attributes:
+        number: its sequence number.
+        units: units whose weights it has been given: it may still have to launch its kernels.
+    """
+
+    number: int
+    units: set[int]
 
 
 class _Load:

@@ -51,7 +51,7 @@ class PinnedPool:
         self._changed = threading.Condition()  # guards everything below and every buffer's count
         self._waiting: deque[object] = deque()
         self._slabs: list[_SlabSlots] = []
-        self._taken = 0  # bytes of all slabs
+        self._taken = 0  # bytes of all slabs, until their memory is given back
         self._used = 0
         self._peak = 0
         self._closed = False
@@ -99,6 +99,8 @@ class PinnedPool:
                         buffer = self._take(nbytes, need)
                         if buffer is not None:
                             return buffer
+                        if self._make_room(need):
+                            continue
                     self._changed.wait()
             finally:
                 self._waiting.remove(ticket)
@@ -114,14 +116,18 @@ class PinnedPool:
         need = self._checked(nbytes)
         with self._changed:
             self._check_open()
-            return None if self._waiting else self._take(nbytes, need)
+            if self._waiting:
+                return None
+            buffer = self._take(nbytes, need)
+            if buffer is None and self._make_room(need) and not self._waiting:
+                buffer = self._take(nbytes, need)
+            return buffer
 
     def close(self) -> None:
-        """Ends the pool: who waits gets a StorageError, and memory goes as its last buffer is released."""
+        """Ends the pool: waiting requests get a StorageError, and memory is given back with its last buffer."""
         with self._changed:
             self._closed = True
-            self._drop_empty_slabs()
-            self._changed.notify_all()
+            self._close_empty_slabs()
 
     def _checked(self, nbytes: int) -> int:
         if nbytes <= 0:
@@ -143,16 +149,11 @@ class PinnedPool:
             offset = slab.slots.allocate(need)
             if offset is not None:
                 return self._hand_out(slab, offset, nbytes, need)
-        if self._slab_bytes is None:
-            return None
-        empty = sum(slab.slots.capacity for slab in self._slabs if not slab.slots.used)
-        if self._capacity - self._taken < need <= self._capacity - self._taken + empty:
-            self._drop_empty_slabs()
         room = self._capacity - self._taken
-        if room < need:
+        if self._slab_bytes is None or room < need:
             return None
-        # Under the lock on purpose: page-locking takes milliseconds, happens a few times in a run, and
-        # whoever comes next would wait for this memory anyway.
+        # Under the lock on purpose: page-locking takes milliseconds, happens a few times in a run, and the next
+        # request would wait for this memory anyway.
         slab = self._add_slab(min(max(self._slab_bytes, need), room))
         offset = slab.slots.allocate(need)
         assert offset is not None
@@ -169,11 +170,26 @@ class PinnedPool:
         self._taken += nbytes
         return slab
 
-    def _drop_empty_slabs(self) -> None:
-        for slab in [slab for slab in self._slabs if not slab.slots.used]:
-            self._slabs.remove(slab)
-            self._taken -= slab.slots.capacity
-            slab.memory.close()
+    def _make_room(self, need: int) -> bool:
+        """Gives empty slabs back if a larger one fits in their place then; returns whether it did."""
+        empty = sum(slab.slots.capacity for slab in self._slabs if not slab.slots.used)
+        if self._slab_bytes is None or need > self._capacity - self._taken + empty:
+            return False
+        self._close_empty_slabs()
+        return True
+
+    def _close_empty_slabs(self) -> None:
+        """Gives the memory of empty slabs back; the lock is released meanwhile, since that synchronizes the device."""
+        empty = [slab for slab in self._slabs if not slab.slots.used]
+        self._slabs = [slab for slab in self._slabs if slab.slots.used]  # nobody is handed out of the others any more
+        self._changed.release()
+        try:
+            for slab in empty:
+                slab.memory.close()
+        finally:
+            self._changed.acquire()
+            self._taken -= sum(slab.slots.capacity for slab in empty)
+            self._changed.notify_all()
 
     def _retain(self, buffer: PinnedBuffer) -> bool:
         with self._changed:
@@ -192,8 +208,9 @@ class PinnedPool:
             buffer._slab.slots.free(buffer._offset)
             self._used -= buffer.tensor.numel()
             if self._closed:
-                self._drop_empty_slabs()
-            self._changed.notify_all()
+                self._close_empty_slabs()
+            else:
+                self._changed.notify_all()
 
 
 class PinnedBuffer:

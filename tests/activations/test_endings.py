@@ -1,7 +1,6 @@
 """A device that is behind the host, or lost: training ends with an error, and not with a hang."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,20 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class LateCopies(CPUCopies):
-    """Follow-ups of copies run on a thread, and not before `reach` is called: a device behind the host."""
+    """Copies out are done on a thread, and not before `drain` is called: a device behind the host."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._reached = threading.Event()
-        self._queued: list[Callable[[], None]] = []
+        self._queued: list[Future[None]] = []
 
-    def when_out(self, mark: Mark, then: Callable[[], None]) -> None:
+    def out_done(self, mark: Mark) -> "Future[None]":
+        done: Future[None] = Future()
         if self._reached.is_set():
-            then()
+            done.set_result(None)
         else:
-            self._queued.append(then)
+            self._queued.append(done)
+        return done
 
     def drain(self) -> None:
         """The device catches up while somebody waits for it."""
@@ -38,8 +39,8 @@ class LateCopies(CPUCopies):
         ran: Future[None] = Future()
 
         def catch_up() -> None:
-            for then in self._queued:
-                then()
+            for done in self._queued:
+                done.set_result(None)
             self._queued.clear()
             ran.set_result(None)
 

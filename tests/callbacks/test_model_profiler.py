@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, profiler
-from lightning_ssd.activations import clock as device_clock
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
 from tests.states.test_training import Model, assert_same, train
 

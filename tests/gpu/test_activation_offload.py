@@ -1,6 +1,5 @@
 """Activation offload on a CUDA device: the same numbers, whatever the timing, and less memory."""
 
-import functools
 import gc
 import random
 import time
@@ -123,7 +122,8 @@ def test_what_is_ahead_of_the_device_does_not_hold_the_host_up() -> None:
         mark = copies.out(source, target, copies.mark())
         now = clock.now()
     for index in range(30):
-        copies.when_out(copies.out(source, target, mark, awaited=True), functools.partial(ran.append, index))
+        done = copies.out_done(copies.out(source, target, mark, awaited=True))
+        done.add_done_callback(lambda _, index=index: ran.append(index))
     assert mark is not None and not mark.reached() and not ran
     assert clock.elapsed(now, now) is None
     copies.drain()

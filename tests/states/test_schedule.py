@@ -1,5 +1,6 @@
 """The order of events in a step: what the overlap, the order of jobs and the weight stream are known for."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,75 @@ def test_weights_are_fetched_ahead_and_released_behind(tmp_path: Path, monkeypat
     for unit in range(1, UNITS - 1):
         assert step.index(("want", unit)) < step.index(("forward", unit))
     assert step.index(("release", 0)) < step.index(("forward", 3))
+
+
+class Call(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.function()
+        return grad, None
+
+
+def in_backward(function: Callable[[], None], operations: int) -> None:
+    """Calls `function` in an autograd node of the calling thread, whose number depends on `operations`."""
+    x = torch.zeros(1, requires_grad=True)
+    for _ in range(operations):
+        x = x.sin()
+    Call.apply(x, function).sum().backward()
+
+
+class TwoThreads(pl.Callback):
+    """What two threads of one backward do: autograd's, and the training thread, which runs operations on the CPU."""
+
+    fetches = 0
+    resident = False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        states = trainer.strategy.model_states  # type: ignore[union-attr]
+        stream: WeightStream = states._stream
+        stream.release_all()
+        first, *others = states.homes
+        into, again = states._copies.into, threading.Event()
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self.fetches += 1
+            if self.fetches == 1:
+                other.start()
+                again.wait(1)  # for a second fetch of the same weights, which must not begin
+            else:
+                again.set()
+            return into(*args, **kwargs)
+
+        other = threading.Thread(target=stream.want, args=(first,))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(states._copies, "into", held)
+            stream.want(first)
+            other.join()
+
+        def node() -> None:
+            stream.want(first)
+            thread = threading.Thread(target=in_backward, args=(lambda: [stream.want(flat) for flat in others], 5))
+            thread.start()
+            thread.join()
+            self.resident = first.resident  # this thread may still have to launch its kernels
+
+        in_backward(node, 1)
+
+
+def test_two_threads_fetch_weights_once_and_evict_none_that_the_other_uses(tmp_path: Path) -> None:
+    threads = TwoThreads()
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B"), max_steps=1,
+        default_root_dir=tmp_path, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[threads],
+    )  # fmt: skip
+    trainer.fit(Chain([]), loader())
+    assert threads.fetches == 1
+    assert threads.resident

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd.storage import PinnedBuffer, PinnedPool, StorageError
+from lightning_ssd.storage.slab import Slab
 
 PAGE = 4096
 
@@ -108,6 +109,40 @@ def test_a_buffer_is_lent_until_its_last_holder_releases_it() -> None:
     assert not buffer.try_retain()
     with pytest.raises(ValueError, match="more often"):
         buffer.release()
+
+
+@pytest.mark.parametrize("way", ["acquire", "try_acquire", "close", "release"])
+def test_other_threads_go_on_while_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Which waits for the GPU: threads that release buffers, after copies that it waits for, must not wait for it."""
+    pool = PinnedPool(4 * PAGE, pin=False, slab_bytes=PAGE)
+    buffers = [pool.acquire(PAGE) for _ in range(4)]
+    held = buffers.pop()
+    for buffer in buffers:
+        buffer.release()
+    real, released = Slab.close, 0
+
+    def close(slab: Slab) -> None:
+        nonlocal released
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(held.try_retain).result(timeout=60)
+            other.submit(held.release).result(timeout=60)
+        released += 1
+        real(slab)
+
+    monkeypatch.setattr(Slab, "close", close)
+    if way == "acquire":
+        pool.acquire(3 * PAGE).release()
+    elif way == "try_acquire":
+        assert pool.try_acquire(3 * PAGE) is not None
+    elif way == "close":
+        pool.close()
+    else:
+        last = pool.acquire(PAGE)
+        monkeypatch.setattr(Slab, "close", real)
+        pool.close()
+        monkeypatch.setattr(Slab, "close", close)
+        last.release()
+    assert released
 
 
 def test_many_threads_share_a_small_pool() -> None:

@@ -1,0 +1,75 @@
+"""Bytes that came back are there until the last view was asked for, whenever other views die."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd.activations.record import Record, SavedView, State
+from lightning_ssd.activations.tier import Load, StoredCopy
+
+EMPTY = torch.empty(0)
+
+
+class Arrived(Load):
+    settled = True
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def wait(self) -> None:
+        return None
+
+
+class Copy(StoredCopy):
+    def __init__(self, data: Tensor) -> None:
+        self._data = data
+
+    def wait_copied(self) -> None:
+        return None
+
+    def load(self, *, urgent: bool) -> Load:
+        return Arrived(self._data)
+
+    def free(self) -> None:
+        return None
+
+
+def interrupted(attribute: str, views: list[SavedView]) -> type[Record]:
+    """Returns a record in which a view dies just when `attribute` is set, as in a garbage collection there."""
+    slot: Any = getattr(Record, attribute)
+
+    def assign(self: Record, value: Any) -> None:
+        slot.__set__(self, value)
+        if len(views) > 1:
+            views.pop()
+
+    return type("Interrupted", (Record,), {"__slots__": (), attribute: property(slot.__get__, assign)})
+
+
+@pytest.mark.parametrize("attribute", ["times_back", "unseen", "state", "data", "load"])
+@pytest.mark.parametrize("shown_before", [False, True])
+def test_a_view_that_dies_while_bytes_come_back(attribute: str, shown_before: bool) -> None:
+    saved = torch.arange(4.0)
+    data = torch.empty(0, dtype=torch.uint8).set_(saved.untyped_storage())
+    views: list[SavedView] = []
+    record = interrupted(attribute, views)(data, None, 0, deque())  # type: ignore[arg-type]
+    record.leave(Copy(data.clone()), "host")
+    record.gone()
+    first = [SavedView(saved, record, EMPTY) for _ in range(3)]
+    if shown_before:
+        record.come(urgent=True)
+        record.arrive()
+        for index in range(3):
+            first[index].show()
+        assert record.state is State.AWAY
+    views += first
+    del first
+    record.come(urgent=True)
+    record.arrive()
+    while views:
+        assert record.data is not None
+        assert torch.equal(views.pop().show(), saved)
+    assert record.data is None and record.views == 0

@@ -1,0 +1,40 @@
+"""Futures end, whatever becomes of those that they are made of."""
+
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import pytest
+
+from lightning_ssd.device import all_of, ended, error_of, finished, then
+
+
+def end(future: "Future[Any]", how: str) -> None:
+    if how == "result":
+        future.set_result(None)
+    elif how == "error":
+        future.set_exception(ValueError("lost"))
+    else:
+        future.cancel()
+
+
+@pytest.mark.parametrize("outer", ["result", "error", "cancelled"])
+@pytest.mark.parametrize("inner", ["result", "error", "cancelled"])
+@pytest.mark.parametrize("make", [lambda one, other: then(one, lambda _: other), lambda *both: all_of(both)])
+def test_every_end_of_either_future_is_passed_on(make: Any, outer: str, inner: str) -> None:
+    first: Future[None] = Future()
+    second: Future[None] = Future()
+    result = make(first, second)
+    end(first, outer)
+    end(second, inner)
+    assert result.done() and ended(result).result() is None
+    hows = {outer, inner}
+    expected = {"error": ValueError, "cancelled": CancelledError}.get(outer if outer != "result" else inner)
+    error = error_of(result)
+    assert type(error) is expected if expected else error is None and hows == {"result"}
+
+
+def test_what_makes_the_second_future_may_fail() -> None:
+    def fail(_: None) -> "Future[None]":
+        raise ValueError("no")
+
+    assert isinstance(error_of(then(finished(None), fail)), ValueError)

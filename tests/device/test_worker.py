@@ -1,0 +1,68 @@
+"""The worker runs the most urgent of the jobs that are ready, and leaves no job without an end."""
+
+import threading
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import pytest
+
+from lightning_ssd.device import Worker
+
+
+def held(worker: Worker) -> tuple[threading.Event, "Future[None]"]:
+    """Returns what releases the worker from a job that it has begun, and that job's future."""
+    begun, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert release.wait(60)
+
+    job = worker.submit(wait)
+    assert begun.wait(60)
+    return release, job
+
+
+def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
+    worker, ran = Worker("test"), list[str]()
+    release, _ = held(worker)
+    needed: Future[None] = Future()
+    late = worker.submit(lambda: ran.append("needed something"), [needed], priority=0)
+    jobs = [worker.submit(lambda name=name: ran.append(name), priority=p) for name, p in (("b", 2), ("c", 2), ("a", 1))]
+    release.set()
+    for job in jobs:
+        job.result(timeout=60)
+    needed.set_result(None)
+    late.result(timeout=60)
+    worker.close()
+    assert ran == ["a", "b", "c", "needed something"]
+
+
+def test_an_error_of_what_a_job_needs_is_the_jobs() -> None:
+    worker, needed = Worker("test"), Future[Any]()
+    job = worker.submit(lambda: None, [needed])
+    needed.cancel()
+    with pytest.raises(CancelledError):
+        job.result(timeout=60)
+    worker.close()
+
+
+def test_no_job_is_stranded_when_the_worker_closes() -> None:
+    """Queued jobs, jobs that wait for futures, and jobs that callbacks submit meanwhile."""
+    worker, ran = Worker("test"), list[str]()
+    release, running = held(worker)
+    never, late = Future[None](), Future[None]()
+    jobs = [worker.submit(lambda: ran.append("x"), after) for after in ([], [never], [late])]
+    again: list[Future[None]] = []
+    jobs[1].add_done_callback(lambda _: again.append(worker.submit(lambda: ran.append("again"))))
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    release.set()
+    closing.join()
+    running.result(timeout=60)
+    late.set_result(None)
+    jobs += again
+    assert len(jobs) == 4
+    for job in jobs:
+        with pytest.raises(RuntimeError, match="training ended before this was done"):
+            job.result(timeout=60)
+    assert not ran
