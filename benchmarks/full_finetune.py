@@ -52,8 +52,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     import torch
     from torch.utils.data import DataLoader, Dataset
 
-    from benchmarks.timeline import Profile
-    from lightning_ssd import SSDOffloadStrategy
+    from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
     from lightning_ssd._lightning import pl
     from lightning_ssd.models.gpt import GPT
     from lightning_ssd.states import optimizers
@@ -88,11 +87,6 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         def on_train_batch_start(self, *_: Any) -> None:
             torch.cuda.synchronize()
             self.begun.append(time.perf_counter())
-            if timeline and len(self.begun) == WARM_UP + 2:
-                self.profile = Profile()
-                self.profile.start()
-            elif timeline and len(self.begun) == WARM_UP + 4:
-                self.profile.stop(timeline)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
             self.losses.append(outputs["loss"].item())
@@ -121,7 +115,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         precision="bf16-mixed" if case["mixed"] else "bf16-true",
         strategy=strategy,
         max_epochs=1,
-        callbacks=[probe],
+        callbacks=[probe, *([TimelineRecorder(WARM_UP + 1, timeline, steps=2)] if timeline else [])],
         gradient_clip_val=float(case["limit"]) if case["clip"] else None,
         logger=False,
         enable_checkpointing=False,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         OffloadMonitor,
         PrefetchScheduler,
         SwapPlanner,
+        TimelineRecorder,
     )
     from lightning_ssd.states import register_optimizer
     from lightning_ssd.strategy import SSDOffloadStrategy
@@ -30,6 +31,7 @@ __all__ = [
     "PrefetchScheduler",
     "SSDOffloadStrategy",
     "SwapPlanner",
+    "TimelineRecorder",
     "register_optimizer",
 ]
 __version__ = "0.1.0"

@@ -44,6 +44,7 @@ from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
 from lightning_ssd.device import Copies, Stopwatch, make_clock
 from lightning_ssd.planning import LATE, Choice
 from lightning_ssd.sizes import format_bytes
+from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
 
 
@@ -396,7 +397,8 @@ class TensorCache:
         if copy is None and may_wait:
             stall = self._stall(tier, _OUT)
             start = stall.now()
-            copy = self.tiers[tier].store(data, may_wait=True)
+            with span(WAIT + "room to offload"):
+                copy = self.tiers[tier].store(data, may_wait=True)
             stall.add(start)
         return copy
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_ssd.activations.scratch_tier import ScratchTier
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import Copies, Mark
+from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError
 
 
@@ -251,7 +252,7 @@ class _SSDLoad(Load):
 
     def wait(self) -> None:
         try:
-            self._issued.result()
+            wait_for(self._issued, "saved tensors")
         finally:  # of a load that failed, too, pieces may still be on their way into `data`
             self._copies.wait(self._arrived)
 

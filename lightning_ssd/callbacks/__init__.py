@@ -7,6 +7,7 @@ from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.swap_planner import SwapPlanner
+from lightning_ssd.callbacks.timeline_recorder import TimelineRecorder
 
 __all__ = [
     "ActivationOffload",
@@ -15,5 +16,6 @@ __all__ = [
     "OffloadMonitor",
     "PrefetchScheduler",
     "SwapPlanner",
+    "TimelineRecorder",
     "add_default_callbacks",
 ]

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_ssd.device.cuda_events import Event, Events
 from lightning_ssd.device.futures import finished
 from lightning_ssd.device.memory import device_memory
+from lightning_ssd.spans import COPY_IN, COPY_OUT, span
 
 Mark = Event | None
 
@@ -121,7 +122,8 @@ class CPUCopies(Copies):
 
     def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = time.perf_counter()
-        with torch._C._DisableTorchDispatch():  # no part of the forward that it may be called in
+        # No part of the forward that it may be called in.
+        with torch._C._DisableTorchDispatch(), span(COPY_OUT):
             dst[: src.numel()].copy_(src)
         with self._lock:
             self._out_busy = self._out_busy.plus(src.numel(), time.perf_counter() - start)
@@ -129,7 +131,7 @@ class CPUCopies(Copies):
 
     def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = time.perf_counter()
-        with torch._C._DisableTorchDispatch():
+        with torch._C._DisableTorchDispatch(), span(COPY_IN):
             dst.copy_(src[: dst.numel()])
         with self._lock:
             self._in_busy = self._in_busy.plus(dst.numel(), time.perf_counter() - start)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import Mark, ended, finished, then
+from lightning_ssd.spans import WAIT, span, wait_for
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.storage import PinnedPool
 from lightning_ssd.storage.slab import Slab
@@ -39,7 +40,8 @@ class LandingMemory:
         """
         while (buffer := self._pool.try_acquire(nbytes)) is None:
             if running := [step for step in under_way() if not step.done()]:
-                wait(running, return_when=FIRST_COMPLETED)
+                with span(WAIT + "a step"):
+                    wait(running, return_when=FIRST_COMPLETED)
             elif (buffer := self._pool.try_acquire(nbytes)) is not None:  # given back before the look
                 break
             else:
@@ -115,7 +117,7 @@ class Gradient:
         Args:
             under_way: returns `settled` of the flats that memory is shared with.
         """
-        self.settled.result()
+        wait_for(self.settled, "the step before")
         if self._memory is not None and self._give_back is None:
             self._has(*self._memory.take(self._flat.nbytes, under_way))
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.device import Busy, Copies, Mark, Worker, all_of, finished, then
+from lightning_ssd.spans import wait_for
 from lightning_ssd.states.access import Access
 from lightning_ssd.states.compile import around_calls, compiled_regions, is_compiled
 from lightning_ssd.states.ending import Ending
@@ -893,7 +894,7 @@ class ModelStates:
         self._stream.renew()
         if self._overlap == "none":
             for done in launched.values():
-                done.result()
+                wait_for(done, "the step")
         if launched:
             self._stream.prefetch()
 
@@ -904,7 +905,7 @@ class ModelStates:
                 # What is summed on the host has its norm taken there. A launched step waits for the gate: not for it.
                 sum_of_flat = self._sums.get(flat) if flat in self._launched else gradient.settled
                 if sum_of_flat is not None:
-                    sum_of_flat.result()
+                    wait_for(sum_of_flat, "gradients")
         with self._shown.hidden():
             self._gate.clip(parameters_of(optimizer), self._norms, limit)
 

@@ -6,9 +6,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from torch.profiler import record_function
-
 from lightning_ssd.device import Worker, all_of, finished, then
+from lightning_ssd.spans import OPTIMIZER, span
 from lightning_ssd.states.gradient import Gradient
 from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.optimizers import Options, Rule
@@ -92,7 +91,7 @@ class Step:
         changed = False
         has = self._has()
         try:
-            with record_function(f"step {self.home.flat.name}"):
+            with span(OPTIMIZER + self.home.flat.name):
                 self.rule.step(self.options, opened, whole, has, factor)
             changed = True
             seconds = time.perf_counter() - begun

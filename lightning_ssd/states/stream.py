@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_ssd.device import Copies, Mark
+from lightning_ssd.spans import wait_for
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Home
 
@@ -274,7 +275,7 @@ class _Load:
 
     def wait(self) -> None:
         """Orders the compute stream after the arrival; the host waits until the copy was issued."""
-        mark = self._issued.result()
+        mark = wait_for(self._issued, "weights")
         if not self._waited:
             self._waited = True
             self._copies.wait(mark)

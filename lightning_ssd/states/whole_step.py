@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_ssd.spans import OPTIMIZER, span
 from lightning_ssd.states.optimizers import parameters_of
 
 Lend = Callable[[], contextlib.AbstractContextManager[None]]
@@ -62,6 +63,7 @@ class WholeStep:
     def _open(self) -> None:
         self._lent.enter_context(self._lend())
         self._lent.enter_context(_on_cpu(self._optimizer))
+        self._lent.enter_context(span(OPTIMIZER + type(self._optimizer).__name__))
 
     def _offloaded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a closure that runs with offloaded weights."""

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from torch.profiler import record_function
 
+from lightning_ssd.spans import SSD_READ, SSD_WRITE, span
 from lightning_ssd.storage.backend import BackendFile
 from lightning_ssd.storage.blob import Piece
 from lightning_ssd.storage.checksums import Checksums
@@ -100,7 +100,7 @@ class Engine:
         failure: StorageError | None = None
         meter.start()
         try:
-            with record_function("ssd write" if request.write else "ssd read"):
+            with span(SSD_WRITE if request.write else SSD_READ):
                 self._move(lane, request)
         except StorageError as error:
             failure = error

@@ -1,0 +1,171 @@
+"""`TimelineRecorder`: what every resource does in a training step, as a Chrome trace and as a picture."""
+
+import logging
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.timeline import BETWEEN, TimelineProfile
+
+log = logging.getLogger(__name__)
+
+
+class TimelineRecorder(pl.Callback):
+    """Records what every resource does in a few training steps, and writes it as a Chrome trace and as a picture.
+
+    Rows: compute (GPU kernels; on a CPU, the operators of forward and backward on the training thread), copies from
+    host memory to the device and back, reads and writes of the SSDs, the optimizer on the CPU, and waiting (on a GPU:
+    no kernel runs, because of a copy, a step or the host; on a CPU: the training thread is blocked). Above them are the
+    phases of the training: forward, backward, optimizer. The percentage of a row is the share of the time in which it
+    is busy.
+
+    It works under every strategy, plain Lightning's too, on a CPU and on a CUDA device, and changes no number of the
+    training. Outside of the recorded steps it does nothing; within them every operator is recorded, which takes a few
+    microseconds each. A GPU finishes its work before the first recorded step and after the last. Work that began before
+    the first step or ends after the last is not shown. Of several processes the first one records.
+
+    Example:
+        >>> trainer = Trainer(strategy="ssd_offload", callbacks=[TimelineRecorder(step=20, path="runs/step20")])
+
+    Args:
+        step: the first step to record, counted from 0 as loggers count. Early steps are unlike later ones: caches are
+            cold, and `offload="auto"` still measures.
+        path: files to write, without ending: `PATH.json` (for chrome://tracing or ui.perfetto.dev) and `PATH.png`,
+            for which matplotlib is needed. Default: `timeline` in the Trainer's `default_root_dir`.
+        steps: how many steps to record.
+
+    Raises:
+        ValueError: `step` or `steps` is out of range. When training starts: nothing can be written to `path`, or the
+            Trainer's own profiler records, which takes the one that a process has.
+    """
+
+    def __init__(self, step: int = 20, path: str | Path | None = None, steps: int = 1) -> None:
+        if step < 0:
+            raise ValueError(f"`step={step}` must be at least 0: steps are counted as loggers count them.")
+        if steps < 1:
+            raise ValueError(f"`steps={steps}` must be at least 1.")
+        self._step = step
+        self._steps = steps
+        self._path = None if path is None else Path(path).expanduser()
+        self._profile: TimelineProfile | None = None
+        """While steps are recorded."""
+        self._done = False
+        self._boundary = True
+        """Whether the next batch is the first one of a step."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if isinstance(getattr(trainer, "profiler", None), pl.profilers.PyTorchProfiler):
+            raise ValueError(
+                "TimelineRecorder and `Trainer(profiler='pytorch')` both record with torch's profiler, and a process "
+                "has one. Remove one of the two."
+            )
+        if not trainer.is_global_zero:
+            return
+        base = self._base(trainer)
+        try:
+            base.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=base.parent):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"TimelineRecorder can't write to {str(base.parent)!r}: {error.strerror}. "
+                "Set `path` to files in a directory that can be written."
+            ) from error
+        if find_spec("matplotlib") is None:
+            log.warning("TimelineRecorder writes the Chrome trace alone: `pip install matplotlib` for the picture.")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._done = not trainer.is_global_zero
+        self._boundary = True
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._done:
+            return
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if self._profile is not None and step >= self._step + self._steps:
+            self._finish(trainer)
+        elif self._profile is None and step == self._step:
+            self._begin(trainer)
+        if self._profile is not None:
+            if self._boundary:
+                self._profile.mark(f"step {step}")
+            self._profile.mark("forward")
+            self._boundary = False
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._mark("backward")
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._mark("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._mark(BETWEEN)
+        self._boundary = not trainer.fit_loop._should_accumulate()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark("validation")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._mark(BETWEEN)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._finish(trainer)
+        if not self._done:
+            log.warning("training ended before step %d: TimelineRecorder has written nothing", self._step)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._finish(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._finish(trainer)
+
+    def _mark(self, name: str) -> None:
+        if self._profile is not None:
+            self._profile.mark(name)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._done = True
+            log.warning("another torch profiler records: there is no timeline of step %d", self._step)
+            return
+        self._profile = TimelineProfile(trainer.strategy.root_device)
+        self._profile.start()
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        """Ends the recording, if there is one, and writes it. A training does not fail because of it."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        self._done = True
+        base = self._base(trainer)
+        trace, picture = (base.with_name(base.name + ending) for ending in (".json", ".png"))
+        try:
+            profile.mark("end")
+            profile.stop()
+            timeline = profile.timeline(base.parent)
+            timeline.save_trace(trace)
+            written = str(trace)
+            if find_spec("matplotlib") is not None:
+                timeline.save_picture(picture)
+                written += f" and {picture}"
+        except Exception as error:  # a full disk, a GPU that is lost: the training's own error must not be hidden
+            log.warning("the timeline could not be written to %s: %s", base.parent, error)
+            return
+        numbers = [str(step) for step, _ in timeline.steps]
+        log.info("timeline of step %s in %s", " to ".join(dict.fromkeys((numbers[0], numbers[-1]))), written)
+
+    def _base(self, trainer: pl.Trainer) -> Path:
+        return Path(trainer.default_root_dir) / "timeline" if self._path is None else self._path

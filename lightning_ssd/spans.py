@@ -1,0 +1,54 @@
+"""Names of the spans that a timeline shows, and how other rooms annotate their work with them."""
+
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from torch.autograd import profiler
+
+__all__ = ["COPY_IN", "COPY_OUT", "OPTIMIZER", "SSD_READ", "SSD_WRITE", "WAIT", "span", "wait_for"]
+
+SSD_READ = "ssd read"
+SSD_WRITE = "ssd write"
+COPY_IN = "copy in"
+COPY_OUT = "copy out"
+"""Copies of a CPU device. The profiler sees those of a GPU by itself."""
+OPTIMIZER = "step "
+"""Prefix: the name of the stepped parameters follows."""
+WAIT = "wait for "
+"""Prefix: the awaited work follows."""
+
+Result = TypeVar("Result")
+
+
+class span:
+    """Annotates the work inside of a `with` block for torch's profiler, on any thread.
+
+    It is torch's `record_function`, but for two differences: it costs next to nothing while no profiler records (and
+    not ten microseconds), and dispatch modes do not see it as an operator of the forward that it may run in.
+    """
+
+    __slots__ = ("_name", "_record")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._record: profiler.record_function | None = None
+
+    def __enter__(self) -> None:
+        if profiler._is_profiler_enabled:
+            self._record = profiler.record_function(self._name)
+            with torch._C._DisableTorchDispatch():
+                self._record.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._record is not None:
+            with torch._C._DisableTorchDispatch():
+                self._record.__exit__(None, None, None)
+
+
+def wait_for(future: "Future[Result]", work: str) -> Result:
+    """Returns the result of `future`. Until it is done, a span says that the calling thread waits for `work`."""
+    if future.done():
+        return future.result()
+    with span(WAIT + work):
+        return future.result()

@@ -1,0 +1,325 @@
+"""The timeline of training steps: what every resource did when, as a Chrome trace and as a picture.
+
+torch's profiler records all threads and the GPU. Of its events the timeline keeps those that are work of a resource,
+so that the trace of a step has megabytes and not hundreds of them.
+"""
+
+import json
+import tempfile
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+
+from lightning_ssd.spans import COPY_IN, COPY_OUT, OPTIMIZER, SSD_READ, SSD_WRITE, WAIT, span
+
+COLORS = {
+    "compute": "#2a7f3f",
+    "copy in": "#1f77b4",
+    "copy out": "#17a2b8",
+    "SSD read": "#8c6d1f",
+    "SSD write": "#e6861a",
+    "CPU optimizer": "#c0392b",
+    "waiting": "#8a8a8a",
+}
+"""Rows of a timeline, from the top."""
+
+PHASE_COLORS = {"forward": "#cfe8cf", "backward": "#cfdcf0", "optimizer": "#f3d3cf", "validation": "#eeeeee"}
+
+BETWEEN = "between"
+"""The phase from the end of a batch to the begin of the next one: data, logging, checkpoints."""
+
+_MARK = "lightning_ssd mark "
+_ROW_OF = {SSD_READ: "SSD read", SSD_WRITE: "SSD write", COPY_IN: "copy in", COPY_OUT: "copy out"}
+
+
+class Span(NamedTuple):
+    """Work of one resource. Seconds count from the begin of the timeline."""
+
+    start: float
+    end: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What every resource did in some training steps.
+
+    Attributes:
+        rows: of each name in `COLORS`, the spans of work, in the order of their begin. They may overlap.
+        phases: what the training thread (on a GPU: the compute stream) was in, by the names of `PHASE_COLORS`.
+        steps: number and begin, in seconds, of every step.
+        seconds: the length of the timeline.
+        device: name of the training device.
+        on_gpu: the steps were computed on a GPU.
+    """
+
+    rows: dict[str, list[Span]]
+    phases: list[Span]
+    steps: list[tuple[int, float]]
+    seconds: float
+    device: str
+    on_gpu: bool
+
+    def busy_share(self, row: str) -> float:
+        """Returns the share of the time in which there was work in a row."""
+        return sum(end - start for start, end in _union(self.rows[row])) / self.seconds if self.seconds else 0.0
+
+    def save_trace(self, path: Path) -> None:
+        """Writes a Chrome trace (JSON), for chrome://tracing and ui.perfetto.dev."""
+        names = ["phases", *self.rows]
+        events: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}}
+            for number, name in enumerate(names)
+        ]
+        for number, spans in enumerate([self.phases, *self.rows.values()]):
+            events += [
+                {"name": label, "ph": "X", "pid": 0, "tid": number, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+                for start, end, label in spans
+            ]
+        events += [
+            {"name": f"step {step}", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": 1e6 * start}
+            for step, start in self.steps
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def save_picture(self, path: Path) -> None:
+        """Writes a picture (PNG).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        figure = Figure(figsize=(12, 4))  # no pyplot: the user's backend and figures stay as they are
+        axes = figure.subplots()
+        # Spans that are closer than half a pixel are drawn as one.
+        near = self.seconds / 2400
+        for start, end, phase in self.phases:
+            axes.broken_barh([(start, end - start)], (-1.4, 0.8), color=PHASE_COLORS[phase], linewidth=0)
+            if end - start > self.seconds / 14:
+                axes.text((start + end) / 2, -1, phase, ha="center", va="center", fontsize=8)
+        for y, (row, spans) in enumerate(self.rows.items()):
+            bars = [(start, max(end - start, near / 2)) for start, end in _union(spans, near)]
+            axes.broken_barh(bars, (y - 0.4, 0.8), color=COLORS[row], linewidth=0)
+        for step, start in self.steps:
+            axes.axvline(start, color="black", linewidth=0.8, linestyle="--")
+            axes.text(start, -1.55, f" step {step}", ha="left", va="bottom", fontsize=8)
+        axes.set_yticks([-1, *range(len(self.rows))], ["phase", *(self._tick(row) for row in self.rows)])
+        axes.set_ylim(len(self.rows) - 0.4, -2.1)
+        axes.set_xlim(0, self.seconds)
+        axes.set_xlabel("seconds")
+        axes.set_title(f"{self.device}; share of the time that each resource is busy", fontsize=9, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        found = {phase for _, _, phase in self.phases}
+        patches = [Patch(color=PHASE_COLORS[phase], label=phase) for phase in PHASE_COLORS if phase in found]
+        patches += [Patch(color=COLORS[row], label=text) for row, text in self._legend().items()]
+        figure.legend(handles=patches, loc="lower center", ncols=4, fontsize=8, frameon=False)
+        figure.tight_layout(rect=(0, 0.15, 1, 1))
+        figure.savefig(path, dpi=110, format="png")
+
+    def _tick(self, row: str) -> str:
+        share = self.busy_share(row)
+        return f"{row}  {share:4.0%}" if self.rows[row] else f"{row}    -"
+
+    def _legend(self) -> dict[str, str]:
+        """Returns what the rows show."""
+        return {
+            "compute": "compute: GPU kernels" if self.on_gpu else "compute: operators of forward and backward",
+            "copy in": "copy in: host memory to device",
+            "copy out": "copy out: device to host memory",
+            "SSD read": "SSD read",
+            "SSD write": "SSD write",
+            "CPU optimizer": "CPU optimizer: steps on the CPU",
+            "waiting": "waiting: no kernel runs" if self.on_gpu else "waiting: the training thread is blocked",
+        }
+
+
+class TimelineProfile:
+    """Records a timeline from `start` to `stop`, both on the training thread.
+
+    Args:
+        device: the training device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._thread = threading.get_native_id()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profiler = torch.profiler.profile(
+            activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)
+        )
+        self._events: list[Any] = []
+        """CUDA events of the marks: where the compute stream was."""
+
+    def start(self) -> None:
+        """Begins to record. A GPU finishes its earlier work first: its clock and the host's meet here."""
+        self._profiler.start()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.mark("start")
+
+    def mark(self, name: str) -> None:
+        """Marks the present end of the compute stream, on a CPU the present time."""
+        with span(f"{_MARK}{name}"):
+            if self._device.type == "cuda":
+                event = torch.cuda.Event(enable_timing=True)
+                event.record(torch.cuda.current_stream(self._device))
+                self._events.append(event)
+
+    def stop(self) -> None:
+        """Ends the recording; a GPU finishes its work first."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._profiler.stop()
+
+    def timeline(self, directory: Path) -> Timeline:
+        """Returns what was recorded, after `stop`.
+
+        Args:
+            directory: for the profiler's own trace, a file that is gone on return.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            trace = Path(scratch) / "trace.json"
+            self._profiler.export_chrome_trace(str(trace))
+            events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+        clock = None if not self._events else [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        name = torch.cuda.get_device_name(self._device) if clock else f"CPU, {torch.get_num_threads()} threads"
+        return read_timeline(events, self._thread, name, clock)
+
+
+def read_timeline(
+    events: Sequence[dict[str, Any]], thread: int, device: str, clock: Sequence[float] | None
+) -> Timeline:
+    """Returns the timeline of a trace of torch's profiler, from the first mark in it to the last.
+
+    Args:
+        events: complete events of the trace.
+        thread: the training thread's identifier in it.
+        device: name of the training device.
+        clock: of a GPU, the seconds from the first mark to each, on the GPU's clock; None: of a CPU.
+    """
+    found = [(event["ts"] / 1e6, event["name"].removeprefix(_MARK)) for event in events if _is_mark(event)]
+    found.sort(key=lambda mark: mark[0])
+    begin = found[0][0]
+    times = [at - begin for at, _ in found] if clock is None else clock
+    marks = list(zip(times, (name for _, name in found), strict=True))
+    seconds = times[-1]
+    steps = [(int(name.removeprefix("step ")), at) for at, name in marks if name.startswith("step ")]
+    phases = [
+        Span(at, until, name)
+        for (at, name), (until, _) in zip(marks, [*marks[1:], marks[-1]], strict=True)
+        if name in PHASE_COLORS and until > at
+    ]
+    on_gpu = clock is not None
+    rows: dict[str, list[Span]] = {row: [] for row in COLORS}
+    # Of the training thread, on a CPU: its operators, and spans of other rows, which may lie within an operator.
+    operators: list[Span] = []
+    apart: list[Span] = []
+    for event in events:
+        start = event["ts"] / 1e6 - begin
+        one = Span(max(0.0, start), min(seconds, start + event["dur"] / 1e6), event["name"])
+        if one.end <= one.start or _is_mark(event):
+            continue
+        on_training_thread = event.get("tid") == thread
+        row = _row_of(event, on_gpu=on_gpu, on_training_thread=on_training_thread)
+        if row is not None:
+            rows[row].append(one)
+            if on_training_thread:
+                apart.append(one)
+        elif not on_gpu and on_training_thread and event.get("cat") == "cpu_op":
+            operators.append(one)
+    if on_gpu:
+        rows["waiting"] = [Span(*gap, "no kernel runs") for gap in _without([(0.0, seconds)], rows["compute"])]
+    else:
+        work = _outermost(operators)
+        rows["compute"] = _clip(work, [one for one in phases if one.label in ("forward", "backward")], apart)
+        rows["CPU optimizer"] += _clip(work, [one for one in phases if one.label == "optimizer"], apart)
+    for spans in rows.values():
+        spans.sort()
+    return Timeline(rows, phases, steps, seconds, device, on_gpu)
+
+
+def _is_mark(event: dict[str, Any]) -> bool:
+    return str(event["name"]).startswith(_MARK)
+
+
+def _row_of(event: dict[str, Any], *, on_gpu: bool, on_training_thread: bool) -> str | None:
+    """Returns the row of an event of a trace; None: it has none, or is an operator of the CPU."""
+    category, name = event.get("cat"), event["name"]
+    if category in ("kernel", "gpu_memset"):
+        return "compute"
+    if category == "gpu_memcpy":
+        return {"HtoD": "copy in", "DtoH": "copy out"}.get(name.split()[1], "compute")
+    if category not in ("cpu_op", "user_annotation"):
+        return None
+    if name in _ROW_OF:
+        return _ROW_OF[name]
+    if name.startswith(OPTIMIZER):
+        return "CPU optimizer"
+    return "waiting" if name.startswith(WAIT) and on_training_thread and not on_gpu else None
+
+
+def _outermost(spans: Iterable[Span]) -> list[Span]:
+    """Returns the spans of one thread that no other one contains."""
+    found: list[Span] = []
+    for one in sorted(spans, key=lambda span: (span.start, -span.end)):
+        if not found or one.start >= found[-1].end:
+            found.append(one)
+    return found
+
+
+def _clip(spans: Iterable[Span], to: Iterable[Span], apart: Iterable[Span]) -> list[Span]:
+    """Returns the parts of `spans` that are within `to` and outside of `apart`."""
+    outside = _without([(one.start, one.end) for one in to], apart)
+    result: list[Span] = []
+    first = 0
+    for one in sorted(spans):
+        while first < len(outside) and outside[first][1] <= one.start:
+            first += 1
+        index = first
+        while index < len(outside) and outside[index][0] < one.end:
+            start, end = outside[index]
+            result.append(Span(max(start, one.start), min(end, one.end), one.label))
+            index += 1
+    return result
+
+
+def _without(whole: Iterable[tuple[float, float]], spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Returns the parts of the intervals `whole`, which do not overlap, in which no span is."""
+    busy = _union(spans)
+    parts: list[tuple[float, float]] = []
+    first = 0
+    for start, end in sorted(whole):
+        while first < len(busy) and busy[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(busy) and busy[index][0] < end:
+            if busy[index][0] > start:
+                parts.append((start, busy[index][0]))
+            start = busy[index][1]
+            index += 1
+        if start < end:
+            parts.append((start, end))
+    return parts
+
+
+def _union(spans: Iterable[Span], near: float = 0.0) -> list[tuple[float, float]]:
+    """Returns the intervals that spans cover, in order; those that are at most `near` apart are one."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted((one.start, one.end) for one in spans):
+        if found and start <= found[-1][1] + near:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found

@@ -1,0 +1,368 @@
+"""`TimelineRecorder`: it shows what every resource did in the steps it was asked for, and changes no training."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+
+from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorder
+from lightning_ssd.callbacks import timeline_recorder
+from lightning_ssd.timeline import COLORS, Timeline, read_timeline
+from tests.parity import TinyGPT
+from tests.parity import assert_same as assert_same_run
+from tests.parity import train as train_run
+from tests.plans import BOTH, draw, pinned, planner
+from tests.states.test_training import Model, assert_same, train
+
+PNG = b"\x89PNG\r\n\x1a\n"
+COPIED = {"CPU optimizer", "copy in", "copy out"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_records_afterwards() -> Iterator[None]:
+    yield
+    assert not torch.autograd.profiler._is_profiler_enabled
+
+
+class Recorded(pl.Callback):
+    """The steps in which torch's profiler recorded, as seen in `training_step` and `on_train_batch_end`."""
+
+    def __init__(self) -> None:
+        self.steps: set[int] = set()
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._look(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._look(trainer)
+
+    def _look(self, trainer: pl.Trainer) -> None:
+        if torch.autograd.profiler._is_profiler_enabled:
+            self.steps.add(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def spans(trace: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the spans of a trace that was written, of each row."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for event in events:
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] > 0
+            found[names[event["tid"]]].append(event)
+    return found
+
+
+def steps_of(trace: Path) -> list[str]:
+    return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "i"]
+
+
+def labels(rows: dict[str, list[dict[str, Any]]], row: str) -> list[str]:
+    return [event["name"] for event in sorted(rows[row], key=lambda event: event["ts"])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "busy"),
+    [
+        (None, {"CPU optimizer"}),
+        ({"states": "gpu", "offload": "none"}, {"CPU optimizer"}),
+        ({"states": "gpu", "offload": 1.0}, COPIED | {"SSD read", "SSD write"}),
+        ({"states": "gpu", "offload": 1.0, "tier": "host", "host_memory": "64MiB"}, COPIED),
+        ({"states": "host", "offload": "none"}, COPIED),
+        ({"states": "ssd", "offload": 1.0}, COPIED | {"SSD read", "SSD write"}),
+    ],
+)
+def test_shows_what_resources_do_and_changes_nothing(
+    tmp_path: Path, arguments: dict[str, Any] | None, busy: set[str]
+) -> None:
+    def strategy() -> Any:
+        return "auto" if arguments is None else SSDOffloadStrategy(min_bytes=1, gpu_memory="1B", **arguments)
+
+    recorded = Recorded()
+    callbacks = [TimelineRecorder(step=5, steps=2, path=tmp_path / "new" / "timeline"), recorded]
+    actual = train(tmp_path, strategy(), Model(), callbacks=callbacks, max_epochs=1)
+    assert_same(actual, train(tmp_path, "auto", Model(), max_epochs=1))
+    assert recorded.steps == {5, 6}
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["timeline.json", "timeline.png"]
+    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(PNG)
+    rows = spans(tmp_path / "new" / "timeline.json")
+    assert list(rows) == ["phases", *COLORS]
+    assert labels(rows, "phases") == ["forward", "backward", "optimizer"] * 2
+    assert steps_of(tmp_path / "new" / "timeline.json") == ["step 5", "step 6"]
+    assert {row for row in rows if rows[row]} - {"phases", "waiting"} == busy | {"compute"}
+    assert any("addmm" in name or "linear" in name for name in labels(rows, "compute"))
+
+
+def test_an_activation_offload_callback_is_shown(tmp_path: Path) -> None:
+    callbacks = [ActivationOffload(path=tmp_path, offload=1.0, min_bytes=1), TimelineRecorder(2, tmp_path / "t")]
+    actual = train(tmp_path, "auto", Model(), callbacks=callbacks, max_steps=4)
+    assert_same(actual, train(tmp_path, "auto", Model(), max_steps=4))
+    assert spans(tmp_path / "t.json")["SSD write"]
+
+
+@pytest.mark.thorough
+def test_a_plan_that_recomputes_is_shown(tmp_path: Path) -> None:
+    how: Any = {"model": TinyGPT, "steps": 8}
+    first = planner()
+    plain = train_run(SSDOffloadStrategy(**BOTH), callbacks=[first], **how)
+    assert first.plan is not None and first.profile is not None
+    plan = draw(first.plan, first.profile, 0, recompute=0.5)
+    callbacks = [pinned(plan), TimelineRecorder(6, tmp_path / "timeline")]
+    assert_same_run(plain, train_run(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
+    rows = spans(tmp_path / "timeline.json")
+    assert rows["compute"] and rows["copy out"] and steps_of(tmp_path / "timeline.json") == ["step 6"]
+
+
+def test_an_optimizer_that_steps_whole_is_shown(tmp_path: Path) -> None:
+    class Own(torch.optim.SGD):
+        """A class whose parameters may depend on each other, for all that is known."""
+
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = Model(lambda parameters: Own(parameters, lr=0.1))
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1)
+    train(tmp_path, strategy, model, callbacks=[TimelineRecorder(1, tmp_path / "timeline")], max_steps=3)
+    assert "step Own" in labels(spans(tmp_path / "timeline.json"), "CPU optimizer")
+
+
+class Annotated(pl.Callback):
+    """Which threads annotate what, by torch's profiler alone, in one step."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU],
+                experimental_config=_ExperimentalConfig(profile_all_threads=True),
+            )
+            self.profiler.start()
+        elif batch_idx == 5:
+            self.threads = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+            self.profiler.stop()
+
+            self.profiler.export_chrome_trace(str(Path(trainer.default_root_dir) / "trace.json"))
+
+    def of(self, prefix: str, trace: Path) -> set[str]:
+        """Returns the names of the threads with such annotations."""
+        return {
+            self.threads[str(event["tid"])].rstrip("0123456789.-")
+            for event in json.loads(trace.read_text())["traceEvents"]
+            if event["ph"] == "X" and event["name"].startswith(prefix)
+        }
+
+
+def test_annotations_come_from_the_threads_that_do_the_work(tmp_path: Path) -> None:
+    annotated = Annotated()
+    strategy = SSDOffloadStrategy(states="ssd", offload=1.0, min_bytes=1, gpu_memory="1B")
+    train(tmp_path, strategy, Model(), callbacks=[annotated], max_steps=7)
+    trace = tmp_path / "trace.json"
+    main = threading.current_thread().name
+    assert annotated.of("ssd read", trace) == annotated.of("ssd write", trace) == {"lightning_ssd-io"}
+    assert annotated.of("step ", trace) == {"lightning_ssd-stepper"}
+    assert annotated.of("copy out", trace) == {main}
+    assert annotated.of("wait for weights", trace) == {main}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_has_all_its_micro_batches(tmp_path: Path, accumulate: int) -> None:
+    callbacks = [TimelineRecorder(2, tmp_path / "timeline", steps=2)]
+    train(tmp_path, "auto", Model(), callbacks=callbacks, accumulate_grad_batches=accumulate, max_epochs=1)
+    rows = spans(tmp_path / "timeline.json")
+    assert labels(rows, "phases") == [*["forward", "backward"] * accumulate, "optimizer"] * 2
+    assert steps_of(tmp_path / "timeline.json") == ["step 2", "step 3"]
+
+
+def test_validation_is_a_phase(tmp_path: Path) -> None:
+    callbacks = [TimelineRecorder(11, tmp_path / "timeline", steps=2)]
+    train(tmp_path, "auto", Model(), callbacks=callbacks)  # 12 batches an epoch
+    one = ["forward", "backward", "optimizer"]
+    assert labels(spans(tmp_path / "timeline.json"), "phases") == [*one, "validation", *one]
+
+
+class Manual(Model):
+    """Steps twice in a `training_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss = self.loss(batch[0])
+            self.losses.append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    callbacks = [TimelineRecorder(2, tmp_path / "timeline")]
+    actual = train(tmp_path, "auto", Manual(), callbacks=callbacks, max_epochs=1)
+    assert_same(actual, train(tmp_path, "auto", Manual(), max_epochs=1))
+    rows = spans(tmp_path / "timeline.json")
+    assert labels(rows, "phases") == ["forward", "backward", "optimizer", "backward", "optimizer"]
+
+
+def test_a_training_that_ends_within_the_steps_is_shown_that_far(tmp_path: Path) -> None:
+    callbacks = [TimelineRecorder(2, tmp_path / "timeline", steps=10)]
+    train(tmp_path, "auto", Model(), callbacks=callbacks, max_steps=4)
+    assert steps_of(tmp_path / "timeline.json") == ["step 2", "step 3"]
+
+
+class Failing(Model):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 2:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("states", [None, "ssd"])
+def test_a_training_that_fails_within_the_steps_is_shown_that_far(tmp_path: Path, states: Any) -> None:
+    strategy = "auto" if states is None else SSDOffloadStrategy(states=states, min_bytes=1, offload=1.0)
+    recorder = TimelineRecorder(2, tmp_path / "timeline")
+    with pytest.raises(InterruptedError):
+        train(tmp_path, strategy, Failing(), callbacks=[recorder])
+    assert "backward" in labels(spans(tmp_path / "timeline.json"), "phases")
+    (tmp_path / "timeline.json").unlink()
+    train(tmp_path, "auto", Model(), callbacks=[recorder], max_steps=4)  # the next fit is recorded anew
+    assert steps_of(tmp_path / "timeline.json") == ["step 2"]
+
+
+def test_says_that_the_step_never_came(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorded = Recorded()
+    train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(step=1000), recorded], max_steps=3)
+    assert "training ended before step 1000" in caplog.text
+    assert not recorded.steps and not list(tmp_path.glob("timeline*"))
+
+
+def test_writes_the_trace_alone_without_matplotlib(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline_recorder, "find_spec", lambda name: None)
+    train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(1)], max_steps=3)
+    assert "the Chrome trace alone: `pip install matplotlib`" in caplog.text
+    assert [path.name for path in tmp_path.glob("timeline*")] == ["timeline.json"]
+
+
+def test_a_disk_that_is_full_by_then_fails_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Timeline, "save_trace", full)
+    train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(1)], max_steps=3)
+    assert "could not be written" in caplog.text and "No space left" in caplog.text
+
+
+def test_another_profiler_goes_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(1)], max_steps=3)
+    assert "another torch profiler records" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"step": -1}, "`step=-1` must be at least 0"), ({"steps": 0}, "`steps=0` must be at least 1")],
+)
+def test_refuses_arguments(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TimelineRecorder(**arguments)
+
+
+def test_refuses_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="can't write to .*Set `path`"):
+        train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(path=tmp_path / "file" / "timeline")])
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, profiler="pytorch")
+    with pytest.raises(ValueError, match="both record with torch's profiler"):
+        TimelineRecorder().setup(trainer, Model(), "fit")
+
+
+def event(name: str, start: float, end: float, category: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
+    return {"name": name, "ts": 1e6 * start, "dur": 1e6 * (end - start), "cat": category, "tid": tid}
+
+
+def marks(**times: float) -> list[dict[str, Any]]:
+    return [event(f"lightning_ssd mark {name.replace('_', ' ')}", at, at + 1e-9) for name, at in times.items()]
+
+
+def spans_of(timeline: Timeline) -> dict[str, list[tuple[float, float, str]]]:
+    return {
+        row: [(round(start, 6), round(end, 6), label) for start, end, label in spans]
+        for row, spans in timeline.rows.items()
+        if spans
+    }
+
+
+def test_an_operator_is_compute_but_for_copies_and_waits_within() -> None:
+    events = [
+        event("outer", 10, 15),
+        event("inner", 11, 14),
+        event("copy out", 12, 13),
+        event("copy in", 10, 15, tid=2),  # by another thread, meanwhile
+        event("wait for weights", 17, 18),
+        event("wait for weights", 10, 18, tid=2),
+        event("step block", 9, 12, tid=3),  # had begun before
+        event("aten::add_", 19, 20),
+        event("aten::log", 20.5, 20.6),
+    ]
+    boundaries = marks(start=10, step_7=10, forward=10, backward=16, optimizer=19, between=20, end=21)
+    timeline = read_timeline(events + boundaries, 1, "CPU", None)
+    assert timeline.seconds == pytest.approx(11) and timeline.steps == [(7, 0)]
+    assert [(phase.label, phase.start, phase.end) for phase in timeline.phases] == [
+        ("forward", 0, pytest.approx(6)),
+        ("backward", pytest.approx(6), pytest.approx(9)),
+        ("optimizer", pytest.approx(9), pytest.approx(10)),
+    ]
+    assert spans_of(timeline) == {
+        "compute": [(0, 2, "outer"), (3, 5, "outer")],
+        "copy in": [(0, 5, "copy in")],
+        "copy out": [(2, 3, "copy out")],
+        "CPU optimizer": [(0, 2, "step block"), (9, 10, "aten::add_")],
+        "waiting": [(7, 8, "wait for weights")],
+    }
+
+
+def test_of_a_gpu_the_kernels_are_compute_and_phases_are_on_its_clock() -> None:
+    events = [
+        event("gemm", 10, 12, "kernel", tid=7),
+        event("gemm", 11, 13, "kernel", tid=8),
+        event("Memset (Device)", 13, 14, "gpu_memset", tid=7),
+        event("Memcpy HtoD (Pinned -> Device)", 12, 14, "gpu_memcpy", tid=9),
+        event("Memcpy DtoH (Device -> Pinned)", 13, 15, "gpu_memcpy", tid=10),
+        event("Memcpy DtoD (Device -> Device)", 16, 17, "gpu_memcpy", tid=7),
+        event("aten::addmm", 10, 18),
+        event("wait for weights", 10, 18),
+        event("step block", 15, 16, tid=3),
+        event("ssd read", 15, 16, tid=4),
+        event("ssd write", 16, 18, tid=4),
+    ]
+    boundaries = marks(start=10, step_0=10, forward=10, backward=10.5, end=18)
+    timeline = read_timeline(events + boundaries, 1, "H100", [0, 0, 0, 4, 8])
+    assert [(phase.label, phase.start, phase.end) for phase in timeline.phases] == [
+        ("forward", 0, 4),
+        ("backward", 4, 8),
+    ]
+    assert spans_of(timeline) == {
+        "compute": [
+            (0, 2, "gemm"),
+            (1, 3, "gemm"),
+            (3, 4, "Memset (Device)"),
+            (6, 7, "Memcpy DtoD (Device -> Device)"),
+        ],
+        "copy in": [(2, 4, "Memcpy HtoD (Pinned -> Device)")],
+        "copy out": [(3, 5, "Memcpy DtoH (Device -> Pinned)")],
+        "SSD read": [(5, 6, "ssd read")],
+        "SSD write": [(6, 8, "ssd write")],
+        "CPU optimizer": [(5, 6, "step block")],
+        "waiting": [(4, 6, "no kernel runs"), (7, 8, "no kernel runs")],
+    }
+    assert timeline.busy_share("compute") == 5 / 8

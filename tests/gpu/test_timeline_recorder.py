@@ -1,0 +1,43 @@
+"""`TimelineRecorder` on a CUDA device: kernels and copies are there, and phases are on the device's clock."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
+from tests.callbacks.test_timeline_recorder import labels, spans
+from tests.gpu.test_model_states import same
+from tests.parity import TinyGPT, train
+
+pytestmark = pytest.mark.gpu
+
+COPIES = {"copy in", "copy out"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "busy"),
+    [
+        (None, set()),
+        ({"states": "gpu", "offload": 1.0}, COPIES | {"SSD read", "SSD write"}),
+        ({"states": "host", "offload": "none", "gpu_memory": "1B"}, COPIES | {"CPU optimizer"}),
+        ({"states": "ssd", "offload": 1.0, "gpu_memory": "1B"}, COPIES | {"CPU optimizer", "SSD read", "SSD write"}),
+    ],
+)
+def test_shows_what_resources_do_and_changes_nothing(
+    tmp_path: Path, arguments: dict[str, Any] | None, busy: set[str]
+) -> None:
+    def strategy() -> Any:
+        return "auto" if arguments is None else SSDOffloadStrategy(min_bytes=1, **arguments)
+
+    how: dict[str, Any] = {"device": "cuda", "model": TinyGPT, "steps": 8, "recorded": False}
+    callbacks = [TimelineRecorder(4, tmp_path / "timeline", steps=2)]
+    same(train(strategy(), callbacks=callbacks, **how), train(strategy(), **how))
+    rows = spans(tmp_path / "timeline.json")
+    assert labels(rows, "phases") == ["forward", "backward", "optimizer"] * 2
+    assert busy <= {row for row in rows if rows[row]}
+    kernels, phases = rows["compute"], sorted(rows["phases"], key=lambda event: event["ts"])
+    assert len(kernels) > 50
+    forward = [kernel for kernel in kernels if kernel["ts"] < phases[1]["ts"]]
+    assert 0 < len(forward) < len(kernels) / 2  # of two steps
+    assert (tmp_path / "timeline.png").exists()
