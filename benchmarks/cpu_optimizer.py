@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lightning_ssd.measure import adam_step
+from lightning_ssd.profiling import adam_step
 
 
 def rate(numel: int, step: Callable[[], object]) -> float:

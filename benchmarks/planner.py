@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader
 from benchmarks.activation_offload import BenchmarkGPT, RandomTokens, quiet_trainer
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
-from lightning_ssd.measure import measure_machine
 from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
@@ -42,6 +41,7 @@ from lightning_ssd.planning import (
     simulate,
     swap_coefficient,
 )
+from lightning_ssd.profiling import measure_machine
 
 SETTINGS = [
     "host:8192x2,batch=8,gpu=13",

@@ -247,7 +247,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         if args.machine is not None:
             hardware = HardwareProfile.from_json(args.machine)
         else:
-            from lightning_ssd.measure import measure_machine
+            from lightning_ssd.profiling import measure_machine
 
             if config is None and args.measure is None:
                 config = _read_recipe(args.recipe, overrides, run=False)

@@ -19,7 +19,6 @@ from lightning_ssd.callbacks.averaging import average_of, averages_weights, lend
 from lightning_ssd.callbacks.tensor_cache import trainer_callbacks
 from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_visit
-from lightning_ssd.planning.plan import Tier
 from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import parse_bytes
@@ -49,6 +48,7 @@ from lightning_ssd.states import (
 )
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
+from lightning_ssd.types import Tier
 
 log = logging.getLogger(__name__)
 

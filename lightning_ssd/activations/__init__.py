@@ -5,9 +5,7 @@ from lightning_ssd.activations.config import OffloadConfig, make_tensor_cache
 from lightning_ssd.activations.director import Director, make_program
 from lightning_ssd.activations.forward import Visit
 from lightning_ssd.activations.graph import ForwardGraph, Saved
-from lightning_ssd.activations.launch_costs import measure_launches
 from lightning_ssd.activations.placement import Placement, SendAll, SendIfShort
-from lightning_ssd.activations.recorder import Recorder
 from lightning_ssd.activations.weights import mark_weights
 
 __all__ = [
@@ -17,7 +15,6 @@ __all__ = [
     "ForwardGraph",
     "OffloadConfig",
     "Placement",
-    "Recorder",
     "Saved",
     "SendAll",
     "SendIfShort",
@@ -26,5 +23,4 @@ __all__ = [
     "make_program",
     "make_tensor_cache",
     "mark_weights",
-    "measure_launches",
 ]

@@ -38,14 +38,14 @@ from lightning_ssd.activations.record import (
     check_version,
     find_record,
 )
-from lightning_ssd.activations.tier import StoredCopy, Tier, TierName
+from lightning_ssd.activations.tier import OffloadTier, StoredCopy
 from lightning_ssd.activations.weights import SavedWeight, is_weight, offloaded_weights
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
 from lightning_ssd.device import Copies, Stopwatch, make_clock
-from lightning_ssd.planning import LATE, Choice
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
+from lightning_ssd.types import EVICT_MARGIN, Choice, OffloadTierName
 
 
 class BudgetError(RuntimeError):
@@ -98,7 +98,9 @@ class TensorCache:
     #: Bytes of copies that say how fast copies are: single ones may have met others.
     TELLING = 2**28
 
-    def __init__(self, copies: Copies, tiers: Mapping[TierName, Tier], placement: Placement, *, min_bytes: int) -> None:
+    def __init__(
+        self, copies: Copies, tiers: Mapping[OffloadTierName, OffloadTier], placement: Placement, *, min_bytes: int
+    ) -> None:
         self.device = copies.device
         self.tiers = dict(tiers)
         self.placement = placement
@@ -126,7 +128,7 @@ class TensorCache:
         self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
         self._batch: MicroBatch | None = None
         self._profiled: deque[MicroBatch] = deque()
-        self._waiting: list[tuple[weakref.ref[Record], Sequence[TierName]]] = []
+        self._waiting: list[tuple[weakref.ref[Record], Sequence[OffloadTierName]]] = []
         """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
         self._stayed = 0
         """Storages that were saved, and stayed, while others were waiting or in flight."""
@@ -281,7 +283,7 @@ class TensorCache:
                 record = None  # resized since
             if record is not None and record.batch is self._batch:
                 return SavedView(tensor, record, self._empty)
-            tiers: Sequence[TierName] | None = None
+            tiers: Sequence[OffloadTierName] | None = None
             unplanned = choice is None and self.observer is None
             if unplanned and self._batch.stays_again(nbytes, self.window_bytes):
                 tiers = self.placement.place(nbytes)
@@ -309,7 +311,7 @@ class TensorCache:
         storage: torch.UntypedStorage,
         data: Tensor | None,
         choice: Choice | None,
-        tiers: Sequence[TierName] | None,
+        tiers: Sequence[OffloadTierName] | None,
     ) -> Record:
         """Returns the record of a storage that is saved for the first time, which goes to `tiers`, if they are known.
 
@@ -336,7 +338,7 @@ class TensorCache:
         self.sending_seconds += time.perf_counter() - begun
         return record
 
-    def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[TierName]:
+    def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[OffloadTierName]:
         """Returns the tiers to try, in this order."""
         if choice not in ("host", "ssd"):
             return self.placement.place(nbytes)
@@ -363,7 +365,7 @@ class TensorCache:
             return True
         return self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
 
-    def _offload(self, record: Record, tiers: Sequence[TierName]) -> None:
+    def _offload(self, record: Record, tiers: Sequence[OffloadTierName]) -> None:
         data = record.data
         assert data is not None
         if data.untyped_storage().nbytes() < record.nbytes:
@@ -388,11 +390,11 @@ class TensorCache:
         now, copying = self._progress(record.nbytes)
         self._copied_at = max(self._copied_at, now) + (copying or 0.0)
         # Bytes saved stand for time badly: forwards are not even.
-        margin = LATE * self._copied_at if self._elapsed is not None else record.nbytes
+        margin = EVICT_MARGIN * self._copied_at if self._elapsed is not None else record.nbytes
         self._window.append(_Leaving(weakref.ref(record), data, copy, name, self._copied_at + margin))
         self._window_used += record.nbytes
 
-    def _store(self, tier: TierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
+    def _store(self, tier: OffloadTierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
         copy = self.tiers[tier].store(data, may_wait=False)
         if copy is None and may_wait:
             stall = self._stall(tier, _OUT)
@@ -528,7 +530,7 @@ class TensorCache:
                     leftover.load.wait()
             leftover.copy.free()
 
-    def _stall(self, tier: TierName, direction: int) -> Stopwatch:
+    def _stall(self, tier: OffloadTierName, direction: int) -> Stopwatch:
         """Returns what adds up how long the compute stream waits for `tier`."""
         assert self._batch is not None
         return self._batch.stalls[tier][direction]
@@ -560,7 +562,7 @@ class _Leaving:
     record: "weakref.ref[Record]"
     data: Tensor
     copy: StoredCopy
-    tier: TierName
+    tier: OffloadTierName
     due_at: float
     """How far the forward is when the copy must be done."""
 
@@ -573,7 +575,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _STAYS = "_lightning_ssd_stays"
 """Of a storage: the last micro-batch that keeps it, whatever becomes of others."""
 
-_IN_PLACE_OF: Mapping[Choice, Sequence[TierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
+_IN_PLACE_OF: Mapping[Choice, Sequence[OffloadTierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
 """Where what was meant for a tier goes if that has no room."""
 
 

@@ -16,11 +16,12 @@ from lightning_ssd.activations.direct import DirectTier
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Placement
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.activations.tier import Tier, TierName
+from lightning_ssd.activations.tier import OffloadTier
 from lightning_ssd.device import Copies, available_memory, make_clock, make_copies
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
+from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
 
@@ -125,8 +126,8 @@ def make_tensor_cache(
             log.warning("no memory is left for a host tier: activations go to the SSD tier alone")
             names.remove("host")
     copies = make_copies(device)
-    tiers: dict[TierName, Tier] = {}
-    speeds: dict[TierName, TierSpeed] = {}
+    tiers: dict[OffloadTierName, OffloadTier] = {}
+    speeds: dict[OffloadTierName, TierSpeed] = {}
     amount = config.amount()
     with contextlib.ExitStack() as undo:
         undo.callback(copies.close)
@@ -153,7 +154,9 @@ def make_tensor_cache(
     )
 
 
-def _make_placement(amount: float | int | Literal["auto", "none"], speeds: dict[TierName, TierSpeed]) -> Placement:
+def _make_placement(
+    amount: float | int | Literal["auto", "none"], speeds: dict[OffloadTierName, TierSpeed]
+) -> Placement:
     if amount == "none" or not speeds:
         return KeepAll()
     if amount == "auto":
@@ -162,7 +165,7 @@ def _make_placement(amount: float | int | Literal["auto", "none"], speeds: dict[
     return FixedAmount(amount, tuple(speeds))
 
 
-def _tier_names(config: OffloadConfig, device: torch.device) -> list[TierName]:
+def _tier_names(config: OffloadConfig, device: torch.device) -> list[OffloadTierName]:
     if config.tier == "host":
         return ["host"]
     # On a CPU "device" the host tier is the memory that the activations are in already.
@@ -170,7 +173,7 @@ def _tier_names(config: OffloadConfig, device: torch.device) -> list[TierName]:
         host = device.type != "cpu"
     else:
         host = parse_bytes(config.host_memory, "host_memory") > 0
-    order: list[TierName] = ["host", "ssd"] if config.spill == "host_first" else ["ssd", "host"]
+    order: list[OffloadTierName] = ["host", "ssd"] if config.spill == "host_first" else ["ssd", "host"]
     return [name for name in order if host or name == "ssd"]
 
 
@@ -193,7 +196,7 @@ def _make_host_tier(config: OffloadConfig, copies: Copies) -> tuple[HostTier, Ti
 
 def _make_ssd_tier(
     config: OffloadConfig, copies: Copies, default_path: str | Path, rank: int
-) -> tuple[Tier, TierSpeed]:
+) -> tuple[OffloadTier, TierSpeed]:
     capacity = None if config.ssd_capacity is None else parse_bytes(config.ssd_capacity, "ssd_capacity")
     store = BlobStore(
         config.paths(default_path),

@@ -19,7 +19,7 @@ from lightning_ssd.activations.recompute import (
     random_state,
 )
 from lightning_ssd.activations.record import Record
-from lightning_ssd.planning import Choice
+from lightning_ssd.types import Choice
 
 
 class Step(NamedTuple):

@@ -7,13 +7,13 @@ was waited for by the compute stream (the contract of `StoredCopy.free`), after 
 
 from torch import Tensor
 
-from lightning_ssd.activations.tier import Load, StoredCopy, Tier
+from lightning_ssd.activations.tier import Load, OffloadTier, StoredCopy
 from lightning_ssd.device import Copies, Mark
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import PinnedBuffer, PinnedPool
 
 
-class HostTier(Tier):
+class HostTier(OffloadTier):
     """Pinned host memory as a tier, within the budget of `pool`, which it owns."""
 
     name = "host"

@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from lightning_ssd.activations.record import Record, State
-from lightning_ssd.activations.tier import TierName
 from lightning_ssd.device import Clock, Stopwatch
+from lightning_ssd.types import OffloadTierName
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class MicroBatchProfile:
 
     forward_seconds: float
     backward_seconds: float
-    stall_seconds: dict[TierName, tuple[float, float]]
+    stall_seconds: dict[OffloadTierName, tuple[float, float]]
     saved_bytes: int
     plan: int
 
@@ -84,7 +84,7 @@ class MicroBatch:
         self.saved_bytes = 0
         self._repeated = patterns[0] if patterns and patterns[0].complete else None
         """The last micro-batch, as long as this one saves storages of the same sizes."""
-        self.stalls: dict[TierName, tuple[Stopwatch, Stopwatch]] = {
+        self.stalls: dict[OffloadTierName, tuple[Stopwatch, Stopwatch]] = {
             tier: (Stopwatch(clock), Stopwatch(clock)) for tier in ("host", "ssd")
         }
         self._records: list[Callable[[], Record | None]] = []

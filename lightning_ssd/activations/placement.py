@@ -8,8 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
-from lightning_ssd.activations.tier import TierName
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
+from lightning_ssd.types import OffloadTierName
 
 
 class Placement(ABC):
@@ -29,7 +29,7 @@ class Placement(ABC):
         """A micro-batch begins; the last one saved `expected_bytes` that could go out (0: unknown)."""
 
     @abstractmethod
-    def place(self, nbytes: int) -> Sequence[TierName]:
+    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         """Returns the tiers to try, in this order, for the next storage; none: it stays on the device."""
 
     def keeps(self, nbytes: int) -> bool:
@@ -47,7 +47,7 @@ class KeepAll(Placement):
     def begin(self, expected_bytes: int) -> None:
         return None
 
-    def place(self, nbytes: int) -> Sequence[TierName]:
+    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         return ()
 
 
@@ -58,13 +58,13 @@ class SendAll(Placement):
         tiers: the tiers, in the order in which they are filled.
     """
 
-    def __init__(self, tiers: Sequence[TierName]) -> None:
+    def __init__(self, tiers: Sequence[OffloadTierName]) -> None:
         self._tiers = tiers
 
     def begin(self, expected_bytes: int) -> None:
         return None
 
-    def place(self, nbytes: int) -> Sequence[TierName]:
+    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         return self._tiers
 
 
@@ -79,7 +79,7 @@ class SendIfShort(Placement):
     #: Bytes that are saved before `is_short` is asked again: torch puts all its statistics together to answer.
     ASKED_EVERY = 2**28
 
-    def __init__(self, tiers: Sequence[TierName], is_short: Callable[[], bool]) -> None:
+    def __init__(self, tiers: Sequence[OffloadTierName], is_short: Callable[[], bool]) -> None:
         self._tiers = tiers
         self._is_short = is_short
         self._saved = 0
@@ -96,7 +96,7 @@ class SendIfShort(Placement):
             self._short = self._is_short()
         return not self._short
 
-    def place(self, nbytes: int) -> Sequence[TierName]:
+    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         return self._tiers if self._short else ()
 
 
@@ -110,7 +110,7 @@ class FixedAmount(Placement):
 
     must_fit = True
 
-    def __init__(self, amount: float | int, tiers: Sequence[TierName]) -> None:
+    def __init__(self, amount: float | int, tiers: Sequence[OffloadTierName]) -> None:
         self._amount = amount
         self._tiers = tiers
         self._share = _Share(amount if isinstance(amount, float) else 1.0)
@@ -123,7 +123,7 @@ class FixedAmount(Placement):
         else:
             self._share = _Share(self._amount)
 
-    def place(self, nbytes: int) -> Sequence[TierName]:
+    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         if nbytes > self._left or not self._share.take(nbytes):
             return ()
         self._left -= nbytes
@@ -155,13 +155,13 @@ class Auto(Placement):
     #: The first micro-batch pays for lazy initialisation; it is not measured.
     WARM_UP = 1
 
-    def __init__(self, speeds: Mapping[TierName, TierSpeed]) -> None:
+    def __init__(self, speeds: Mapping[OffloadTierName, TierSpeed]) -> None:
         self._speeds = speeds
         self._tiers = tuple(speeds)
-        self._scale: dict[TierName, float] = dict.fromkeys(speeds, 1.0)
-        self._amounts: dict[TierName, int] | None = None
-        self._ratios: dict[TierName, float] | None = None
-        self._shares: dict[TierName, _Share] = {}
+        self._scale: dict[OffloadTierName, float] = dict.fromkeys(speeds, 1.0)
+        self._amounts: dict[OffloadTierName, int] | None = None
+        self._ratios: dict[OffloadTierName, float] | None = None
+        self._shares: dict[OffloadTierName, _Share] = {}
         self._seen = 0
         self._seen_of_plan = 0
         self._patience = dict.fromkeys(speeds, 1)
@@ -178,11 +178,11 @@ class Auto(Placement):
             self._ratios = {tier: amount / expected_bytes for tier, amount in self._amounts.items()}
         self._shares = {tier: _Share(min(1.0, self._scale[tier] * ratio)) for tier, ratio in self._ratios.items()}
 
-    def place(self, nbytes: int) -> Sequence[TierName]:
+    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         if self._amounts is None:
             return self._tiers
         # Every share grows with every storage; the first that is due takes it.
-        due: tuple[TierName, ...] = ()
+        due: tuple[OffloadTierName, ...] = ()
         for tier, share in self._shares.items():
             if share.take(nbytes, unless=bool(due)):
                 due = (tier,)

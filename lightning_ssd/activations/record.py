@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations.tier import Load, StoredCopy, TierName
+from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.activations.weights import SavedWeight
+from lightning_ssd.types import OffloadTierName
 
 if TYPE_CHECKING:
     from lightning_ssd.activations.micro_batch import MicroBatch
@@ -146,7 +147,7 @@ class Record(Viewed):
         self.batch = batch
         self.index = index
         self.state = State.KEPT
-        self.tier: TierName | None = None
+        self.tier: OffloadTierName | None = None
         self.copy: StoredCopy | None = None
         self.load: Load | None = None
         self._leftovers = leftovers
@@ -163,7 +164,7 @@ class Record(Viewed):
         # A storage object that user code holds counts there only.
         return sys.getrefcount(self.data.untyped_storage()) > _REFERENCES_OF_ONE_OWNER
 
-    def leave(self, copy: StoredCopy, tier: TierName) -> None:
+    def leave(self, copy: StoredCopy, tier: OffloadTierName) -> None:
         """A tier has begun to store the bytes; the device's stay until `gone`."""
         self.copy, self.tier, self.state = copy, tier, State.LEAVING
 

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from concurrent.futures import Future
 
-from lightning_ssd.activations.tier import Tier
+from lightning_ssd.activations.tier import OffloadTier
 from lightning_ssd.device import Copies
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
@@ -12,7 +12,7 @@ from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
 log = logging.getLogger(__name__)
 
 
-class ScratchTier(Tier):
+class ScratchTier(OffloadTier):
     """A tier in the scratch files of `store`, which it owns."""
 
     name = "ssd"

@@ -1,13 +1,11 @@
 """What a tier is to the tensor cache: a place that takes the bytes of a storage and gives them back."""
 
 from abc import ABC, abstractmethod
-from typing import Literal
 
 from torch import Tensor
 
 from lightning_ssd.storage import IOStats
-
-TierName = Literal["host", "ssd"]
+from lightning_ssd.types import OffloadTierName
 
 
 class Load(ABC):
@@ -52,10 +50,10 @@ class StoredCopy(ABC):
         """
 
 
-class Tier(ABC):
+class OffloadTier(ABC):
     """A place for saved tensors outside the device."""
 
-    name: TierName
+    name: OffloadTierName
     capacity: int
     """Bytes that it may hold, as far as that is known when it is made."""
     bytes_out: int = 0

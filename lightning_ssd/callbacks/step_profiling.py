@@ -7,7 +7,7 @@ from torch import Tensor
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
 from lightning_ssd.planning import ModelProfile
-from lightning_ssd.profiler import Profiler, count_samples
+from lightning_ssd.profiling import Profiler, count_samples
 from lightning_ssd.states import find_units
 
 Phase = Literal["idle", "waiting", "recording", "checking", "timing"]

@@ -16,12 +16,10 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.activations import Director, SendAll, SendIfShort, TensorCache, make_program
 from lightning_ssd.activations.scratch_tier import ScratchTier
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.activations.tier import TierName
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, offload_config, trainer_callbacks
 from lightning_ssd.device import Busy, device_memory, make_clock
-from lightning_ssd.measure import measure_machine, mixed_bandwidth
 from lightning_ssd.planning import (
     PLANNERS,
     HardwareProfile,
@@ -42,10 +40,10 @@ from lightning_ssd.planning import (
     swap_coefficient,
     unplanned,
 )
-from lightning_ssd.planning.plan import Where
-from lightning_ssd.profiler import count_bytes
+from lightning_ssd.profiling import count_bytes, measure_machine, mixed_bandwidth
 from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.states import ModelStates, is_compiled
+from lightning_ssd.types import InputChoice, OffloadTierName
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +266,7 @@ class SwapPlanner(StepProfiling):
         settled = self._settled = replace(profiler.settled(), staging_bytes=self._staging_bytes() // 2, host_room=room)
         hardware = self._budget(profile, settled)
         if self._cache.device.type == "cuda":
-            tiers: dict[Where, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
+            tiers: dict[InputChoice, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
             before = unplanned(profile, settled, tiers, self._cache.window_bytes)
             resident = resident_bytes(profile, before)[0]
             # Less than nothing is not there: then less was on its way, in steps that were late, than might have been.
@@ -450,7 +448,7 @@ class SwapPlanner(StepProfiling):
             machine = replace(machine, ssd_read=read, ssd_write=write, ssd_mixed=mixed_bandwidth(read, write))
         return machine
 
-    def _capacity(self, tier: TierName) -> int:
+    def _capacity(self, tier: OffloadTierName) -> int:
         """Returns the bytes of a tier for activations."""
         return self._cache.tiers[tier].capacity if tier in self._cache.tiers else 0
 

@@ -4,18 +4,16 @@ from lightning_ssd.planning.endurance import DRIVES, Drive, endurance_bytes, lar
 from lightning_ssd.planning.hardware import HardwareProfile, LaunchCosts
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.placement import Settled, plan_with_coefficient, unplanned
-from lightning_ssd.planning.plan import Choice, Plan, UnitPlan
+from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, correct, correct_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
-from lightning_ssd.planning.simulator import LATE, Prediction, replay, resident_bytes, simulate
+from lightning_ssd.planning.simulator import Prediction, replay, resident_bytes, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.transformer import transformer_profile
 
 __all__ = [
     "DRIVES",
-    "LATE",
     "PLANNERS",
-    "Choice",
     "Drive",
     "HardwareProfile",
     "LaunchCosts",

@@ -10,9 +10,10 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
 from lightning_ssd.planning.placement import Settled, Tensor, assemble_plan, default_window, host_first, tensors_of
-from lightning_ssd.planning.plan import ClipMode, Plan, Tier, Where
+from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.simulator import Prediction, count_steps, cut_stages, simulate
+from lightning_ssd.types import ClipMode, InputChoice, Tier
 
 SHARES = tuple(step / 8 for step in range(9))
 """Shares of the free GPU memory that are tried for units that stay there; the rest keeps activations."""
@@ -107,9 +108,9 @@ def safest_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: fl
     """
     certain = [item for item in tensors_of(model) if item.seconds is None]
     left = ssd_bytes - sum(item.nbytes for item in certain)
-    where: Where = "ssd" if left >= 0 else "host"
+    where: InputChoice = "ssd" if left >= 0 else "host"
     left = left if left >= 0 else ssd_bytes
-    saved: dict[tuple[int, int], Where] = {item.key: where for item in certain}
+    saved: dict[tuple[int, int], InputChoice] = {item.key: where for item in certain}
     weights: list[Tier] = []
     states: list[Tier] = []
     for unit in model.units:
@@ -302,7 +303,7 @@ class _Search:
             weights[index] = states[index] = "gpu"
             gpu -= _resident_bytes(self.model, index)
         # The last to be saved is the first to come back: it is kept. What has longest to travel goes to SSDs.
-        saved: dict[tuple[int, int], Where] = {}
+        saved: dict[tuple[int, int], InputChoice] = {}
         swapped = []
         for tensor in sorted(self.tensors[: candidate.saved], key=lambda tensor: tensor.key, reverse=True):
             if tensor.nbytes <= gpu:

@@ -6,7 +6,8 @@ from itertools import accumulate
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.plan import Choice, ClipMode, Plan, Tier, UnitPlan, Where
+from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.types import Choice, ClipMode, InputChoice, Tier
 
 INPUT = -1
 """Index that stands for a unit's saved input."""
@@ -55,7 +56,7 @@ def assemble_plan(
     *,
     weights: list[Tier],
     states: list[Tier],
-    saved: Mapping[tuple[int, int], Where],
+    saved: Mapping[tuple[int, int], InputChoice],
     clip: ClipMode | None = None,
     window_bytes: int | None = None,
 ) -> Plan:
@@ -82,7 +83,7 @@ def assemble_plan(
     return Plan(units, window, 2 * window, clip or ("deferred" if model.clip_norm else "off"))
 
 
-def host_first(tensors: Iterable[Tensor], room: int) -> tuple[dict[tuple[int, int], Where], int]:
+def host_first(tensors: Iterable[Tensor], room: int) -> tuple[dict[tuple[int, int], InputChoice], int]:
     """Returns where swapped tensors go: to host memory while there is room, then to SSDs.
 
     Args:
@@ -92,7 +93,7 @@ def host_first(tensors: Iterable[Tensor], room: int) -> tuple[dict[tuple[int, in
     Returns:
         Of each tensor, where it goes; and the bytes that are left.
     """
-    saved: dict[tuple[int, int], Where] = {}
+    saved: dict[tuple[int, int], InputChoice] = {}
     for tensor in tensors:
         saved[tensor.key] = "host" if tensor.nbytes <= room else "ssd"
         room -= tensor.nbytes if saved[tensor.key] == "host" else 0
@@ -131,7 +132,7 @@ class Settled:
         return replace(plan, units=units, staging_bytes=staging)
 
 
-def unplanned(model: ModelProfile, settled: Settled, room: Mapping[Where, int], window_bytes: int) -> Plan:
+def unplanned(model: ModelProfile, settled: Settled, room: Mapping[InputChoice, int], window_bytes: int) -> Plan:
     """Returns what happens where nobody plans: what is saved leaves, but for what backward wants first.
 
     Args:
@@ -140,7 +141,7 @@ def unplanned(model: ModelProfile, settled: Settled, room: Mapping[Where, int], 
         room: bytes of the tiers, which are filled in this order; none: everything is kept.
         window_bytes: of the plan, and what stays for backward to begin with.
     """
-    saved: dict[tuple[int, int], Where] = {}
+    saved: dict[tuple[int, int], InputChoice] = {}
     left = dict(room)
     stays = window_bytes
     tensors = tensors_of(model)

@@ -4,20 +4,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import yaml
 
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.record import as_mapping, read_text
 from lightning_ssd.sizes import format_bytes, parse_bytes, show_value
-
-Tier = Literal["gpu", "host", "ssd"]
-Where = Literal["keep", "host", "ssd"]
-Choice = Literal["keep", "host", "ssd", "recompute"]
-ClipMode = Literal["off", "deferred", "speculative"]
-
-TIERS, WHERES, CHOICES, CLIP_MODES = (get_args(kind) for kind in (Tier, Where, Choice, ClipMode))
+from lightning_ssd.types import CHOICES, CLIP_MODES, INPUT_CHOICES, TIERS, Choice, ClipMode, InputChoice, Tier
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class UnitPlan:
 
     weights: Tier
     states: Tier
-    input: Where
+    input: InputChoice
     operators: Mapping[str, Choice]
 
 
@@ -72,7 +66,7 @@ class Plan:
             unit, where = self.units[profile.name], f"units.{profile.name}"
             _check_choice(f"{where}.weights", unit.weights, TIERS)
             _check_choice(f"{where}.states", unit.states, TIERS)
-            _check_choice(f"{where}.input", unit.input, WHERES)
+            _check_choice(f"{where}.input", unit.input, INPUT_CHOICES)
             if (unit.weights == "gpu") != (unit.states == "gpu"):
                 raise ValueError(
                     f"`{where}` has weights on `{unit.weights}` and states on `{unit.states}`. A unit is on the GPU "
@@ -124,7 +118,7 @@ class Plan:
             where = f"units.{name}"
             entry = _take(unit, f"`{where}`", ("weights", "states", "input", "operators"))
             operators = as_mapping(entry["operators"], f"`{where}.operators`")
-            for field, allowed in (("weights", TIERS), ("states", TIERS), ("input", WHERES)):
+            for field, allowed in (("weights", TIERS), ("states", TIERS), ("input", INPUT_CHOICES)):
                 _check_choice(f"{where}.{field}", entry[field], allowed)
             for operator, choice in operators.items():
                 _check_choice(f"{where}.operators.{operator}", choice, CHOICES)

@@ -5,9 +5,10 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import Phase, iteration_seconds, step_phases
 from lightning_ssd.planning.placement import Tensor, assemble_plan, default_window, host_first, tensors_of
-from lightning_ssd.planning.plan import Plan, Tier, Where
+from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import JOBS_AHEAD
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
+from lightning_ssd.types import InputChoice, Tier
 
 __all__ = ["plan_fuyou", "plan_lohan", "plan_ssdtrain"]
 
@@ -23,7 +24,7 @@ def plan_ssdtrain(model: ModelProfile, hardware: HardwareProfile) -> Plan:
         capacity=hardware.ssd_bytes,
     )
     amount = offload_amounts(model.saved_bytes, model.forward_seconds, model.backward_seconds, {"ssd": speed})["ssd"]
-    saved: dict[tuple[int, int], Where] = {}
+    saved: dict[tuple[int, int], InputChoice] = {}
     for tensor in tensors_of(model):
         saved[tensor.key] = "ssd" if tensor.nbytes <= amount else "keep"
         amount -= min(amount, tensor.nbytes)
@@ -119,6 +120,6 @@ def _phases(
     )
 
 
-def _swapping_plan(model: ModelProfile, saved: dict[tuple[int, int], Where]) -> Plan:
+def _swapping_plan(model: ModelProfile, saved: dict[tuple[int, int], InputChoice]) -> Plan:
     on_ssd: list[Tier] = ["ssd"] * len(model.units)
     return assemble_plan(model, weights=on_ssd, states=on_ssd, saved=saved)

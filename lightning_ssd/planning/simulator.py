@@ -22,7 +22,8 @@ from lightning_ssd.planning.events import (
 )
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.plan import TIERS, Plan, Tier, UnitPlan
+from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.types import EVICT_MARGIN, TIERS, Tier
 
 STEPS = 3
 """Steps simulated: the first begins cold, and a step's optimizer jobs run on under the next forward. One less where
@@ -36,9 +37,6 @@ STAGES = 96
 
 IN_FLIGHT = 2**25
 """Bytes that drives are writing when backward wants them, and write to their end."""
-
-LATE = 0.03
-"""Share of a forward by which memory that was copied out is let go of later than the copy should be done."""
 
 PIECES = 192
 """Transfers to the GPU that a backward has at most, unless it has more stages."""
@@ -321,7 +319,7 @@ def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> s
         if stage.swapped:
             copying = stage.swapped / copy_out
             copied_at = max(copied_at, elapsed) + copying
-            window.append((index, stage.swapped, (1 + LATE) * copied_at))
+            window.append((index, stage.swapped, (1 + EVICT_MARGIN) * copied_at))
             used += stage.swapped
         while window and (window[0][2] <= elapsed or (len(window) > 1 and used > window_bytes)):
             used -= window.popleft()[1]

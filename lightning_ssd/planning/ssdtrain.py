@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-Tier = TypeVar("Tier", bound=str)
+TierT = TypeVar("TierT", bound=str)
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class TierSpeed:
 
 
 def offload_amounts(
-    saved_bytes: int, forward_seconds: float, backward_seconds: float, speeds: Mapping[Tier, TierSpeed]
-) -> dict[Tier, int]:
+    saved_bytes: int, forward_seconds: float, backward_seconds: float, speeds: Mapping[TierT, TierSpeed]
+) -> dict[TierT, int]:
     """Returns how many bytes of a micro-batch each tier takes without slowing it.
 
     A tier takes what it can write during the forward and read during the backward, up to its capacity. The tiers share
@@ -44,7 +44,7 @@ def offload_amounts(
         forward * max(speed.write for speed in speeds.values()), backward * max(speed.read for speed in speeds.values())
     )
     left = min(float(saved_bytes), link)
-    amounts: dict[Tier, int] = {}
+    amounts: dict[TierT, int] = {}
     for tier, speed in speeds.items():
         amounts[tier] = int(min(left, speed.capacity, forward * speed.write, backward * speed.read))
         left -= amounts[tier]

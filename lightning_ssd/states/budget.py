@@ -8,10 +8,9 @@ from typing import Literal
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.states.home import Layout
 from lightning_ssd.storage.slots import align_up
+from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
-
-Where = Literal["host", "ssd"]
 
 AHEAD = 3
 """Flats that staging memory holds at once: one is read, one is used, one is written."""
@@ -37,8 +36,8 @@ class Places:
         ssd: bytes on SSDs, in whole pages.
     """
 
-    weights: Sequence[Where]
-    rest: Sequence[Where]
+    weights: Sequence[OffloadTierName]
+    rest: Sequence[OffloadTierName]
     window: int
     staging: int
     landing: int
@@ -52,7 +51,7 @@ def choose_places(
     budget: int | None,
     *,
     shared: bool,
-    given: Sequence[tuple[Where, Where]] | None = None,
+    given: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
 ) -> Places:
     """Returns where flats go: with "auto", to host memory as far as `budget` reaches, compute weights first.
 
@@ -69,15 +68,15 @@ def choose_places(
     Raises:
         ValueError: the budget is too small; it names `host_memory` and what is needed.
     """
-    everything: list[Where] = ["host"] * len(layouts)
+    everything: list[OffloadTierName] = ["host"] * len(layouts)
     all_host = _places(layouts, everything, everything, shared)
     if given is not None:
         places = _places(layouts, [weights for weights, _ in given], [rest for _, rest in given], shared)
     elif states == "host" or (states == "auto" and (budget is None or all_host.host <= budget)):
         places = all_host
     else:
-        weights: list[Where] = ["ssd"] * len(layouts)
-        rest: list[Where] = ["ssd"] * len(layouts)
+        weights: list[OffloadTierName] = ["ssd"] * len(layouts)
+        rest: list[OffloadTierName] = ["ssd"] * len(layouts)
         if states == "auto":
             assert budget is not None
             order = range(len(layouts))
@@ -108,7 +107,9 @@ def choose_places(
     return places
 
 
-def _places(layouts: Sequence[Layout], weights: Sequence[Where], rest: Sequence[Where], shared: bool) -> Places:
+def _places(
+    layouts: Sequence[Layout], weights: Sequence[OffloadTierName], rest: Sequence[OffloadTierName], shared: bool
+) -> Places:
     window: list[int] = []
     staging: list[int] = []
     host = ssd = 0

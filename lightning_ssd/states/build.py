@@ -15,23 +15,22 @@ from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, check_choice, check_flag
 from lightning_ssd.device import Copies, available_memory, device_memory, make_copies, usable_memory
-from lightning_ssd.planning.plan import Tier
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.gate import Clip
 from lightning_ssd.states.gradient import LandingMemory
 from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.journal import Journal, Record, has_record, read_record
 from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.masters import MasteredParameter, Masters
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
-from lightning_ssd.states.model_states import ModelStates, Overlap, StepTerms
+from lightning_ssd.states.model_states import ModelStates, StepTerms
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.settings import Settings
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.storage import Blob, BlobStore, Kept, PrivateDirectory, StorageFullError
+from lightning_ssd.types import Clip, OffloadTierName, Overlap, Tier
 
 log = logging.getLogger(__name__)
 
@@ -454,7 +453,7 @@ def check_given(
             raise ValueError(f"the plan does not place the unit `{unit.name}`. Plan again for this model.")
 
 
-def off_device(tiers: tuple[Tier, Tier]) -> tuple[Literal["host", "ssd"], Literal["host", "ssd"]]:
+def off_device(tiers: tuple[Tier, Tier]) -> tuple[OffloadTierName, OffloadTierName]:
     """Returns where flats are whose unit is in `tiers`: what could not stay on the device is in host memory."""
     weights, rest = tiers
     return ("host" if weights == "gpu" else weights), ("host" if rest == "gpu" else rest)

@@ -6,15 +6,13 @@ The norm of all gradients, and whether all are finite, decide it. Nobody waits o
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import Copies, Mark, finished
 from lightning_ssd.storage.slab import Slab
-
-Clip = Literal["auto", "deferred", "speculative"]
+from lightning_ssd.types import Clip
 
 _SLOT_BYTES = 8  # two fp32 numbers: the factor, and whether a gradient was not finite
 

@@ -31,7 +31,7 @@ from lightning_ssd.states.access import Access
 from lightning_ssd.states.compile import around_calls, compiled_regions, is_compiled
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.gate import Clip, Gate
+from lightning_ssd.states.gate import Gate
 from lightning_ssd.states.gradient import Gradient, GradientState, LandingMemory
 from lightning_ssd.states.gradient_access import GradientAccess
 from lightning_ssd.states.home import Home
@@ -50,10 +50,9 @@ from lightning_ssd.states.step import Step
 from lightning_ssd.states.stream import WeightStream
 from lightning_ssd.states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
+from lightning_ssd.types import Clip, Overlap
 
 log = logging.getLogger(__name__)
-
-Overlap = Literal["none", "naive", "optimized"]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_ssd.device import Copies
-from lightning_ssd.planning.plan import Tier
-from lightning_ssd.states.budget import Places, Where, choose_places
+from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.build import (
     STAGED_FLAT_ELEMENTS,
     Groups,
@@ -38,6 +37,7 @@ from lightning_ssd.states.optimizers import Rule, WholeRule, rule_for
 from lightning_ssd.states.place import Place, Scratch
 from lightning_ssd.states.units import find_units
 from lightning_ssd.storage import StorageFullError
+from lightning_ssd.types import OffloadTierName, Tier
 
 log = logging.getLogger(__name__)
 
@@ -243,8 +243,8 @@ class _Wanted:
 
     layout: Layout
     rule: Rule | None
-    weights: Where
-    rest: Where
+    weights: OffloadTierName
+    rest: OffloadTierName
 
 
 def _lay_out(flat: Flat, groups: Groups, setup: Setup, states: ModelStates) -> tuple[Layout, Rule | None]:
@@ -339,7 +339,7 @@ class _Move:
             self.take_memory(0)
         return self._scratch
 
-    def _relocate(self, number: int, wanted: Sequence[_Wanted], to: Where) -> None:
+    def _relocate(self, number: int, wanted: Sequence[_Wanted], to: OffloadTierName) -> None:
         """Moves what is to be in the tier `to` and is in the other one."""
         if not wanted or not self.flats[number]:
             return
@@ -446,7 +446,7 @@ class _Move:
         return {**_to(there, self._device), **on_host}
 
     def _place(
-        self, layout: Layout, nbytes: int, where: Where, undo: contextlib.ExitStack, *, of_weights: bool
+        self, layout: Layout, nbytes: int, where: OffloadTierName, undo: contextlib.ExitStack, *, of_weights: bool
     ) -> Place | None:
         """Makes a place, if there is anything for it, which `undo` gives back."""
         if not nbytes:
@@ -472,6 +472,6 @@ def _to(kept: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return copied
 
 
-def _where(home: Home) -> tuple[Where, Where]:
+def _where(home: Home) -> tuple[OffloadTierName, OffloadTierName]:
     weights, rest = home.on_ssd
     return "ssd" if weights else "host", "ssd" if rest else "host"

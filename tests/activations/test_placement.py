@@ -6,13 +6,15 @@ from hypothesis import strategies as st
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
 from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Placement, SendIfShort
-from lightning_ssd.activations.tier import TierName
 from lightning_ssd.planning import TierSpeed
+from lightning_ssd.types import OffloadTierName
 
 SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=60)
 
 
-def place_all(placement: Placement, sizes: list[int], *, expected: int | None = None) -> list[tuple[TierName, ...]]:
+def place_all(
+    placement: Placement, sizes: list[int], *, expected: int | None = None
+) -> list[tuple[OffloadTierName, ...]]:
     """One micro-batch."""
     placement.begin(sum(sizes) if expected is None else expected)
     return [tuple(placement.place(size)) for size in sizes]
@@ -27,11 +29,11 @@ def profile(
     **stalls: tuple[float, float],
 ) -> MicroBatchProfile:
     """By default one second of forward and two of backward to plan with."""
-    none: dict[TierName, tuple[float, float]] = {"host": (0.0, 0.0), "ssd": (0.0, 0.0)}
+    none: dict[OffloadTierName, tuple[float, float]] = {"host": (0.0, 0.0), "ssd": (0.0, 0.0)}
     return MicroBatchProfile(forward, backward, none | stalls, saved, plan)  # type: ignore[operator]
 
 
-def measured(speeds: dict[TierName, TierSpeed], saved: int = 1000) -> Auto:
+def measured(speeds: dict[OffloadTierName, TierSpeed], saved: int = 1000) -> Auto:
     """`Auto` after the micro-batches that it measures."""
     auto = Auto(speeds)
     for _ in range(Auto.WARM_UP + 1):

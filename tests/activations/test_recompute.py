@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.activations import Director, ForwardGraph, Recorder, Saved, TensorCache, make_program
-from lightning_ssd.planning import Choice
+from lightning_ssd.activations import Director, ForwardGraph, Saved, TensorCache, make_program
+from lightning_ssd.profiling import Recorder
+from lightning_ssd.types import Choice
 from tests.activations.support import CPU, Forward, gradients, open_cache
 from tests.activations.test_record import STEPS, run
 from tests.activations.test_tensor_cache import FORWARDS

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_ssd.activations import TensorCache
-from lightning_ssd.planning import Choice
+from lightning_ssd.types import Choice
 from tests.activations.support import Hooks, gradients, open_cache
 from tests.activations.test_aliases import MODULES, PROGRAMS, Program, input_of, run, same
 from tests.activations.test_recompute import Directed

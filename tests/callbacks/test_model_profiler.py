@@ -9,10 +9,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli, profiler
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
 from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
+from lightning_ssd.profiling import model as profiler
 from tests.states.test_training import Model, assert_same, train
 
 MACHINE = str(Path(__file__).parent.parent.parent / "configs/machines/h100.json")

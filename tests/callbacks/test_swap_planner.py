@@ -14,12 +14,13 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
-from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner, profiler
+from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import cache
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import swap_planner
 from lightning_ssd.device import clock
 from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate
+from lightning_ssd.profiling import model as profiler
 from lightning_ssd.states import step
 from tests.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
 from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer

@@ -17,10 +17,11 @@ from lightning_ssd.activations.director import Director, make_program
 from lightning_ssd.activations.graph import Saved
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.placement import KeepAll
-from lightning_ssd.activations.recorder import Recorder
 from lightning_ssd.device import make_copies
-from lightning_ssd.planning import Choice, LaunchCosts
+from lightning_ssd.planning import LaunchCosts
+from lightning_ssd.profiling.recorder import Recorder
 from lightning_ssd.storage import PinnedPool
+from lightning_ssd.types import Choice
 
 BLOCKS, HEADS, HIDDEN, TOKENS = 4, 2, 16, 4
 """Of the transformer: the host takes longer than the device."""

@@ -15,19 +15,19 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.activations import (
     Director,
     ForwardGraph,
-    Recorder,
     Saved,
     TensorCache,
     Visit,
     make_program,
-    measure_launches,
 )
 from lightning_ssd.activations.transients import Interval
 from lightning_ssd.device import make_clock
 from lightning_ssd.planning import LaunchCosts, ModelProfile, OperatorProfile, Settled, UnitProfile
 from lightning_ssd.planning.model import visit_name
-from lightning_ssd.planning.plan import Tier
+from lightning_ssd.profiling.launch_costs import measure_launches
+from lightning_ssd.profiling.recorder import Recorder
 from lightning_ssd.states import ModelStates, Unit
+from lightning_ssd.types import Tier
 
 QUEUE = 128
 """Operations that a GPU takes before it has done the first, at least, with the copies of what they save."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.activations import Recorder
+from lightning_ssd.profiling import Recorder
 from tests.activations.support import CPU, open_cache
 
 MIB = 2**20

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.activations import measure_launches
 from lightning_ssd.device import usable_memory
 from lightning_ssd.planning import HardwareProfile
+from lightning_ssd.profiling.launch_costs import measure_launches
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.home import Layout
 from lightning_ssd.states.optimizers import AdamRule

@@ -6,7 +6,7 @@ from math import isfinite
 
 import torch
 
-from lightning_ssd.activations import measure_launches
+from lightning_ssd.profiling import measure_launches
 
 
 def test_nothing_is_left_of_the_measurement() -> None:

@@ -1,0 +1,43 @@
+"""Folders of the package import in one direction only."""
+
+import ast
+from pathlib import Path
+
+import lightning_ssd
+
+PACKAGE = Path(lightning_ssd.__file__).parent
+
+ROOMS = {
+    "types": set[str](),
+    "sizes": set[str](),
+    "planning": {"types", "sizes"},
+    "storage": {"types", "sizes"},
+    "device": {"types", "sizes"},
+    "activations": {"types", "sizes", "planning", "storage", "device"},
+    "states": {"types", "sizes", "storage", "device", "activations"},
+    "profiling": {"types", "sizes", "planning", "storage", "device", "activations", "states"},
+}
+"""Of each folder or module below strategy, callbacks and commands: what it may import."""
+
+
+def imported(file: Path) -> set[str]:
+    """Returns the folders and modules of the package that `file` imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= (
+                {node.module} if node.module != "lightning_ssd" else {f"lightning_ssd.{a.name}" for a in node.names}
+            )
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("lightning_ssd.")}
+
+
+def test_folders_import_those_below_them_only() -> None:
+    seen: set[str] = set()
+    for file in PACKAGE.rglob("*.py"):
+        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room in ROOMS:
+            seen.add(room)
+            assert imported(file) <= ROOMS[room] | {room}, f"{file} imports {imported(file) - ROOMS[room]}"
+    assert seen == set(ROOMS)
