@@ -7,15 +7,16 @@ import lightning_ssd
 
 PACKAGE = Path(lightning_ssd.__file__).parent
 
-ROOMS = {
-    "types": set[str](),
-    "sizes": set[str](),
-    "planning": {"types", "sizes"},
-    "storage": {"types", "sizes"},
-    "device": {"types", "sizes"},
-    "activations": {"types", "sizes", "planning", "storage", "device"},
-    "states": {"types", "sizes", "storage", "device", "activations"},
-    "profiling": {"types", "sizes", "planning", "storage", "device", "activations", "states"},
+LEAVES = {"types", "sizes", "spans"}
+"""Modules that import nothing of the package."""
+
+ROOMS = dict.fromkeys(LEAVES, set[str]()) | {
+    "planning": LEAVES,
+    "storage": LEAVES,
+    "device": LEAVES,
+    "activations": LEAVES | {"planning", "storage", "device"},
+    "states": LEAVES | {"storage", "device", "activations"},
+    "profiling": LEAVES | {"planning", "storage", "device", "activations", "states"},
 }
 """Of each folder or module below strategy, callbacks and commands: what it may import."""
 
