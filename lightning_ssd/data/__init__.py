@@ -1,6 +1,7 @@
 """Data for the recipes: samples in an order that a resumed run continues."""
 
 from lightning_ssd.data.batch import Batch, count_items, count_samples, count_tokens, input_ids
+from lightning_ssd.data.images import ImageDataModule
 from lightning_ssd.data.loader import ResumableDataLoader
 from lightning_ssd.data.masked import MaskedTextDataModule
 from lightning_ssd.data.module import RecipeDataModule
@@ -9,6 +10,7 @@ from lightning_ssd.data.text import TextDataModule
 
 __all__ = [
     "Batch",
+    "ImageDataModule",
     "MaskedTextDataModule",
     "RecipeDataModule",
     "ResumableDataLoader",
