@@ -30,12 +30,13 @@ def streaming_precision(precision: pl.plugins.Precision, states: ModelStates) ->
     return streaming
 
 
-def autocast_dtype(precision: pl.plugins.Precision, states: str) -> torch.dtype | None:
+def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: bool) -> torch.dtype | None:
     """Returns the dtype that matrix products are cast to.
 
     Args:
         precision: the Trainer's plugin.
         states: the argument of that name, for the message.
+        fitting: whether the model is trained, which it can't be in fp64.
 
     Raises:
         ValueError: model states can't be streamed with this plugin.
@@ -45,6 +46,8 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str) -> torch.dtype 
     if type(precision) is pl.plugins.MixedPrecision:
         return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
     if type(precision) is pl.plugins.HalfPrecision and precision.precision == "bf16-true":
+        return None
+    if type(precision) is pl.plugins.DoublePrecision and not fitting:
         return None
     raise ValueError(
         f"`states={states!r}` trains with `precision='32-true'`, `'bf16-mixed'`, `'16-mixed'` or `'bf16-true'`, and "

@@ -14,7 +14,7 @@ import torch
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
-from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks
+from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.averaging import average_of, averages_weights, lend_weights
 from lightning_ssd.callbacks.tensor_cache import trainer_callbacks
 from lightning_ssd.planning import Plan
@@ -45,12 +45,15 @@ from lightning_ssd.states import (
     steps_whole,
     take_in,
     take_off_meta,
+    zeroes_otherwise,
 )
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import Tier
 
 log = logging.getLogger(__name__)
+
+_save_checkpoint = fabric.plugins.TorchCheckpointIO.save_checkpoint  # as Lightning has it
 
 
 class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
@@ -182,6 +185,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._has_left = False
         """Whether states leave the device, or left it in the last training: checkpoints may have lazy tensors."""
         self._restore_callbacks: list[Callable[[], None]] = []
+        self._default_callbacks: list[pl.Callback] = []
+        """Those that the Trainer has until teardown because the user gave none of their classes."""
         self._recovery: Recovery | None = None
         self._failure: BaseException | None = None
         """What the training has failed with."""
@@ -220,7 +225,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             )
         super().setup_environment()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            add_default_callbacks(self.lightning_module._trainer)
+            self._default_callbacks += add_default_callbacks(self.lightning_module._trainer)
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -229,12 +234,18 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self.model.to(self.root_device)
             return
         self._unborn = take_off_meta(self.model)
-        self._leaving = leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"))
+        assert self.lightning_module is not None
+        fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        self._leaving = self._parameters_to_offload(fitting=fitting)
         held = self._leaving | self._unborn.parameters
         self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
         for module in self.model.modules():  # what `to` does beside
             if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
                 module._device = self.root_device
+
+    def _parameters_to_offload(self, *, fitting: bool) -> set[torch.nn.Parameter]:
+        assert self.model is not None
+        return leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -291,7 +302,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 f"{type(averaging[0]).__name__} changes weights, which `recover=True` can't repeat after a kill. "
                 "Remove it, or set `recover=False`."
             )
-        autocast = autocast_dtype(self.precision_plugin, self.states_config.states)
+        autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=fitting)
         config, pinned = self.states_config, self._pinned() if fitting else None
         if pinned is not None and pinned.clip != "off":
             config = replace(config, clip=pinned.clip)
@@ -309,7 +320,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 autocast=autocast,
                 clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
                 clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
-                hold=hold or bool(whole),
+                hold=hold or bool(whole) or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers),
                 whole=whole,
                 settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
                 start_over=self._starts_from_checkpoint,
@@ -410,7 +421,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         cache, self.tensor_cache = self.tensor_cache, None
         if cache is not None:
             cache.close()  # it has memory that states may need
-        leaving = leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"))
+        leaving = self._parameters_to_offload(fitting=True)
         before = self.model_states
         try:
             self.model_states = move_model_states(
@@ -505,7 +516,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     ) -> None:
         if not self._has_left:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif storage_options is None and self._owns_files(filepath):
+        elif storage_options is None and self._owns_files(filepath) and not self._saving_is_replaced():
             self._save(checkpoint, filepath)
         else:
             super().save_checkpoint(take_in(checkpoint), filepath, storage_options)
@@ -526,6 +537,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _owns_files(self, path: str | Path) -> bool:
         """Whether checkpoints are local files that nobody asked to have written otherwise."""
         return type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and "://" not in str(path)
+
+    def _saving_is_replaced(self) -> bool:
+        """Whether other code has put its own function in place of one that saves: that gets ordinary tensors then."""
+        method = getattr(self.checkpoint_io.save_checkpoint, "__func__", None)
+        return method is not _save_checkpoint or torch.save is not torch.serialization.save
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -682,6 +698,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             ending.run(cache.close)
         for restore in reversed(restores):
             ending.run(restore)
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            ending.run(remove_default_callbacks, self.lightning_module._trainer, self._default_callbacks)
+        self._default_callbacks = []
         ending.run(super().teardown)
         ending.raise_failure()
         if recovery is not None and ending.failure is None:
@@ -699,10 +718,10 @@ def _placed_states(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
 
 
 def _user_sees_gradients(trainer: pl.Trainer) -> bool:
-    """Whether user code runs between backward and step, which may look at gradients or change them."""
+    """Whether user code may look at gradients between backward and step, change them, or keep them after it."""
     module = trainer.lightning_module
     hooks = ("on_after_backward", "on_before_optimizer_step")
-    own = (*hooks, "configure_gradient_clipping", "backward", "optimizer_step")
+    own = (*hooks, "configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad")
     if any(_overridden(hook, module, pl.LightningModule) for hook in own):
         return True
     if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):

@@ -661,26 +661,60 @@ class _SkippingLoader:
         yield from self._batches[done:]
 
 
+class _Callbacks(pl.Callback):
+    """Keeps the Trainer's callbacks of each run, and fails at a hook if one is named."""
+
+    def __init__(self, fail_at: str = "") -> None:
+        self.runs: list[list[pl.Callback]] = []
+        if fail_at:
+            setattr(self, fail_at, self.fail)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.runs.append(list(trainer.callbacks))
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("failed here")
+
+    def ours(self) -> list[list[int]]:
+        return [[sum(type(callback) is kind for callback in run) for kind in OURS] for run in self.runs]
+
+
 class TestCallbacksItAdds:
     def test_those_that_the_user_did_not_give(self, tmp_path: Path) -> None:
-        mine = PrefetchScheduler(window_bytes=MIN_BYTES)
-        trainer = make_trainer(tmp_path, offloading(), callbacks=[mine])
+        mine, callbacks = PrefetchScheduler(window_bytes=MIN_BYTES), _Callbacks()
+        trainer = make_trainer(tmp_path, offloading(), callbacks=[mine, callbacks])
         trainer.fit(small_model(), batches())
-        assert [sum(type(callback) is kind for callback in trainer.callbacks) for kind in OURS] == [1, 1, 1]
-        assert mine in trainer.callbacks
+        assert callbacks.ours() == [[1, 1, 1]]
+        assert mine in callbacks.runs[0]
 
-    def test_a_refit_adds_no_second_ones(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path, offloading())
-        trainer.fit(small_model(), batches())
-        first = list(trainer.callbacks)
+    def test_each_run_has_them_once_and_the_user_s_are_left(self, tmp_path: Path) -> None:
+        class Configured(SmallModel):
+            def configure_callbacks(self) -> list[pl.Callback]:
+                return [added]
+
+        callbacks, added = _Callbacks(), pl.Callback()
+        trainer = make_trainer(tmp_path, offloading(), callbacks=[callbacks])
+        given = [*trainer.callbacks, added]
+        trainer.fit(small_model(kind=Configured), batches())
+        assert trainer.callbacks == given
         trainer.fit_loop.max_epochs = 2
         trainer.fit(small_model(), batches())
         trainer.validate(small_model(), batches(1), verbose=False)
-        assert trainer.callbacks == first
+        assert callbacks.ours() == [[1, 1, 1]] * 3
+        assert trainer.callbacks == given
+
+    @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end", "on_train_end", "on_fit_end", "teardown"])
+    def test_none_is_left_when_a_hook_fails(self, tmp_path: Path, hook: str) -> None:
+        trainer = make_trainer(tmp_path, offloading(), callbacks=[_Callbacks(hook)], enable_progress_bar=True)
+        given, bar = list(trainer.callbacks), trainer.progress_bar_callback
+        with pytest.raises(RuntimeError, match="failed here"):
+            trainer.fit(small_model(), batches())
+        assert trainer.callbacks == given
+        assert "get_metrics" not in vars(bar)
 
     def test_checkpoint_callbacks_stay_last_and_others_keep_their_order(self, tmp_path: Path) -> None:
         checkpoints = [ModelCheckpoint(tmp_path / "checkpoints", every_n_epochs=epochs) for epochs in (1, 2)]
-        watches = [Watch(), Watch()]
+        watches = [_Callbacks(), Watch()]
         trainer = make_trainer(
             tmp_path,
             offloading(),
@@ -688,8 +722,9 @@ class TestCallbacksItAdds:
             callbacks=[watches[0], *checkpoints, watches[1]],
         )
         trainer.fit(small_model(), batches())
-        assert trainer.callbacks[-2:] == checkpoints
-        assert [callback for callback in trainer.callbacks if callback in watches] == watches
+        (callbacks,) = watches[0].runs
+        assert callbacks[-2:] == checkpoints
+        assert [callback for callback in callbacks if callback in watches] == watches
 
     def test_those_of_the_module_replace_them(self, tmp_path: Path) -> None:
         """`configure_callbacks` counts as given by the user."""

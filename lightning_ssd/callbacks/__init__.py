@@ -1,7 +1,7 @@
 """What a user may see, tune or replace."""
 
 from lightning_ssd.callbacks.activation_offload import ActivationOffload
-from lightning_ssd.callbacks.defaults import add_default_callbacks
+from lightning_ssd.callbacks.defaults import add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
@@ -18,4 +18,5 @@ __all__ = [
     "SwapPlanner",
     "TimelineRecorder",
     "add_default_callbacks",
+    "remove_default_callbacks",
 ]

@@ -1,5 +1,7 @@
 """The callbacks that an offloading training has anyway."""
 
+from collections.abc import Sequence
+
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
@@ -7,8 +9,12 @@ from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.tensor_cache import trainer_callbacks
 
 
-def add_default_callbacks(trainer: pl.Trainer) -> None:
-    """Adds the callbacks of the package that the user did not give, before the user's checkpoint callbacks."""
+def add_default_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Adds the callbacks of the package that the user did not give, before the user's checkpoint callbacks.
+
+    Returns:
+        Those that were added.
+    """
     callbacks = trainer_callbacks(trainer)
     given = list(callbacks)
     defaults: list[pl.Callback] = [MicroBatchSwitch(), PrefetchScheduler(), OffloadMonitor(loggers=False)]
@@ -16,3 +22,12 @@ def add_default_callbacks(trainer: pl.Trainer) -> None:
     first = [callback for callback in given if not isinstance(callback, pl.callbacks.Checkpoint)]
     last = [callback for callback in given if isinstance(callback, pl.callbacks.Checkpoint)]
     callbacks[:] = [*first, *missing, *last]
+    return missing
+
+
+def remove_default_callbacks(trainer: pl.Trainer, added: Sequence[pl.Callback]) -> None:
+    """Tears down callbacks that were added, and takes them away: the Trainer has the user's callbacks again."""
+    for callback in added:
+        callback.teardown(trainer, trainer.lightning_module, stage=str(trainer.state.fn))
+    # A new list: Lightning may be iterating over this one.
+    trainer.callbacks = [callback for callback in trainer_callbacks(trainer) if callback not in added]  # type: ignore[attr-defined]

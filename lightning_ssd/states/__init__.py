@@ -9,7 +9,7 @@ from lightning_ssd.states.loaded import Loaded, exact_value, loading_to_meta, re
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states, regroup_model_states
-from lightning_ssd.states.optimizers import register_optimizer, steps_whole
+from lightning_ssd.states.optimizers import register_optimizer, steps_whole, zeroes_otherwise
 from lightning_ssd.states.replace import find_replaced
 from lightning_ssd.states.settings import Settings, describe, differences, model_settings
 from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
@@ -48,4 +48,5 @@ __all__ = [
     "steps_whole",
     "take_in",
     "take_off_meta",
+    "zeroes_otherwise",
 ]

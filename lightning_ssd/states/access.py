@@ -498,8 +498,8 @@ def _substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
 
 
 def write_changed(target: Tensor, values: Tensor) -> None:
-    """Writes `values`, on the CPU, to the fp32 `target`, whose elements stay where they round to the same value."""
-    if values.dtype == torch.float32:
+    """Writes `values`, on the CPU, to the master weights `target`, whose elements stay where they round to the same."""
+    if values.dtype.itemsize >= target.dtype.itemsize:
         target.copy_(values)
     else:
         same = target.to(values.dtype) == values

@@ -19,7 +19,7 @@ from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_ar
 from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.gradient import LandingMemory
-from lightning_ssd.states.home import Home, Layout
+from lightning_ssd.states.home import WHOLE_DTYPES, Home, Layout
 from lightning_ssd.states.journal import Journal, Record, has_record, read_record
 from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.masters import MasteredParameter, Masters
@@ -210,13 +210,16 @@ class Setup:
         return landing
 
 
-def leaving_parameters(module: nn.Module, min_bytes: int) -> set[nn.Parameter]:
+def leaving_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) -> set[nn.Parameter]:
     """Returns the parameters that do not stay on the device: dense ones that are large enough.
 
     Args:
         module: the model.
-        min_bytes: smaller fp32 parameters stay. (Of bf16 weights none do: only elsewhere have they fp32 masters.)
+        min_bytes: smaller fp32 and fp64 parameters stay. (Of bf16 weights none do: only elsewhere have they fp32
+            masters.)
+        fitting: whether the model is trained: fp64 parameters stay then, because steps are made in fp32.
     """
+    whole = (torch.float32,) if fitting else WHOLE_DTYPES
     stays: set[nn.Parameter] = set()
     for owner in module.modules():
         if getattr(owner, "sparse", False):  # an embedding's: its gradient is no dense tensor
@@ -228,7 +231,7 @@ def leaving_parameters(module: nn.Module, min_bytes: int) -> set[nn.Parameter]:
         and type(parameter) in (nn.Parameter, MasteredParameter)
         and parameter.layout is torch.strided
         and (
-            (parameter.dtype == torch.float32 and parameter.numel() * 4 >= max(1, min_bytes))
+            (parameter.dtype in whole and parameter.nbytes >= max(1, min_bytes))
             or (parameter.dtype == torch.bfloat16 and parameter.numel() > 0)
         )
     }

@@ -18,6 +18,9 @@ from lightning_ssd.storage import Blob, PinnedBuffer
 
 log = logging.getLogger(__name__)
 
+WHOLE_DTYPES = (torch.float32, torch.float64)
+"""Dtypes of weights that are their own master weights. Those of fp64 are evaluated only."""
+
 
 @dataclass
 class Opened:
@@ -103,7 +106,7 @@ class Layout:
     @property
     def whole_master(self) -> bool:
         """Whether there are fp32 master weights beside the compute weights."""
-        return self.flat.dtype != torch.float32 and not self.split
+        return self.flat.dtype not in WHOLE_DTYPES and not self.split
 
     @property
     def rest_bytes(self) -> int:

@@ -39,7 +39,7 @@ from lightning_ssd.states.journal import Journal, Record
 from lightning_ssd.states.left import LeftStates
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizer_state import check_state, guard_state
-from lightning_ssd.states.optimizers import Rule, WholeRule, parameters_of
+from lightning_ssd.states.optimizers import Rule, WholeRule, parameters_of, zeroes_otherwise
 from lightning_ssd.states.parameter import hook_gradient
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.plain_data import PlainData
@@ -691,10 +691,13 @@ class ModelStates:
     # ---- gradients ----
 
     def _watch_zero_grad(self, optimizer: Optimizer) -> None:
-        """Makes the optimizer's `zero_grad` drop the gradients that have left, too."""
-        zero_grad = optimizer.zero_grad
+        """Makes torch's own `zero_grad` of the optimizer drop the gradients of a flat together.
 
-        own = "zero_grad" in vars(optimizer)
+        One that other code has put in its place drops them where it sets `Tensor.grad`, and only those.
+        """
+        if zeroes_otherwise(optimizer):
+            return
+        zero_grad = optimizer.zero_grad
 
         def forget_and_zero_grad(set_to_none: bool = True) -> None:
             self._shown.zero(self._groups, optimizer, set_to_none)
@@ -703,8 +706,7 @@ class ModelStates:
                 zero_grad(set_to_none)
 
         optimizer.zero_grad = forget_and_zero_grad  # type: ignore[method-assign]
-        undo = partial(setattr, optimizer, "zero_grad", zero_grad) if own else partial(delattr, optimizer, "zero_grad")
-        self._restore.append(undo)
+        self._restore.append(partial(delattr, optimizer, "zero_grad"))
 
     def _not_stepped(self, name: str, parameter: nn.Parameter) -> None:
         """A gradient of a parameter that is in no optimizer stays on the device: only other code may use it."""
@@ -770,6 +772,12 @@ class ModelStates:
             raise RuntimeError(
                 f"a gradient of {flat.slices[index].name} is added to the one that the last step has used, which is "
                 "gone. Call `optimizer.zero_grad()` between a step and the next backward."
+            )
+        if self._journal is not None:
+            raise RuntimeError(
+                f"a gradient of {flat.slices[index].name} is added to the one that the last step has used, which "
+                "`recover=True` does not record. Call `optimizer.zero_grad()` between a step and the next backward, or "
+                "set `recover=False`."
             )
         gradient.settled.result()
         gradient.summed[index] = gradient.summing = True

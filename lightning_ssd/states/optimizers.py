@@ -394,6 +394,11 @@ def _differs(subclass: type, cls: type, name: str) -> bool:
     return inspect.unwrap(vars(subclass)[name]) is not inspect.unwrap(getattr(cls, name))
 
 
+def zeroes_otherwise(optimizer: Optimizer) -> bool:
+    """Returns whether other code has replaced `zero_grad`, in a subclass or on the optimizer: it may drop fewer."""
+    return "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad
+
+
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Returns the parameters of all groups, in the order in which a state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

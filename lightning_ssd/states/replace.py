@@ -50,10 +50,10 @@ def put_in_place(part: Path, path: Path) -> None:
     aside = _aside(path)
     if find_replaced(path) == aside:  # a process was killed before it could rename the new one
         os.rename(aside, path)
-    if not os.path.lexists(path):
-        os.rename(part, path)
-    elif not _is_directory(part) and not _is_directory(path):
+    if not _is_directory(part) and not _is_directory(path):
         os.replace(part, path)
+    elif not os.path.lexists(path):
+        os.rename(part, path)
     elif not _exchange(part, path):
         remove(aside)
         os.rename(path, aside)

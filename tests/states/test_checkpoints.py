@@ -1,5 +1,6 @@
 """Checkpoints of states that have left: ordinary files, written and read without the memory for all of them."""
 
+import copy
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
@@ -134,6 +135,66 @@ def test_saving_in_the_background(tmp_path: Path) -> None:
     plain = saved(tmp_path / "plain", "auto")
     ours = saved(tmp_path / "ours", SSDOffloadStrategy(states="ssd", min_bytes=1, checkpoint_io=AsyncCheckpointIO()))
     assert tree_equal(ours["state_dict"], plain["state_dict"])
+
+
+PATCHED: dict[str, tuple[Any, str]] = {
+    "torch.save": (torch, "save"),
+    "TorchCheckpointIO.save_checkpoint": (TorchCheckpointIO, "save_checkpoint"),
+    "of the strategy's": (None, "save_checkpoint"),
+}
+
+
+@pytest.mark.parametrize("patched", PATCHED)
+@pytest.mark.parametrize("writes", [False, True])
+def test_functions_that_save_may_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: str, writes: bool
+) -> None:
+    """They get ordinary tensors, whatever they do with them."""
+    seen: list[Any] = []
+
+    def patch(strategy: Any) -> None:
+        owner, name = PATCHED[patched]
+        owner = strategy.checkpoint_io if owner is None else owner
+        original = getattr(owner, name)
+
+        def other(*args: Any, **kwargs: Any) -> Any:
+            kept = next(value for value in args if isinstance(value, dict))
+            seen[-1].append(copy.deepcopy(kept))
+            if writes:
+                kept["more"] = 1
+                return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, other)
+
+    class Patching(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            patch(trainer.strategy)
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            monkeypatch.undo()
+
+    files = []
+    how: Any = dict(max_epochs=1, limit_train_batches=4)
+    for name, strategy in (("plain", "auto"), ("ours", ssd())):
+        seen.append([])
+        checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / name, every_n_train_steps=2, save_top_k=-1)
+        train(tmp_path, strategy, Model(), enable_checkpointing=True, callbacks=[checkpoint, Patching()], **how)
+        files.append({file.name: load(file) for file in (tmp_path / name).glob("*")})
+    plain, ours = seen
+    assert len(plain) == 2
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert tree_equal(mine["state_dict"], theirs["state_dict"])
+        assert tree_equal(mine["optimizer_states"], theirs["optimizer_states"])
+    assert files[1].keys() == files[0].keys()
+    for name, content in files[0].items():
+        assert (files[1][name] is None) == (content is None)
+        if content is not None:
+            assert tree_equal(files[1][name]["state_dict"], content["state_dict"])
+            assert files[1][name].keys() == content.keys()
+
+
+def load(file: Path) -> Any:
+    return torch.load(file, weights_only=False) if file.stat().st_size else None
 
 
 @pytest.mark.parametrize("second", ["auto", "host", "ssd"])

@@ -152,13 +152,94 @@ def test_a_gradient_that_a_step_has_used_is_an_error(tmp_path: Path) -> None:
     fit(tmp_path, Toy("on_train_batch_end", act), "host")
 
 
-def test_gradients_that_nothing_drops_are_an_error(tmp_path: Path) -> None:
-    class Kept(Toy):
-        def optimizer_zero_grad(self, *_: Any) -> None:
-            return
+# ---- zero_grad ----
 
-    with pytest.raises(RuntimeError, match=r"is added to the one that the last step has used.*zero_grad"):
-        fit(tmp_path, Kept(), "host")
+
+def drop_none(optimizer: Any, call: int) -> None:
+    return
+
+
+def drop_at_every_other_call(optimizer: Any, call: int) -> None:
+    if call % 2 == 0:
+        torch.optim.Optimizer.zero_grad(optimizer)
+
+
+def drop_some(optimizer: Any, call: int) -> None:
+    for parameter in optimizer.param_groups[0]["params"][call % 2 :: 2]:
+        parameter.grad = None
+
+
+def halve(optimizer: Any, call: int) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def zero_some(optimizer: Any, call: int) -> None:
+    gradients = [p.grad for p in optimizer.param_groups[0]["params"][call % 3 :] if p.grad is not None]
+    if gradients:
+        torch._foreach_zero_(gradients)
+
+
+DROPS = [drop_none, drop_at_every_other_call, drop_some, halve, zero_some]
+
+
+class DropsInModule(Toy):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.drop(getattr(optimizer, "optimizer", optimizer), batch_idx)
+
+
+class DropsInOptimizer(Toy):
+    """`zero_grad` of the optimizer is other code: that of a subclass, or a function in place of the method."""
+
+    def __init__(self, *, subclass: bool, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.subclass = subclass
+
+    def configure_optimizers(self) -> Any:
+        optimizer, drop = super().configure_optimizers(), self.drop
+        calls = iter(range(100))
+        if self.subclass:
+            kind = type(optimizer)
+            members = {"zero_grad": lambda self, set_to_none=True: drop(self, next(calls))}
+            optimizer.__class__ = type(kind.__name__, (kind,), members)
+        else:
+            optimizer.zero_grad = lambda set_to_none=True: drop(optimizer, next(calls))
+        return optimizer
+
+
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(DropsInModule, {}), (DropsInOptimizer, {"subclass": True}), (DropsInOptimizer, {"subclass": False})],
+    ids=["module", "subclass", "instance"],
+)
+@pytest.mark.parametrize(
+    ("states", "settings", "arguments"),
+    [
+        ("host", ADAMW, {}),
+        pytest.param("ssd", {"momentum": 0.9}, {"gradient_clip_val": 0.01}, marks=pytest.mark.thorough),
+        pytest.param("host", {"optimizer": torch.optim.LBFGS, "max_iter": 3}, {}, marks=pytest.mark.thorough),
+        pytest.param("host", {}, {"accumulate_grad_batches": 2}, marks=pytest.mark.thorough),
+    ],
+    ids=["host-AdamW", "ssd-SGD-clip", "host-LBFGS", "host-SGD-accumulate"],
+)
+def test_gradients_that_zero_grad_does_not_drop_are_added_to(
+    tmp_path: Path, drop: Any, kind: type[Toy], how: Any, states: str, settings: Any, arguments: Any
+) -> None:
+    def make() -> Toy:
+        module = kind(**how, **settings)
+        module.drop = drop
+        return module
+
+    compare(tmp_path, make, states, **arguments)
+
+
+def test_gradients_that_nothing_drops_are_not_recorded(tmp_path: Path) -> None:
+    module = DropsInModule(**ADAMW)
+    module.drop = drop_none
+    with pytest.raises(RuntimeError, match=r"is added to the one that the last step has used.*recover=False"):
+        fit(tmp_path, module, "ssd", strategy={"recover": True})
 
 
 # ---- precisions ----

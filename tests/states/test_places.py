@@ -329,8 +329,16 @@ def test_memory_that_runs_out_half_way(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
-def test_evaluation_of_what_was_never_trained(tmp_path: Path, states: str) -> None:
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_evaluation_of_what_was_never_trained(tmp_path: Path, states: str, precision: Any) -> None:
     class Evaluated(Model):
+        def on_test_start(self) -> None:
+            with torch.no_grad():
+                self.blocks[0].up.weight.div_(3)
+                self.losses.append(float(self.blocks[0].up.weight.norm()))
+            states = getattr(self.trainer.strategy, "model_states", None)
+            assert states is None or self.blocks[0].up.weight in states.parameters
+
         def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
             self.losses.append(self.loss(batch[0]).item())
 
@@ -340,7 +348,7 @@ def test_evaluation_of_what_was_never_trained(tmp_path: Path, states: str) -> No
     def evaluate(strategy: Any) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
         model = Evaluated()
         trainer = pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False,
-                             enable_progress_bar=False, default_root_dir=tmp_path)  # fmt: skip
+                             enable_progress_bar=False, default_root_dir=tmp_path, precision=precision)  # fmt: skip
         trainer.validate(model, loader(2))
         trainer.test(model, loader(2))
         predicted: Any = trainer.predict(model, loader(2))
@@ -348,9 +356,10 @@ def test_evaluation_of_what_was_never_trained(tmp_path: Path, states: str) -> No
 
     losses, predicted, weights = evaluate("auto")
     actual = evaluate(ssd(states=states, gpu_memory="1B"))
-    assert actual[0] == losses and len(losses) == 4
+    assert actual[0] == losses and len(losses) == 5
     assert all(torch.equal(a, b) for a, b in zip(actual[1], predicted, strict=True))
     assert all(torch.equal(value, weights[name]) for name, value in actual[2].items())
+    assert weights["head.weight"].dtype == actual[2]["head.weight"].dtype
     assert_nothing_is_left(tmp_path)
 
 

@@ -1,5 +1,7 @@
 """Checkpoints that are replaced: at every instant one whole checkpoint is there, whatever call fails or is the last."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,15 @@ def test_a_link_to_a_checkpoint_is_replaced_and_not_what_it_points_to(tmp_path: 
     save_sharded(checkpoint(1), tmp_path / "last.ckpt")
     assert number_of(tmp_path / "last.ckpt") == 1
     assert number_of(tmp_path / "epoch=0.ckpt") == 0
+
+
+def test_a_file_needs_no_rename_that_fails_between_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is made in its own directory, and put in place by `os.replace` alone."""
+
+    def rename(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "rename", rename)
+    for number in range(2):
+        save(checkpoint(number), tmp_path / "last.ckpt")
+        assert number_of(tmp_path / "last.ckpt") == number
