@@ -5,17 +5,20 @@ is: a loader that can't tell is read again from the beginning of the epoch, with
 
 A record is made when the next batch is asked for: all hooks of the batch before have run by then, and validation.
 
-A record is of one `fit`: of a model, settings, data, and the number of the `fit` in its script. Another one does not go
-on from it, and says why.
+A record is of one `fit`: of a model, settings, data, and the number of the `fit` in its script, or among those that
+have the same `path`. Another one does not go on from it, and says why. Nothing tells whether a script that is run again
+repeats its first `fit`s or skips them, so a record of its second is neither left for later nor taken up by the first:
+several `fit`s need a `path` each.
 """
 
 import inspect
 import logging
 import os
 import platform
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,20 +42,26 @@ _NOTED = ("max_epochs", "max_steps", "min_epochs", "min_steps", "limit_val_batch
           "check_val_every_n_epoch")  # fmt: skip
 """Settings of a Trainer: those that numbers depend on, and those that say when it ends and what it does beside."""
 
-_ended = 0
-"""Trainings with `recover=True` that have ended well in this process. The training thread's."""
+_NUMBERS = ("number of this `fit` in its script", "number of this `fit` among those with its `path`")
+"""Settings that tell a `fit` from others of its script. One that is the same is enough: a script may be run again
+without `fit`s that had other paths, or with other paths for those that had the same."""
+
+_ended: Counter[Path] = Counter()
+"""Trainings with `recover=True` that have ended well in this process, by the path of their record. The training
+thread's."""
 
 
-def training_settings(trainer: pl.Trainer, own: Mapping[str, object]) -> Settings:
+def training_settings(trainer: pl.Trainer, path: Path, own: Mapping[str, object]) -> Settings:
     """Returns the settings of a training whose optimizers are set up and have not stepped.
 
     Args:
         trainer: fits.
+        path: the first of its scratch files, where its record is.
         own: the strategy's, by name, that numbers or the layout of states depend on.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     model = model_settings(module, strategy.optimizers)
-    fixed = {"this `fit`": f"number {_ended + 1} of its script"}
+    fixed = dict(zip(_NUMBERS, map(str, (_ended.total() + 1, _ended[path.absolute()] + 1)), strict=True))
     fixed |= {f"`{name}`": show(value) for name, value in own.items()}
     fixed |= {f"`{name}` of the Trainer": show(getattr(trainer, name, None)) for name in _FIXED}
     fixed |= model.fixed
@@ -81,12 +90,13 @@ class Recovery:
     Args:
         trainer: fits; its states are set up, and nothing is restored.
         states: the model's, with a journal.
+        path: the first of its scratch files, where its record is.
 
     Raises:
         ValueError: `training_step` fetches its batches itself.
     """
 
-    def __init__(self, trainer: pl.Trainer, states: ModelStates) -> None:
+    def __init__(self, trainer: pl.Trainer, states: ModelStates, path: Path) -> None:
         if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
             raise ValueError(
                 "`recover=True` counts the batches that a training has had, and `training_step(dataloader_iter)` "
@@ -94,6 +104,7 @@ class Recovery:
             )
         self._trainer = trainer
         self._states = states
+        self._path = path.absolute()
         self._resume: deque[_Place] = deque()
         self._resumed: Record | None = None
         """What the Trainer restores."""
@@ -115,7 +126,11 @@ class Recovery:
         Raises:
             StorageError: a setting differs that numbers depend on.
         """
-        self._refuse(record, differences(record.settings.fixed, settings.fixed))
+        before, now = dict(record.settings.fixed), dict(settings.fixed)
+        if any(before[number] == now[number] for number in _NUMBERS):
+            for number in _NUMBERS:
+                del before[number], now[number]
+        self._refuse(record, differences(before, now))
         checkpoint = dict(record.rest)
         own = checkpoint.pop(_KEY)
         self._kept_gradients = checkpoint.pop(_GRADIENTS)
@@ -171,9 +186,8 @@ class Recovery:
             self._record()
 
     def end(self) -> None:
-        """The training has ended well: the next one is another `fit` of the script."""
-        global _ended
-        _ended += 1
+        """The training has ended well: the next one with its path is another `fit` of the script."""
+        _ended[self._path] += 1
 
     def _go_on(self, random: dict[str, Any]) -> None:
         if self._resume:

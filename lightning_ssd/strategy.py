@@ -120,8 +120,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         recover: a training that was killed, or failed, goes on after the last step that it had made, when the same
             script is run again: weights, optimizer states and data are where they were, bit for bit, and no checkpoint
             is needed. All that leaves is on SSDs then, twice, in a directory of `path` that stays until a training
-            ends well; one training at a time has a path. What checkpoints don't have is lost, such as the sums of
-            logged means. A `ckpt_path` that is given goes first.
+            ends well; one training at a time has a path, and each `fit` of a script needs one of its own. A run with
+            other settings or paths is refused; of other code a warning tells. What checkpoints don't have is lost,
+            such as the sums of logged means. A `ckpt_path` that is given goes first.
         checkpoints: how they are saved, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
             `"sharded"`: a directory of safetensors. Either is written and read with the memory for a few units, and
             resumes under either; `lightning-ssd export` makes a plain folder of weights of both.
@@ -342,7 +343,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if not fitting:
             return
         if self.states_config.recover:
-            self._recovery = Recovery(trainer, self.model_states)
+            path = self._budgets.paths(trainer.default_root_dir)[0]
+            self._recovery = Recovery(trainer, self.model_states, path)
             if (record := self.model_states.recovered) is not None:
                 self.model_states.state_dicts.protected = True
                 self._recovery.take_up(record, self._setup.settings)
@@ -359,7 +361,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             "state_format": states.state_format,
             "units": states.units,
         }
-        return training_settings(trainer, own)
+        return training_settings(trainer, self._budgets.paths(trainer.default_root_dir)[0], own)
 
     def _optimizers_stepped_whole(self) -> list[torch.optim.Optimizer]:
         """Returns the optimizers with offloaded parameters whose parameters may depend on each other."""

@@ -20,7 +20,7 @@ from lightning_ssd.states.budget import Places, choose_places
 from lightning_ssd.states.flat import Flat
 from lightning_ssd.states.gradient import LandingMemory
 from lightning_ssd.states.home import WHOLE_DTYPES, Home, Layout
-from lightning_ssd.states.journal import Journal, Record, has_record, read_record
+from lightning_ssd.states.journal import Journal, Record, has_record, read_record, remove_record
 from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.masters import MasteredParameter, Masters
 from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
@@ -565,6 +565,8 @@ class _Taken:
         if self._start_over:
             if any(has_record(directory) for directory in directories):
                 log.warning("starting from the given checkpoint, and not from where a run was killed")
+            for directory in directories:
+                remove_record(directory)
             return None
         self.record = read_record(directories, self._layouts, self._settings)
         return None if self.record is None else self.record.kept

@@ -18,7 +18,7 @@ from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.optimizers import Rule
 from lightning_ssd.states.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.states.settings import Settings, describe, differences
-from lightning_ssd.storage import Blob, BlobStore, Kept, Piece, PrivateDirectory, StorageError
+from lightning_ssd.storage import Blob, BlobStore, Kept, Piece, PrivateDirectory, StorageError, read_manifest
 from lightning_ssd.storage.calibration import Calibration
 from lightning_ssd.storage.errors import from_os_error
 
@@ -64,9 +64,11 @@ def read_record(
         settings: of this run. A record of flats that are the same is returned whatever its settings are.
 
     Raises:
-        StorageError: it is of other flats, or of other paths, or can't be read; nothing is removed.
+        StorageError: it is of other flats, or can't be read, or a directory is of a run with other paths, which may
+            have a record elsewhere; nothing is removed.
     """
-    directory, *others = directories
+    _check_paths(directories)
+    directory = directories[0]
     file = directory.path / _FILE
     give_up = f"remove {file.parent} and what it holds, to begin anew"
     try:
@@ -82,13 +84,6 @@ def read_record(
             str(file),
         )
     except FileNotFoundError:
-        for other in others:
-            if has_record(other):
-                raise StorageError(
-                    f"{other.path} has the record of a run that was killed, whose first `path` was "
-                    f"{other.path.parent}. Give the paths in its order, or remove {other.path} and what it holds, to "
-                    "begin anew."
-                ) from None
         return None
     except OSError as error:
         raise from_os_error(error, "read the journal of `recover=True`", file) from error
@@ -108,7 +103,55 @@ def read_record(
 
 def has_record(directory: PrivateDirectory) -> bool:
     """Whether a run that was killed has left a record, readable or not, in its kept directory."""
-    return (directory.path / _FILE).exists()
+    return _FILE in directory.names()
+
+
+def remove_record(directory: PrivateDirectory) -> None:
+    """Removes the record in a kept directory, if there is one, and returns when that survives a loss of power.
+
+    Raises:
+        StorageError: it may be there still.
+    """
+    try:
+        directory.remove_file(_FILE)
+        directory.sync()
+    except OSError as error:
+        raise from_os_error(error, "remove the journal of `recover=True`", directory.path / _FILE) from error
+
+
+def _check_paths(directories: Sequence[PrivateDirectory]) -> None:
+    """Checks that no record is overlooked: one that is on a path that is not given, or not the first.
+
+    A run writes its manifests before its first record, and that of its first path before the others; at its end the
+    record goes first, and the manifest of the first path last. So a directory that has a manifest, when the first path
+    of its run has none of that run, is of a run whose record is out of reach.
+
+    Raises:
+        StorageError: a directory is of a run that may have a record, and had other paths.
+    """
+    given = [str(directory.path.parent) for directory in directories]
+    manifests = [read_manifest(directory) for directory in directories]
+    for directory, manifest in zip(directories, manifests, strict=True):
+        if manifest is None:
+            if has_record(directory):
+                raise StorageError(
+                    f"{directory.path} has a record of a run that was killed, and not its manifest: it can't be used. "
+                    f"Remove {directory.path} and what it holds, and start from a checkpoint or anew."
+                )
+            continue
+        own = {path: one for path, one, other in zip(given, directories, manifests, strict=True) if other == manifest}
+        first = own.get(manifest.paths[0])
+        if first is not None and not has_record(first):
+            continue  # killed before its first record, or after its end
+        if list(own) == given == list(manifest.paths):
+            continue
+        empty = [path for path in manifest.paths if path in given and path not in own]
+        raise StorageError(
+            f"{directory.path} is of a run that was killed and had path={list(manifest.paths)}, and this one has "
+            f"path={given}{f', with nothing of that run in {empty}' if empty else ''}. Give the same paths in the same "
+            f"order, with their drives mounted; or remove {', '.join(str(one.path) for one in own.values())} and what "
+            "is there, to begin anew."
+        )
 
 
 def identity_of(layouts: Sequence[Layout]) -> object:
@@ -177,11 +220,7 @@ class Journal:
         Raises:
             StorageError: it is there still.
         """
-        directory = self._store.directory
-        try:
-            directory.remove_file(_FILE)
-        except OSError as error:
-            raise from_os_error(error, "remove the journal of `recover=True`", directory.path / _FILE) from error
+        remove_record(self._store.directory)
 
     @property
     def written(self) -> bool:
@@ -212,7 +251,6 @@ def _kept_as_data(kept: Kept) -> dict[str, object]:
         "blobs": blobs,
         "hashes": dict(kept.hashes),
         "calibration": [list(measured.weights), measured.write_bandwidth, measured.read_bandwidth],
-        "paths": list(kept.paths),
         "run": kept.run,
     }
 
@@ -220,4 +258,4 @@ def _kept_as_data(kept: Kept) -> dict[str, object]:
 def _kept_from(data: dict[str, Any]) -> Kept:
     blobs = [Blob(nbytes, tuple(Piece(*piece) for piece in pieces)) for nbytes, pieces in data["blobs"]]
     weights, write, read = data["calibration"]
-    return Kept(blobs, data["hashes"], Calibration(tuple(weights), write, read), data["paths"], data["run"])
+    return Kept(blobs, data["hashes"], Calibration(tuple(weights), write, read), data["run"])

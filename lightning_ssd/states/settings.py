@@ -1,12 +1,16 @@
 """Settings of a training by name, as text: those that a run which goes on after a kill must share with the killed one.
 
-They are taken before the first step, so that a training does not change them. Code is not among them: what `forward`
-and `training_step` compute with the same modules is the user's to leave as it was.
+They are taken before the first step, so that a training does not change them. Of code there is a checksum of each
+class of the model's modules. A run with other code goes on and says so, as code may change without changing a number;
+code that methods call in turn, such as functions of a module, is not compared.
 """
 
+import dis
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -101,6 +105,7 @@ def model_settings(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settin
             noted[f"the first value of buffer `{name}`, which the record replaces,"] = show(buffer)
         else:  # no record has its values
             fixed[f"buffer `{name}`"] = f"not persistent, {show(buffer)}"
+    noted |= _code_of_classes(module)
     for index, optimizer in enumerate(optimizers):
         fixed[f"optimizer {index}"] = type_name(type(optimizer))
         for number, group in enumerate(optimizer.param_groups):
@@ -117,6 +122,50 @@ def _describe_module(module: nn.Module) -> str:
     settings = [module.extra_repr(), *(f"{name}={show(value)}" for name, value in constants.items())]
     text = f"{type_name(type(module))}({', '.join(setting for setting in settings if setting)})"
     return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _code_of_classes(module: nn.Module) -> dict[str, str]:
+    """Returns checksums of the methods of each class that a module has, or inherits from, by name.
+
+    Classes of torch and Lightning are left out: their versions are settings.
+    """
+    kinds = dict.fromkeys(kind for owner in module.modules() for kind in type(owner).__mro__)
+    methods: dict[str, list[str]] = {}
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] not in ("builtins", "torch", "lightning", "pytorch_lightning"):
+            shown = [f"{name} {_show_function(one)}" for name, value in vars(kind).items() for one in _functions(value)]
+            methods.setdefault(type_name(kind), []).extend(sorted(shown))  # classes may share a name
+    checksums = {name: xxhash.xxh3_64_hexdigest(repr(shown).encode()) for name, shown in methods.items()}
+    return {f"the code of {name}": f"of checksum {checksum}" for name, checksum in checksums.items()}
+
+
+def _functions(attribute: object) -> list[FunctionType]:
+    """Returns the function of a method, of one with a decorator, or those of a property."""
+    found = [attribute]
+    if isinstance(attribute, property):
+        found = [attribute.fget, attribute.fset, attribute.fdel]
+    elif isinstance(attribute, staticmethod | classmethod):
+        found = [attribute.__func__]
+    unwrapped = (inspect.unwrap(one) for one in found if callable(one))
+    return [one for one in unwrapped if isinstance(one, FunctionType)]
+
+
+def _show_function(function: FunctionType) -> str:
+    return f"{show(function.__defaults__)} {show(function.__kwdefaults__)} {_show_code(function.__code__)}"
+
+
+def _show_code(code: CodeType) -> str:
+    """Returns code as text, without docstring, comments and line numbers."""
+    shown = (f"{step.opname} {_show_operand(step.argval)}" for step in dis.get_instructions(code))
+    return f"{code.co_varnames} {', '.join(shown)}"
+
+
+def _show_operand(value: object) -> str:
+    if isinstance(value, CodeType):
+        return _show_code(value)
+    if isinstance(value, frozenset):  # whose order is another one in each process
+        return str(sorted(map(repr, value)))
+    return repr(value)
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

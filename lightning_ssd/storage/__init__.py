@@ -9,6 +9,7 @@ from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError
 from lightning_ssd.storage.kvikio_backend import KvikioBackend
+from lightning_ssd.storage.manifest import Manifest, read_manifest
 from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
 from lightning_ssd.storage.posix_backend import PosixBackend
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
@@ -27,6 +28,7 @@ __all__ = [
     "IOStats",
     "Kept",
     "KvikioBackend",
+    "Manifest",
     "NotPrivateError",
     "Piece",
     "PinnedBuffer",
@@ -40,4 +42,5 @@ __all__ = [
     "Volume",
     "choose_backend",
     "kept_directory",
+    "read_manifest",
 ]

@@ -25,7 +25,8 @@ from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.cleanup import clean_up
 from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.engine import Engine
-from lightning_ssd.storage.errors import StorageError, StorageFullError, from_os_error
+from lightning_ssd.storage.errors import StorageError, StorageFullError
+from lightning_ssd.storage.manifest import Manifest, read_manifest, write_manifest
 from lightning_ssd.storage.private import PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import PAGE, align_down, align_up
@@ -33,9 +34,6 @@ from lightning_ssd.storage.stripes import Stripes
 from lightning_ssd.storage.volume import Volume
 
 __all__ = ["BlobStore", "IOStats", "Kept"]
-
-_RUN = "run"
-"""The file in which a kept directory notes whose it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +65,12 @@ class Kept:
         blobs: what is in them, and stays allocated.
         hashes: their checksums, if they have any.
         calibration: of the drives.
-        paths: of the drives, in their order.
-        run: the name that every scratch directory has noted.
+        run: the name that is in the manifest of every scratch directory.
     """
 
     blobs: Sequence[Blob]
     hashes: Hashes
     calibration: Calibration
-    paths: Sequence[str]
     run: str
 
 
@@ -150,7 +146,10 @@ class BlobStore:
             anew = not keep
 
             def let_go() -> None:
-                for directory in directories[len(self._volumes) :]:  # volumes close their own
+                for index, directory in reversed(list(enumerate(directories))):
+                    if index < len(self._volumes):
+                        self._volumes[index].close(remove=anew)
+                        continue
                     remove = anew
                     with clean_up("list the scratch directory", directory.path):
                         remove = anew or directory.empty
@@ -166,15 +165,17 @@ class BlobStore:
             self._checksums = Checksums({} if taken is None else taken.hashes) if checksum else None
             if taken is not None:
                 self._check_kept(taken, directories)
+            if keep and taken is None:
+                # After a kill anywhere in between, the first directory's manifest is that of every other one that has
+                # one (see `read_record`): it is the last to go, and the first to be written.
+                for directory in reversed(directories):
+                    directory.clear()
+                for directory in directories:
+                    write_manifest(directory.files, Manifest(self._run, self._paths))
             pieces = [piece for blob in (taken.blobs if taken else ()) for piece in blob.pieces]
             for index, directory in enumerate(directories):
-                if keep and taken is None:
-                    directory.clear()
-                    _note_run(directory, self._run)
                 slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
-                volume = Volume(directory, chosen, None if taken is None else slots)
-                undo.callback(volume.close, remove=taken is None)
-                self._volumes.append(volume)
+                self._volumes.append(Volume(directory, chosen, None if taken is None else slots))
             self._allocated = sum(align_up(piece.nbytes) for piece in pieces)
             available = self._growth()
             if taken is None:
@@ -326,7 +327,7 @@ class BlobStore:
     def kept(self, blobs: Sequence[Blob]) -> Kept:
         """Returns what another store needs to take over `blobs`, as they are now."""
         hashes = {} if self._checksums is None else self._checksums.all()
-        return Kept(blobs, hashes, self._calibration, self._paths, self._run)
+        return Kept(blobs, hashes, self._calibration, self._run)
 
     def sync(self) -> None:
         """Returns when what was written survives a loss of power.
@@ -350,25 +351,21 @@ class BlobStore:
         atexit.unregister(self._at_exit)
         try:
             self._engine.close()
-            for volume in self._volumes:
+            for volume in reversed(self._volumes):  # the first one's manifest is the last to go
                 volume.close(remove=remove)
         finally:
             # Also when Ctrl-C ends the wait: transfers that still run end on files without a name.
-            for volume in self._volumes if remove else ():
+            for volume in reversed(self._volumes) if remove else ():
                 volume.remove()
 
     def detach(self) -> DetachedBlobs:
         """Closes the store, as `close` does, but that its blobs can be read from the result, which then owns them."""
         atexit.unregister(self._at_exit)
         self._engine.close()
-        return DetachedBlobs([(volume.path, volume.detach()) for volume in self._volumes], self._checksums)
+        files = [(volume.path, volume.detach()) for volume in reversed(self._volumes)]  # as in `close`
+        return DetachedBlobs(files[::-1], self._checksums)
 
     def _check_kept(self, kept: Kept, directories: Sequence[ScratchDirectory]) -> None:
-        if list(kept.paths) != self._paths:
-            raise StorageError(
-                f"the run that was killed had path={list(kept.paths)}, and this one has {self._paths}: give it the "
-                f"same, or remove {directories[0].path} and what it holds"
-            )
         if self._checksums is not None and not all(
             (piece.volume, piece.offset) in kept.hashes for blob in kept.blobs for piece in blob.pieces
         ):
@@ -377,7 +374,7 @@ class BlobStore:
                 f"checked: give this run checksum=False, too, or remove {directories[0].path} and what it holds"
             )
         for directory in directories:
-            if _noted_run(directory) != kept.run:
+            if read_manifest(directory.files) != Manifest(kept.run, self._paths):
                 raise StorageError(
                     f"{directory.path} has nothing of the run whose journal is in {directories[0].path}: it can't go "
                     "on. Remove both with what they hold, and start from a checkpoint."
@@ -446,22 +443,3 @@ class BlobStore:
             f"could not {action} {format_bytes_exactly(needed)} on {where}{limit}: "
             f"{format_bytes_exactly(available)} available. Free space, {change} the capacity, or add a path."
         )
-
-
-def _note_run(directory: ScratchDirectory, run: str) -> None:
-    """Writes the name of a run into a kept directory, and returns when it survives a loss of power."""
-    try:
-        with directory.files.replacing_file(_RUN) as file:
-            file.write(run.encode())
-    except OSError as error:
-        raise from_os_error(error, f"write the file {_RUN!r}", directory.path) from error
-
-
-def _noted_run(directory: ScratchDirectory) -> str | None:
-    """Returns the name of the run that a kept directory is of; None: it has none."""
-    try:
-        return directory.files.read_file(_RUN).decode(errors="replace")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise from_os_error(error, f"read the file {_RUN!r}", directory.path) from error

@@ -395,24 +395,6 @@ def fail_at(batch: int, path: Any, **arguments: Any) -> None:
         fit(recovering(path), callbacks=[FailAt(batch)], **arguments)
 
 
-def test_other_paths_than_those_of_the_killed_run(tmp_path: Path) -> None:
-    a, b, c = (tmp_path / name for name in "abc")
-    for path in (a, b, c):
-        path.mkdir()
-    expected = outcome(fit(recovering([a, b])))
-    fail_at(6, [a, b])
-    for paths in ([a], [a, c]):
-        with pytest.raises(StorageError, match="the run that was killed had path=.*give it the same"):
-            fit(recovering(paths))
-    assert not list(c.iterdir())
-    with pytest.raises(StorageError, match=f"whose first `path` was {a}. Give the paths in its order, or remove"):
-        fit(recovering([b, a]))
-    found = fit(recovering([a, b]))
-    assert min(found.losses) >= 4 and same(outcome(found), expected)
-    for path in (a, b):
-        assert_nothing_is_left(path)
-
-
 def test_a_kill_while_the_files_go_after_a_good_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next training begins anew."""
     kept: list[bool] = []

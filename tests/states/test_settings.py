@@ -1,7 +1,11 @@
 """Runs that go on from a record with one setting changed: refused by its name, or taken over and said."""
 
 import logging
+import os
 import re
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ssd.states.settings import Settings, differences, model_settings
 from lightning_ssd.storage import StorageError
 from tests.states.killed import Model, fit, outcome, recovering, same
 from tests.states.test_recovery import KEPT, FailAt, Failure
@@ -92,12 +97,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "class": (dict(model=type("Other", (Small,), {})), "the model was .*Small.* and is .*Other"),
     "format": (dict(strategy=dict(state_format="split")), "`state_format` was 'fp32' and is 'split'"),
     "min_bytes": (dict(strategy=dict(min_bytes=1)), "`min_bytes` was 1024 and is 1 now"),
+    "checksum": (dict(strategy=dict(checksum=False)), "`checksum` was True and is False"),
     "units": (dict(strategy=dict(units=["Linear"])), r"`units` was None and is \['Linear'\]"),
 }  # fmt: skip
 NOTED: dict[str, tuple[dict[str, Any], str]] = {
     "epochs": (dict(max_epochs=2), "`max_epochs` of the Trainer was 1 and is 2"),
     "first values of a buffer": (dict(model=changed(shift_value=2.0)), "first value of buffer `shift`.* was .* and is"),
     "hyperparameter": (dict(model=changed(hyper=2)), "hyperparameter `hyper` was 1 and is 2"),
+    "code": (
+        dict(model=changed(training_step=lambda self, batch, index: Small.training_step(self, batch, index))),
+        "the code of tests.states.test_settings.Small was .* and is",
+    ),
 }
 UNSAID: dict[str, dict[str, Any]] = {
     "overlap": dict(strategy=dict(overlap="naive")),
@@ -135,7 +145,7 @@ def test_a_changed_setting_is_refused_by_its_name(tmp_path: Path, name: str) -> 
     assert not (tmp_path / KEPT).exists()
 
 
-@pytest.mark.parametrize("name", _some(NOTED, "epochs"))
+@pytest.mark.parametrize("name", _some(NOTED, "epochs", "code"))
 def test_a_setting_that_may_change_is_said(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     arguments, message = NOTED[name]
     fail(tmp_path)
@@ -176,17 +186,117 @@ def test_the_record_of_a_later_fit_is_not_taken_up_by_an_earlier_one(
 
     first = run(tmp_path)
     second = outcome(run(tmp_path))
-    monkeypatch.setattr(recovery, "_ended", 0)
+    monkeypatch.setattr(recovery, "_ended", Counter())
     run(tmp_path)
     fail(tmp_path)
-    monkeypatch.setattr(recovery, "_ended", 0)  # a new process
-    with pytest.raises(StorageError, match="this `fit` was number 2 of its script and is number 1.* `path` of its own"):
+    monkeypatch.setattr(recovery, "_ended", Counter())  # a new process
+    with pytest.raises(StorageError, match="`fit` in its script was 2 and is 1 now.* `path` of its own"):
         run(tmp_path)
     (tmp_path / "first").mkdir()
     again = run(tmp_path / "first")
     assert same(outcome(again), outcome(first)) and min(again.losses) == 0
     found = run(tmp_path)
     assert min(found.losses) == 2 and same(outcome(found), second)
+
+
+def test_fits_with_paths_of_their_own_may_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that tries several settings, and knows which it is done with."""
+    from lightning_ssd import recovery
+
+    paths = [tmp_path / name for name in "abc"]
+    expected = outcome(run(tmp_path))
+    for path in paths:
+        path.mkdir()
+    run(paths[0])
+    run(paths[1])
+    fail(paths[2])
+    monkeypatch.setattr(recovery, "_ended", Counter())  # a new process
+    found = run(paths[2])
+    assert min(found.losses) == 2 and same(outcome(found), expected)
+
+
+def test_a_record_without_checksums_is_not_read_with_them(tmp_path: Path) -> None:
+    """It says which argument; a record is read as it was written, either way."""
+    with pytest.raises(Failure):
+        run(tmp_path, callbacks=[FailAt(2)], strategy=dict(checksum=False))
+    message = f"had checksum=False.* give this run checksum=False, too, or remove {tmp_path}"
+    with pytest.raises(StorageError, match=message):
+        run(tmp_path)
+    assert min(run(tmp_path, strategy=dict(checksum=False)).losses) == 2
+
+
+def settings_of(source: str) -> Settings:
+    """Returns the settings of a `Block` that the source defines."""
+    names: dict[str, Any] = {"nn": nn, "torch": torch, "__name__": "user"}
+    exec(source, names)
+    return model_settings(names["Block"](), [])
+
+
+BLOCK = """
+class Base(nn.Module):
+    def scale(self):
+        return 2.0
+
+class Block(Base):
+    def forward(self, x, kind="relu"):
+        if kind in {"relu", "gelu", "silu", "tanh", "none"}:
+            x = x + 1
+        return [y * self.scale() for y in x]
+
+    @torch.no_grad()
+    def reset(self):
+        self.other = 1
+
+    @property
+    def width(self):
+        return 3
+
+    @staticmethod
+    def double(x):
+        return 2 * x
+"""
+EDITS = {
+    "constant": ("x + 1", "x + 2"),
+    "operator": ("x + 1", "x - 1"),
+    "method of a class that it inherits from": ("return 2.0", "return 3.0"),
+    "inner code": ("y * self.scale()", "y / self.scale()"),
+    "attribute": ("y * self.scale()", "y * self.width"),
+    "below a decorator": ("self.other = 1", "self.other = 2"),
+    "property": ("return 3", "return 4"),
+    "static method": ("2 * x", "3 * x"),
+    "default": ('kind="relu"', 'kind="gelu"'),
+    "member of a set": ('"silu"', '"elu"'),
+    "another method": ("    @property", "    def extra_repr(self):\n        return 'x'\n\n    @property"),
+}
+HARMLESS = {
+    "nothing": ("", ""),
+    "comment and lines": ("x = x + 1", "\n            # more\n            x = x + 1"),
+    "docstring": ('"relu"):\n', '"relu"):\n        """What it does."""\n'),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edited_code_of_a_class_is_seen(name: str) -> None:
+    assert BLOCK.count(EDITS[name][0])
+    before, now = (settings_of(source).noted for source in (BLOCK, BLOCK.replace(*EDITS[name], 1)))
+    (difference,) = differences(before, now)
+    assert re.match(r"the code of user\.(Block|Base) was of checksum \w+ and is of checksum", difference)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_edits_that_are_no_code_are_not_said(name: str) -> None:
+    assert settings_of(BLOCK) == settings_of(BLOCK.replace(*HARMLESS[name], 1))
+
+
+@pytest.mark.thorough
+def test_code_has_the_same_checksum_in_every_process() -> None:
+    """Whatever the order is in which its sets have their members."""
+    program = "from tests.states.test_settings import BLOCK, settings_of; print(settings_of(BLOCK).noted)"
+    printed = [
+        subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
+        for seed in ("1", "2")
+    ]
+    assert printed[0].stdout and printed[0].stdout == printed[1].stdout
 
 
 def test_other_numbers_of_loaders_are_refused(tmp_path: Path) -> None:
