@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.states import ModelStates
@@ -58,13 +59,16 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: boo
 class _StreamingPrecision(pl.plugins.Precision):
     states: ModelStates
 
+    @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         self.states.end_backward()
         return super().post_backward(tensor, module)
 
+    @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.states.clip(optimizer, clip_val, "value")
 
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.states.clip(optimizer, clip_val, "norm")
 
@@ -74,17 +78,21 @@ class _StreamingHalfPrecision(_StreamingPrecision, pl.plugins.HalfPrecision):
 
 
 class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
+    @override
     def state_dict(self) -> dict[str, Any]:
         return {}  # Lightning would save it under the name of this class, where plain Lightning finds no scaler
 
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if state := super().state_dict():
             checkpoint[pl.plugins.MixedPrecision.__qualname__] = state
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if (state := checkpoint.get(pl.plugins.MixedPrecision.__qualname__)) is not None:
             self.load_state_dict(state)
 
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
@@ -204,6 +205,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     # ---- the device ----
 
     @property
+    @override
     def root_device(self) -> torch.device:
         return self._devices[0] if self._devices else torch.device("cpu")
 
@@ -216,6 +218,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def parallel_devices(self, devices: list[torch.device]) -> None:
         self._devices = devices
 
+    @override
     def setup_environment(self) -> None:
         devices = self.num_nodes * max(1, len(self._devices))
         if devices > 1:
@@ -228,6 +231,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self._default_callbacks += add_default_callbacks(self.lightning_module._trainer)
 
+    @override
     def model_to_device(self) -> None:
         assert self.model is not None
         if not self._leave():
@@ -248,6 +252,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model is not None
         return leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
 
+    @override
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         if self.states_config.states == "gpu":
@@ -260,6 +265,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     # ---- a training, from start to end ----
 
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         assert self.model is not None
@@ -476,6 +482,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return config
 
     @property
+    @override
     def restore_checkpoint_after_setup(self) -> bool:
         # The record of a killed run is found during setup. Checkpoints are restored before it, in Lightning's order.
         return self._taking_up
@@ -501,10 +508,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     # ---- checkpoints: of states that have left, written and read without their ever being in RAM together ----
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self._lazily():
             return super().lightning_module_state_dict()
 
+    @override
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self._regroup_states()
         with self._lazily():
@@ -513,6 +522,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _lazily(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.model_states is None else self.model_states.state_dicts.lazy.making()
 
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -523,6 +533,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         else:
             super().save_checkpoint(take_in(checkpoint), filepath, storage_options)
 
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._starts_from_checkpoint = self.model_states is None
         if not self._owns_files(checkpoint_path):
@@ -545,6 +556,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         method = getattr(self.checkpoint_io.save_checkpoint, "__func__", None)
         return method is not _save_checkpoint or torch.save is not torch.serialization.save
 
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         if self.model_states is None:
@@ -567,6 +579,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             if module is not None:
                 self._recording.enter_context(recording_loads(module, self._loaded))
 
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._regroup_states()
         with self._but_what_has_left():
@@ -606,26 +619,31 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         with contextlib.nullcontext() if self.model_states is None else self.model_states.lend_weights():
             yield
 
+    @override
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.state.stage == pl.trainer.states.RunningStage.TRAINING
         return dataloader if self._recovery is None or not training else self._recovery.follow(dataloader)
 
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.model_states is not None:
             self.model_states.state_dicts.protected = False
 
+    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         if self.model_states is not None:
             self.model_states.finish()
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failure = exception
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin("train")
         if self.tensor_cache is None:  # a loop that runs after `fit`
@@ -633,6 +651,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         with self.tensor_cache.hooks():
             return super().training_step(*args, **kwargs)
 
+    @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._regroup_states()  # before the step begins, in which Lightning runs `training_step`
         return super().optimizer_step(optimizer, *args, **kwargs)
@@ -668,18 +687,22 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         )
         self._follow_states()
 
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin("evaluate")
         return super().validation_step(*args, **kwargs)
 
+    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin("evaluate")
         return super().test_step(*args, **kwargs)
 
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin("evaluate")
         return super().predict_step(*args, **kwargs)
 
+    @override
     def teardown(self) -> None:
         cache, self.tensor_cache = self.tensor_cache, None
         states, self.model_states = self.model_states, None

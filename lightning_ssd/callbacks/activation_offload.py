@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
 from lightning_ssd.callbacks.defaults import add_default_callbacks
@@ -53,6 +55,7 @@ class ActivationOffload(pl.Callback):
         )
         self.tensor_cache: TensorCache | None = None
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if hasattr(trainer.strategy, "tensor_cache"):
             raise ValueError(
@@ -61,6 +64,7 @@ class ActivationOffload(pl.Callback):
             )
         add_default_callbacks(trainer)
 
+    @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close(trainer)  # what an earlier fit left, whose end was cut short by an error in another callback
         strategy = trainer.strategy
@@ -87,9 +91,11 @@ class ActivationOffload(pl.Callback):
 
         strategy.training_step = offloaded_training_step  # type: ignore[method-assign]
 
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._close(trainer)
 
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close(trainer)
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
 
@@ -35,9 +37,11 @@ class MicroBatchSwitch(pl.Callback):
     def __init__(self) -> None:
         self.current: MicroBatchInfo | None = None
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.current = None  # a fit before this one may have ended inside a window
 
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -47,11 +51,13 @@ class MicroBatchSwitch(pl.Callback):
         if (cache := find_tensor_cache(trainer)) is not None:
             cache.begin_micro_batch()
 
+    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Under manual optimization more backwards may follow.
         if pl_module.automatic_optimization and (cache := find_tensor_cache(trainer)) is not None:
             cache.end_backward()
 
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

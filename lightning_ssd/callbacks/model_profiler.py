@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+from typing_extensions import override
+
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.planning import ModelProfile
@@ -32,6 +34,7 @@ class ModelProfiler(StepProfiling):
         self._path = Path(path)
         self._done = False
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._done = False
@@ -41,6 +44,7 @@ class ModelProfiler(StepProfiling):
         profile.to_json(self._path)
         log.info("profile of %d steps, in %s:\n%s", self._steps, self._path, profile.describe())
 
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._done:
             log.warning("training ended before %d steps were profiled: there is no %s", self._steps, self._path)

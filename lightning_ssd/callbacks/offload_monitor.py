@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import TensorCache
@@ -67,6 +68,7 @@ class OffloadMonitor(pl.Callback):
         self._begun = 0.0
         self._asked = float("-inf")
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._caches, self._stores = _Counts(), _Counts()
         self._last = {}
@@ -76,9 +78,11 @@ class OffloadMonitor(pl.Callback):
         if self._progress_bar and find_tensor_cache(trainer) is not None:
             self._show_in(trainer.progress_bar_callback)
 
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._leave_progress_bar()
 
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave_progress_bar()
 
@@ -101,6 +105,7 @@ class OffloadMonitor(pl.Callback):
         if bar is not None:
             del bar.get_metrics
 
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

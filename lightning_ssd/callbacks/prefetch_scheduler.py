@@ -3,6 +3,8 @@
 import weakref
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import TensorCache
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
@@ -55,9 +57,11 @@ class PrefetchScheduler(pl.Callback):
         """Has the window be `window_bytes` for the rest of the training, unless the user fixed it; None: adapts it."""
         self._held = window_bytes
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._held = None
 
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
@@ -46,6 +47,7 @@ class StepProfiling(pl.Callback):
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         """The steps are measured. Called at the end of a step."""
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if find_tensor_cache(trainer) is None:
             raise ValueError(
@@ -83,6 +85,7 @@ class StepProfiling(pl.Callback):
         """Whether steps are measured, or will be."""
         return self._phase != "idle"
 
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -102,16 +105,19 @@ class StepProfiling(pl.Callback):
             self._samples, self._tokens = count_samples(batch)
             self._profiler.begin_forward(of_step=at_boundary)
 
+    @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         assert self._profiler is not None
         self._profiler.begin_backward()
 
+    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._profiler is not None
         self._profiler.end_recording()
         if pl_module.automatic_optimization:  # else more of the forward may follow
             self._end_backward()
 
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -139,19 +145,23 @@ class StepProfiling(pl.Callback):
             )
             self.profiled(trainer, pl_module, profile)
 
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._phase == "timing":
             assert self._profiler is not None
             self._profiler.pause()
 
+    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._phase == "timing":
             assert self._profiler is not None
             self._profiler.resume()
 
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._end()
 
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._end()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import Director, SendAll, SendIfShort, TensorCache, make_program
@@ -157,6 +158,7 @@ class SwapPlanner(StepProfiling):
 
     # ---- a training ----
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         _check(trainer, pl_module)
@@ -193,6 +195,7 @@ class SwapPlanner(StepProfiling):
         self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
         self._send_all()
 
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -232,17 +235,20 @@ class SwapPlanner(StepProfiling):
             here, recorded = count_bytes(batch), self._recorded_bytes
             self._cache.watching = here is None or recorded is None or here > recorded
 
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
         self._begun = None  # this one takes longer
         if self.plan is not None:
             self._peak_bytes = self._peak()
 
+    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         if self.plan is not None:
             self._reset_peak()
 
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.plan is None or self._trying:
             log.warning("training ended before %d steps were measured: there was no plan", self._steps)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.timeline import BETWEEN, TimelineProfile
@@ -58,6 +59,7 @@ class TimelineRecorder(pl.Callback):
         self._boundary = True
         """Whether the next batch is the first one of a step."""
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
@@ -81,10 +83,12 @@ class TimelineRecorder(pl.Callback):
         if find_spec("matplotlib") is None:
             log.warning("TimelineRecorder writes the Chrome trace alone: `pip install matplotlib` for the picture.")
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._done = not trainer.is_global_zero
         self._boundary = True
 
+    @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -101,34 +105,42 @@ class TimelineRecorder(pl.Callback):
             self._profile.mark("forward")
             self._boundary = False
 
+    @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         self._mark("backward")
 
+    @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         self._mark("optimizer")
 
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._mark(BETWEEN)
         self._boundary = not trainer.fit_loop._should_accumulate()
 
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._mark("validation")
 
+    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._mark(BETWEEN)
 
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._finish(trainer)
         if not self._done:
             log.warning("training ended before step %d: TimelineRecorder has written nothing", self._step)
 
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._finish(trainer)
 
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._finish(trainer)
 

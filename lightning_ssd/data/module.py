@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.data.loader import ResumableDataLoader
@@ -52,6 +53,7 @@ class RecipeDataModule(pl.LightningDataModule):
     def read(self) -> tuple[Dataset[dict[str, Tensor]], Dataset[dict[str, Tensor]]]:
         """Returns the samples of training and the held-out samples; called once."""
 
+    @override
     def setup(self, stage: str | None = None) -> None:
         """Reads the samples, the first time, and makes the training batches for this run.
 
@@ -76,10 +78,12 @@ class RecipeDataModule(pl.LightningDataModule):
             drop_last=True,
         )
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the training data."""
         return self._train_loader.state_dict()
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a saved position.
 
@@ -88,10 +92,12 @@ class RecipeDataModule(pl.LightningDataModule):
         """
         self._train_loader.load_state_dict(state_dict)
 
+    @override
     def train_dataloader(self) -> ResumableDataLoader:
         """Returns the training batches, all of one size, shuffled, and this device's share of them."""
         return self._train_loader
 
+    @override
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Returns the held-out batches, in order."""
         return DataLoader(
@@ -101,6 +107,7 @@ class RecipeDataModule(pl.LightningDataModule):
             pin_memory=torch.cuda.is_available(),
         )
 
+    @override
     def test_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Returns the held-out batches, in order."""
         return self.val_dataloader()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_ssd.extras import import_extra
 from lightning_ssd.models.module import RecipeModule
@@ -107,6 +108,7 @@ class DiT(RecipeModule):
         """Returns a DiT with random weights."""
         return _Network(self)
 
+    @override
     def setup(self, stage: str) -> None:
         """Checks that the data fits the model, where the data module states sizes.
 
@@ -129,6 +131,7 @@ class DiT(RecipeModule):
                 f"The data has {classes} classes and the model {self.num_classes}: set model.num_classes={classes}"
             )
 
+    @override
     def forward(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
         """Returns the predicted noise, of the shape and dtype of `images`.
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel
+from typing_extensions import override
 
 from lightning_ssd.data.batch import Batch, count_samples, count_tokens, input_ids
 from lightning_ssd.models.module import RecipeModule, exact
@@ -91,6 +92,7 @@ class GPT(RecipeModule):
         model.train()
         return model
 
+    @override
     def setup(self, stage: str) -> None:
         """Checks that the data fits the model, where the data module says what it needs.
 
@@ -109,6 +111,7 @@ class GPT(RecipeModule):
                 f" {self.config.n_positions}: lower data.block_size, or raise model.n_positions"
             )
 
+    @override
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the logits, (batch, sequence, vocab_size), of token ids, int64 (batch, sequence)."""
         assert self.model is not None, "configure_model() makes the model"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.aggregation import RunningMean
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.models.optimizer import adamw_with_cosine
@@ -84,6 +85,7 @@ class RecipeModule(pl.LightningModule):
         """Returns the FLOPs of a micro-batch's forward; 0: unknown."""
         return 0
 
+    @override
     def configure_model(self) -> None:
         """Builds the model, unless it is built already.
 
@@ -96,6 +98,7 @@ class RecipeModule(pl.LightningModule):
             enable: Any = self.model.gradient_checkpointing_enable  # untyped in transformers
             enable({"use_reentrant": False})
 
+    @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Returns the mean loss of a micro-batch, and logs it."""
         loss = self.training_loss(batch)
@@ -107,22 +110,27 @@ class RecipeModule(pl.LightningModule):
         self.log(f"train/{self.unit}", float(self.seen))
         return loss
 
+    @override
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Logs loss and metrics of held-out samples."""
         self._log_evaluation(batch, "val")
 
+    @override
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Logs loss and metrics of held-out samples."""
         self._log_evaluation(batch, "test")
 
+    @override
     def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
         """Returns AdamW, and a learning rate that falls until the Trainer's run ends."""
         return adamw_with_cosine(self, self.lr, self.betas, self.weight_decay, self.warmup_steps)
 
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the count of tokens (or images)."""
         checkpoint[f"{self.unit}_seen"] = self.seen
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Goes on with the saved count of tokens (or images)."""
         self.seen = checkpoint[f"{self.unit}_seen"]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.extras import import_extra
@@ -37,6 +38,7 @@ class SampleGrid(pl.Callback):
         self.guidance = guidance
         self.seed = seed
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Checks that the model generates images.
 
@@ -46,6 +48,7 @@ class SampleGrid(pl.Callback):
         if not isinstance(pl_module, DiT):
             raise TypeError(f"SampleGrid samples from a lightning_ssd.models.DiT, not {type(pl_module).__name__}")
 
+    @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Samples and writes the PNG."""
         if trainer.sanity_checking:
