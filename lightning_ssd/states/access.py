@@ -34,6 +34,8 @@ from lightning_ssd.states.parameter import (
     autocast_to,
     offloaded_in,
 )
+from lightning_ssd.states.shared_memory import SharedMemory, check_shareable, keep_alive, same_stride
+from lightning_ssd.states.split import write_changed
 from lightning_ssd.states.staged import StagedFlats
 from lightning_ssd.states.stream import WeightStream
 
@@ -86,6 +88,9 @@ class Weights(Source):
     def read(self) -> Tensor:
         if self.whole:
             return self.item.parameter.data
+        if (memory := self.flat.memory(self.index)) is not None:
+            self.access.staged.pull(self.flat)  # of another parameter of the flat
+            return memory
         if not self.flat.mixed:
             return self.flat.view(self.index)
         masters = self.access.staged.stage(self.flat).masters
@@ -95,6 +100,9 @@ class Weights(Source):
         if self.whole:
             return
         flat, item = self.flat, self.item
+        if flat.memory(self.index) is not None:  # `values` are it
+            self.access.staged.pull(flat)
+            return
         self.access.begin_change(flat)
         self.access.stream.wait(flat)  # a copy to the device reads the host memory that is written now
         values = values.detach().to("cpu")
@@ -103,6 +111,14 @@ class Weights(Source):
         write_changed(item.of(staged.masters), values)
         if flat.mixed and flat.resident:
             flat.view(self.index).copy_(item.of(staged.masters))
+
+    def share(self) -> Tensor:
+        """Returns the memory that the parameter has in plain training, which other tensors are to share from now on."""
+        values = self.read()
+        if not self.whole and self.flat.memory(self.index) is None:
+            values = values.clone(memory_format=torch.preserve_format)
+            self.flat.shared[self.index] = SharedMemory(values)
+        return values
 
     def changed(self) -> None:
         if not self.whole:
@@ -116,7 +132,9 @@ class Replaced(Source):
         super().__init__()
         self.access = source.access
         self.name = source.name
-        self._values = source.read().detach().clone()
+        values = source.read().detach()
+        shared = isinstance(source, Weights) and source.flat.memory(source.index) is not None
+        self._values = values if shared else values.clone()
 
     def read(self) -> Tensor:
         return self._values
@@ -198,6 +216,12 @@ class Access:
         finally:
             for parameter in offloaded:
                 parameter.__class__ = OffloadedParameter
+        for flat in dict.fromkeys(parameter.flat for parameter in offloaded):
+            if flat.shared and self.staged.differing(flat):
+                raise RuntimeError(
+                    f"compiled code has changed a tensor that shares memory with a weight of {flat.name}, which is "
+                    "offloaded. Change it outside of the compiled module, or set `states='gpu'`."
+                )
         for parameter, version in zip(offloaded, versions, strict=True):
             if parameter._version == version:
                 continue
@@ -403,17 +427,22 @@ class Access:
         if isinstance(data, OffloadedParameter | OffloadedView):
             if data.source is source and data.shape == tensor.shape and data.stride() == tensor.stride():
                 return
-            raise RuntimeError(
-                f"`.data` of {source.name}, which is offloaded, can't share memory with {data.source.name}. "
-                "Copy the values (`copy_`), or set a `.clone()` of them."
-            )
+            data = self._memory(data, source.name)
         assert isinstance(source, Weights)
-        plain = (source.item.shape, source.item.dtype, source.flat.device)
-        if (data.shape, data.dtype, data.device) != plain:
+        item = source.item
+        plain = (item.shape, item.dtype, source.flat.device)
+        if (data.shape, data.dtype, data.device) != plain or data.layout is not torch.strided:
             raise RuntimeError(
                 f"`.data` of {source.name}, which is offloaded, can't become {data.dtype} {list(data.shape)} on "
                 f"{data.device} while it trains: it is {plain[1]} {list(plain[0])} on {plain[2]}. {_REMEDY}"
             )
+        if not same_stride(data, item.stride):
+            raise RuntimeError(
+                f"`.data` of {source.name}, which is offloaded, can't become a tensor of strides {data.stride()} while "
+                f"it trains: its own are {item.stride}. Use `copy_`, or set a tensor with its strides."
+            )
+        check_shareable(data, source.name)
+        self.begin_change(source.flat)
         with torch.inference_mode(False), torch.no_grad():
             if source.aliases:
                 with self.stream.hold([] if source.whole else [source.flat], record=False):
@@ -421,7 +450,39 @@ class Access:
                 for alias in list(source.aliases):
                     alias.source = replaced
                 source.aliases.clear()
+            source.flat.shared.pop(source.index, None)
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
+            source.flat.shared[source.index] = SharedMemory(data)
+            self.keep_shared()
+
+    def keep_shared(self) -> None:
+        """Keeps memory of parameters alive that may have owners unknown to torch, and no other."""
+        keep_alive([memory for flat in self._flats for memory in flat.shared.values()])
+
+    def _memory(self, tensor: "OffloadedParameter | OffloadedView", sharing: str) -> Tensor:
+        """Returns an ordinary tensor over the memory that `tensor` has in plain training.
+
+        Args:
+            tensor: offloaded.
+            sharing: what is to share the memory, for messages.
+        """
+        source = tensor.source
+        if not isinstance(source, Weights | Replaced):
+            raise RuntimeError(
+                f"`.data` of {sharing} can't share memory with {source.name}, which is offloaded. "
+                "Copy the values (`copy_`), or set a `.clone()` of them."
+            )
+        before = self._bases
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(source, Weights):
+                with self.stream.hold([] if source.whole else [source.flat], record=False):
+                    self._bases = {id(source): source.share()}
+            else:
+                self._bases = {id(source): source.read()}
+            try:
+                return self._value(tensor).detach()
+            finally:
+                self._bases = before
 
 
 class _WholeWeight(torch.autograd.Function):
@@ -495,15 +556,6 @@ def _substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _substitute(item, values) for key, item in value.items()}
     return value
-
-
-def write_changed(target: Tensor, values: Tensor) -> None:
-    """Writes `values`, on the CPU, to the master weights `target`, whose elements stay where they round to the same."""
-    if values.dtype.itemsize >= target.dtype.itemsize:
-        target.copy_(values)
-    else:
-        same = target.to(values.dtype) == values
-        target.copy_(torch.where(same, target, values.float()))
 
 
 def _export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:

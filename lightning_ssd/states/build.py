@@ -28,6 +28,7 @@ from lightning_ssd.states.model_states import ModelStates, StepTerms
 from lightning_ssd.states.optimizers import ElementwiseRule, Rule, rule_for
 from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.settings import Settings
+from lightning_ssd.states.shared_memory import check_apart
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.storage import Blob, BlobStore, Kept, PrivateDirectory, StorageFullError
 from lightning_ssd.types import Clip, OffloadTierName, Overlap, Tier
@@ -294,6 +295,7 @@ def make_model_states(
         most = FLAT_ELEMENTS if config.states == "host" else STAGED_FLAT_ELEMENTS
         of_units = make_flats(module, units, leaving, groups, device, autocast, most)
         flats = [flat for _, flats in of_units for flat in flats]
+        check_apart(((item.name, item.parameter) for flat in flats for item in flat.slices), device)
         of_flats = {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
         rules = {flat: rule_for(optimizer, flat, setup.whole) for flat, (optimizer, _) in of_flats.items()}
         two_slots = recover or (setup.gated and config.clip != "deferred")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.activations.record import check_version
 from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, unmark_offloaded
+from lightning_ssd.states.shared_memory import SharedMemory
 
 ALIGNMENT = 64
 """Elements: each parameter begins at a multiple, so that kernels meet aligned memory in every dtype."""
@@ -96,6 +97,8 @@ class Flat:
         """Forwards of the unit and operators that are running and have been given the compute weights."""
         self.summoned = False
         """Whether the parameters are whole tensors of their own, for a while (`whole_weights`, `load_state_dict`)."""
+        self.shared: dict[int, SharedMemory] = {}
+        """Of parameters, by index, memory that user code may share with them."""
         self.fetch: Callable[[], None] = self.refuse_fetch
         """Makes the flat resident for backward or for an operator; set by the owner of the flat."""
         self._starts = [item.start for item in self.slices]
@@ -125,6 +128,21 @@ class Flat:
             for item, view in zip(self.slices, self._views, strict=True):
                 item.parameter.data = view
         self.attached = True
+
+    def adopt(self) -> None:
+        """Makes the parameters views of the flat, whose home has their values; other tensors may share their memory."""
+        memories = {index: SharedMemory(item.parameter) for index, item in enumerate(self.slices)}
+        before = {index: item.parameter.device for index, item in enumerate(self.slices)}
+        self.attach()
+        self.shared = {
+            index: memory
+            for index, memory in memories.items()
+            if before[index] == self.device and memory.tensor() is not None
+        }
+
+    def memory(self, index: int) -> Tensor | None:
+        """Returns the memory that user code shares with parameter `index`, if any."""
+        return self.shared[index].tensor() if index in self.shared else None
 
     def view(self, index: int) -> Tensor:
         """Returns the compute weights of parameter `index`; the flat is resident."""

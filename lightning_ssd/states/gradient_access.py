@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ssd.states.access import Access, Source, write_changed
+from lightning_ssd.states.access import Access, Source
 from lightning_ssd.states.flat import Flat, Slice
 from lightning_ssd.states.gradient import Gradient, GradientState
 from lightning_ssd.states.parameter import OffloadedView
+from lightning_ssd.states.split import write_changed
 
 
 class GradientSource(Source):

@@ -299,7 +299,7 @@ class Home:
         """Has the values that are in `slot` already; points the parameters, whose own memory is freed, to the flat."""
         for place in self._places:
             place.slot = slot
-        self.flat.attach()
+        self.flat.adopt()
 
     def drain(self) -> None:
         """Returns when the step that was announced is made and its result is where it belongs.
@@ -346,7 +346,7 @@ class Home:
         parameters = [item.parameter for item in self.flat.slices]
         exact = [exact_value(parameter, loaded) for parameter in parameters]
         self.store([p.data if value is None else value for p, value in zip(parameters, exact, strict=True)])
-        self.flat.attach()
+        self.flat.adopt()
 
     def store(self, weights: Sequence[Tensor], then: Callable[[Opened], None] | None = None) -> None:
         """Takes over the values of all parameters, in order; `then` is called with the flat's, to change them."""
@@ -380,8 +380,13 @@ class Home:
                 item.parameter.data = torch.full(item.parameter.shape, float("nan"), dtype=item.dtype)
             return error
         masters = values.masters()
-        for item in self.flat.slices:
-            item.parameter.data = item.of(masters).to(item.dtype, copy=True)
+        for index, item in enumerate(self.flat.slices):
+            memory = self.flat.memory(index)
+            if memory is not None and memory.device.type == "cpu":
+                item.parameter.data = memory.copy_(item.of(masters))
+            else:
+                item.parameter.data = item.of(masters).to(item.dtype, copy=True)
+        self.flat.shared.clear()
         self.close(values, changed=False)
         return None
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ssd.states.access import write_changed
 from lightning_ssd.states.parameter import hook_gradient
+from lightning_ssd.states.split import write_changed
 
 _CHUNK = 2**24
 """Elements that are compared at a time, as comparing needs memory on the device."""

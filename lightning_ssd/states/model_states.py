@@ -37,6 +37,7 @@ from lightning_ssd.states.gradient_access import GradientAccess
 from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import Journal, Record
 from lightning_ssd.states.left import LeftStates
+from lightning_ssd.states.lent_weights import LentWeights
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizer_state import check_state, guard_state
 from lightning_ssd.states.optimizers import Rule, WholeRule, parameters_of, zeroes_otherwise
@@ -44,6 +45,7 @@ from lightning_ssd.states.parameter import hook_gradient
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.plain_data import PlainData
 from lightning_ssd.states.settings import describe
+from lightning_ssd.states.shared_memory import SharedMemory
 from lightning_ssd.states.staged import StagedFlats
 from lightning_ssd.states.state_dicts import StateDicts
 from lightning_ssd.states.step import Step
@@ -164,8 +166,12 @@ class ModelStates:
         """The same from the next step on."""
         self._clip_value = terms.clip_value
         self.weight_room_bytes = budget
-        self._staged = StagedFlats(homes, self._drain_flat)
-        self._stream = WeightStream([flats for _, flats in units], homes, copies, budget, self._staged.unstage)
+        self._staged = StagedFlats(
+            homes, self._drain_flat, self._begin_change, arrived=lambda flat: self._stream.wait(flat)
+        )
+        self._stream = WeightStream(
+            [flats for _, flats in units], homes, copies, budget, self._staged.unstage, self._staged.pull
+        )
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
         self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda", memory=landing) for flat in rules}
         self._landing = landing
@@ -256,6 +262,9 @@ class ModelStates:
             self.state_dicts.adopt_states(of_flats)
         stepped = {item.parameter for flat in rules for item in flat.slices}
         self._restore += [guard_state(optimizer, stepped) for optimizer in of_flats]
+        for flat in homes:  # tensors from before share the values that were loaded into the homes
+            self._staged.push(flat)
+        self._staged.unstage()
         self._access.open()  # at the end: an error before leaves ordinary parameters behind
 
     # ---- a micro-batch ----
@@ -276,7 +285,8 @@ class ModelStates:
                 self._expected[flat, _wants(flat)] = gradient.landings
                 gradient.landings = 0
             if any(gradient.landed):
-                if self._stepping is not None and not self.hold and self._groups[flat][0] is self._stepping:
+                now = self._stepping is not None and not self.hold and self._groups[flat][0] is self._stepping
+                if now and not flat.shared:
                     self._launch(flat)
                 else:
                     self._submit_sum(flat)
@@ -426,24 +436,26 @@ class ModelStates:
         if self._lent:
             yield
             return
+        self._pull_all()
         self.state_dicts.before_change()
         self.drain()
         self._stream.release_all()
-        lent = {flat: home.borrow() for flat, home in self.homes.items()}
+        lent = {flat: LentWeights(flat, home.borrow()) for flat, home in self.homes.items()}
         self._lent = True
         try:
-            with torch._C.DisableTorchFunctionSubclass():
-                for flat, masters in lent.items():
-                    for item in flat.slices:
-                        item.parameter.data = item.of(masters)
-                    flat.summoned = True
+            for weights in lent.values():
+                weights.lend()
             with self._masters.lend():
                 yield
         finally:
             self._lent = False
-            for flat, masters in lent.items():
-                flat.summoned = False
-                flat.attach()
+            ending = Ending()
+            for weights in lent.values():
+                ending.run(weights.take_back)
+            self._access.keep_shared()
+            ending.raise_failure()
+            for flat, weights in lent.items():
+                masters = weights.masters
                 if self._journal is None:
                     self.homes[flat].restore(masters)
                 elif not self.homes[flat].holds(masters):
@@ -451,6 +463,11 @@ class ModelStates:
                         f"a hook changed weights of {flat.name}, which `recover=True` can't "
                         "repeat after a kill. Change them elsewhere, or set `recover=False`."
                     )
+
+    def _pull_all(self) -> None:
+        """Takes over what user code has written to memory that it shares with parameters."""
+        for flat in self.homes:
+            self._staged.pull(flat)
 
     def finish(self) -> None:
         """Returns when every step that has begun is made, its bytes are where they belong, and its record is written.
@@ -476,6 +493,7 @@ class ModelStates:
             return
         ending = Ending(failure)
         if failure is None:
+            ending.run(self._pull_all)
             ending.run(self.finish)
         ending.run(self._end)
         self._give_up(ending)
@@ -512,6 +530,7 @@ class ModelStates:
             Exception: what went wrong in a step.
         """
         assert self._journal is None, "a run that is recorded stays as it is"
+        self._pull_all()
         self.drain()
         self.state_dicts.before_change()
         self._stream.release_all()
@@ -744,6 +763,7 @@ class ModelStates:
             and self._overlap != "none"
             and not self.hold
             and flat not in self._access.summed_on_host
+            and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
             and self._groups[flat][0] is self._stepping
             # Each once, and in the last backward, too: a gradient that comes in parts is complete at the end only.
             and gradient.landings == sum(wants)
@@ -883,8 +903,10 @@ class ModelStates:
         self.end_backward()  # of a user who called `loss.backward` without Lightning
         if (leaving := self._gate.open()) is not None:
             self._leave(*leaving)
+        self._check_stepped_apart(optimizer)
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer and flat not in self._launched and gradient.summing:
+                self._staged.pull(flat)
                 gradient.fold()
                 self._launch(flat)
         self._access.summed_on_host.clear()
@@ -902,8 +924,33 @@ class ModelStates:
         if self._overlap == "none":
             for done in launched.values():
                 wait_for(done, "the step")
+        for flat, done in launched.items():
+            if flat.shared:
+                wait_for(done, "the step")
+                self._staged.push(flat)
         if launched:
             self._stream.prefetch()
+
+    def _check_stepped_apart(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if a step of `optimizer` changes the same memory through two parameters."""
+        stepped: list[tuple[str, SharedMemory]] = []
+        for flat, gradient in self._gradients.items():
+            if self._groups[flat][0] is optimizer:
+                for index, memory in flat.shared.items():
+                    if gradient.states[index] is not GradientState.NONE and memory.tensor() is not None:
+                        stepped.append((flat.slices[index].name, memory))
+        if not stepped:
+            return
+        for parameter in parameters_of(optimizer):
+            if parameter not in self._where and parameter.grad is not None:
+                stepped.append(("a parameter that is not offloaded", SharedMemory(parameter)))
+        for number, (name, memory) in enumerate(stepped):
+            for other, of_other in stepped[:number]:
+                if memory.overlaps(of_other):
+                    raise RuntimeError(
+                        f"{other} and {name} share memory, since `.data` of one was set to the other's, and both are "
+                        "stepped. Make them one parameter, which both modules have, or set `states='gpu'`."
+                    )
 
     def _clip_by_norm(self, optimizer: Optimizer, limit: float) -> None:
         """Clips in the step that has begun: nobody waits for what the device knows of it."""

@@ -35,6 +35,7 @@ from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.model_states import ModelStates, Parts
 from lightning_ssd.states.optimizers import Rule, WholeRule, rule_for
 from lightning_ssd.states.place import Place, Scratch
+from lightning_ssd.states.shared_memory import check_apart
 from lightning_ssd.states.units import find_units
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName, Tier
@@ -189,6 +190,8 @@ def _remake(
     if budget is not None and storage.host_memory == "auto":
         budget += states.host_bytes  # which are there to be used
     places = _places(wanted, budget, shared=setup.shared)
+    flats = [item.layout.flat for of_unit in wanted for item in of_unit]
+    check_apart(((item.name, item.parameter) for flat in flats for item in flat.slices), device)
     states.drain()
     scratch = states.scratch
     with contextlib.ExitStack() as undo:
@@ -381,7 +384,7 @@ class _Move:
                 self.masters.pop(parameter, None)
                 if parameter in self._groups and not isinstance(rules[flat], WholeRule):
                     self._groups[parameter][0].state.pop(parameter, None)
-            flat.attach()
+            flat.adopt()
         self.homes |= homes
         self.flats[number] = list(wanted)
 
@@ -402,11 +405,21 @@ class _Move:
         """Takes a unit that is to be on the device there, with its optimizer states."""
         if not self.flats[number] or wanted:
             return
+        for item in self.flats[number]:
+            flat = item.layout.flat
+            for index, shared in flat.shared.items():
+                if shared.kept:
+                    raise RuntimeError(
+                        f"{flat.slices[index].name} shares memory with another parameter, or with other code than "
+                        "torch's, and can't be moved to the device, or to another parameter group, meanwhile. Set its "
+                        "`.data` to a `.clone()`."
+                    )
         found = [self._bring(item) for item in self.flats[number]]  # all of it, or nothing
         for item, (weights, masters, states) in zip(self.flats[number], found, strict=True):
             flat = item.layout.flat
-            for parameter, values in weights.items():
-                parameter.data = values
+            for index, (parameter, values) in enumerate(weights.items()):
+                memory = flat.memory(index)
+                parameter.data = values if memory is None else memory
             for parameter, kept in states.items():
                 self._owners[flat].state[parameter] = kept
             self.masters |= masters

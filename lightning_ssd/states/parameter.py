@@ -205,7 +205,7 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
         of = type(value)
         if of is OffloadedParameter:
             flat = value.flat
-            if not (flat.users and flat.resident):
+            if not (flat.users and flat.resident) or flat.shared:
                 return False
             if flat.mixed and not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
                 return False

@@ -23,3 +23,12 @@ def split(master: Tensor, weights: Tensor, low: Tensor) -> None:
 def join(weights: Tensor, low: Tensor) -> Tensor:
     """Returns what `split` was given."""
     return ((weights.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
+
+
+def write_changed(target: Tensor, values: Tensor) -> None:
+    """Writes `values`, on the CPU, to the master weights `target`, whose elements stay where they round to the same."""
+    if values.dtype.itemsize >= target.dtype.itemsize:
+        target.copy_(values)
+    else:
+        same = target.to(values.dtype) == values
+        target.copy_(torch.where(same, target, values.float()))

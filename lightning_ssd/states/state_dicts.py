@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -148,21 +147,15 @@ class StateDicts:
         for flat in flats:
             if flat.summoned:
                 continue
-            staged = self._staged.stage(flat, keep=flats)
-            staged.changed = True
+            self._staged.stage(flat, keep=flats)
             self._release(flat)
-            with torch._C.DisableTorchFunctionSubclass():
-                for part in flat.slices:
-                    part.parameter.data = part.of(staged.masters)
-            flat.summoned = True
+            self._staged.lend(flat, keep=flats)
             self._loading.add(flat)
 
     def _after_load(self, owner: nn.Module, incompatible: object) -> None:
         """Evicts the parameters again; their values are taken back when something else is staged or fetched."""
         for flat in self._loading:
-            if flat.summoned:  # else taken back already
-                flat.summoned = False
-                flat.attach()
+            self._staged.take_back(flat)
         self._loading.clear()
         self._lent_masters.close()
 

@@ -35,6 +35,7 @@ class WeightStream:
         copies: copies of the device.
         budget: bytes of the device that compute weights may take; the units in use at one time stay, whatever it is.
         unstage: takes back what is staged on the host for other code; called before weights are fetched.
+        pull: takes over what user code has written to memory that it shares with a flat; called before its use.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class WeightStream:
         copies: Copies,
         budget: int,
         unstage: Callable[[], None],
+        pull: Callable[[Flat], None],
     ) -> None:
         self._units = units
         self._unit_of = {flat: index for index, flats in enumerate(units) for flat in flats}
@@ -52,6 +54,7 @@ class WeightStream:
         self._copies = copies
         self._budget = budget
         self._unstage = unstage
+        self._pull = pull
         self._loads: dict[Flat, _Load] = {}
         """Of every flat that is resident."""
         self._entered = [0] * len(units)
@@ -83,6 +86,7 @@ class WeightStream:
         with self._lock:
             for flat in self._units[unit]:
                 flat.users += 1
+                self._pull(flat)
             self._entered[unit] += torch._C._current_graph_task_id() == -1
             self._use(unit)
 
@@ -111,6 +115,7 @@ class WeightStream:
                     held.append(flat)
                 for flat in held:
                     self.check(flat)
+                    self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
                     if record:
                         self._use(unit)
@@ -134,6 +139,7 @@ class WeightStream:
         """
         with self._lock:
             self.check(flat)
+            self._pull(flat)
             unit = self._unit_of[flat]
             node = torch._C._current_autograd_node()
             if node is not None:

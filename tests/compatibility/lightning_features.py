@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from tests.compatibility.case import EQUAL, Case, Expectation, Fit, NotYet, Refused, fit, indices
+from tests.compatibility.case import EQUAL, Case, Expectation, Fit, Refused, fit, indices
 from tests.compatibility.families import WIDTH, Trained, mlp, rows
 
 
@@ -442,7 +442,6 @@ def case(
 
 LRS = torch.optim.lr_scheduler
 CALLBACKS = pl.callbacks
-ALIASED = NotYet("a tensor that is assigned to `.data` is copied, and shares no memory with the weight afterwards")
 
 CASES = [
     case("`accumulate_grad_batches=2`", accumulate_grad_batches=2),
@@ -509,7 +508,6 @@ CASES = [
         callbacks=lambda: [pruning()],
         limit_train_batches=1,
         max_epochs=3,
-        states=ALIASED,
     ),
     case(
         "Timer, ModelSummary",

@@ -1,0 +1,292 @@
+"""Memory that parameters share with tensors of user code (`p.data = t`), against plain Lightning."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.states.test_access import PLACES, Toy, assert_same, compare, fit
+
+Operation = Callable[["Sharing", int, int], Any]
+
+
+class Sharing(Toy):
+    """A toy whose user code keeps tensors, arrays and aliases: `kept`."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.kept: list[Any] = []
+        self.made = 0
+
+    def weight(self, number: int) -> nn.Parameter:
+        """Returns one of four weights of one shape: two are trained, and two are not."""
+        owners = (self.blocks[0].up, self.target.up, self.blocks[1].down, self.target.down)
+        return owners[number % 4].weight  # type: ignore[no-any-return]
+
+    def fresh(self, count: int = 64) -> Tensor:
+        self.made += 1
+        return 0.3 * torch.randn(count, generator=torch.Generator().manual_seed(self.made))
+
+    def choose(self, number: int, kind: Any = Tensor) -> Any:
+        """Returns one of the kept objects of a kind; None: there is none."""
+        found = [item for item in self.kept if isinstance(item, kind)]
+        return found[number % len(found)] if found else None
+
+
+def assign(module: Sharing, i: int, j: int) -> None:
+    module.kept.append(module.fresh().view(8, 8))
+    module.weight(i).data = module.kept[-1]
+
+
+def assign_and_forget(module: Sharing, i: int, j: int) -> None:
+    module.weight(i).data = module.weight(i).data * 0.5
+
+
+def assign_kept(module: Sharing, i: int, j: int) -> None:
+    if (tensor := module.choose(j)) is not None and tensor.numel() == 64:
+        module.weight(i).data = tensor.view(8, 8)
+
+
+def assign_array(module: Sharing, i: int, j: int) -> None:
+    module.kept.append(module.fresh().view(8, 8).numpy().copy())
+    module.weight(i).data = torch.from_numpy(module.kept[-1])
+
+
+def assign_parts_of_a_buffer(module: Sharing, i: int, j: int) -> None:
+    buffer = module.fresh(160)
+    module.kept.append(buffer)
+    module.weight(i).data = buffer[:64].view(8, 8)
+    module.weight(j).data = buffer[80:144].view(8, 8)
+
+
+def assign_without_effect(module: Sharing, i: int, j: int) -> None:
+    module.weight(i).data = module.weight(i).data.to("cpu")
+
+
+def share(module: Sharing, i: int, j: int) -> None:
+    module.weight(i).data = module.weight(j).data
+
+
+def swap(module: Sharing, i: int, j: int) -> None:
+    p, q = module.weight(i), module.weight(j)
+    p.data, q.data = q.data, p.data
+
+
+def alias(module: Sharing, i: int, j: int) -> None:
+    module.kept.append(module.weight(i).data if j % 2 else module.weight(i).detach())
+
+
+def write_tensor(module: Sharing, i: int, j: int) -> None:
+    if (tensor := module.choose(i)) is not None:
+        with torch.no_grad():
+            tensor.mul_(0.5)
+            tensor.view(-1)[j] += 0.25
+
+
+def write_array(module: Sharing, i: int, j: int) -> None:
+    if (array := module.choose(i, np.ndarray)) is not None:
+        array[j % 8] -= 0.125
+
+
+def write_weight(module: Sharing, i: int, j: int) -> None:
+    with torch.no_grad():
+        module.weight(i)[j % 8] += 0.25
+
+
+def write_both(module: Sharing, i: int, j: int) -> None:
+    if (tensor := module.choose(j)) is not None and tensor.numel() == 64:
+        with torch.no_grad():
+            torch._foreach_add_([module.weight(i), tensor.view(8, 8)], 0.25)
+
+
+def load(module: Sharing, i: int, j: int) -> None:
+    module.blocks[0].load_state_dict({name: 0.5 * value for name, value in module.target.state_dict().items()})
+
+
+def drop(module: Sharing, i: int, j: int) -> None:
+    if module.kept:
+        module.kept.pop(i % len(module.kept))
+
+
+OPERATIONS: list[Operation] = [
+    assign, assign_and_forget, assign_kept, assign_array, assign_parts_of_a_buffer, assign_without_effect, share, swap,
+    alias, write_tensor, write_array, write_weight, write_both, load, drop,
+]  # fmt: skip
+WRITES: list[Operation] = [write_tensor, write_array]
+"""Those that plain training allows between a forward and its backward."""
+
+
+def code(operations: list[Operation]) -> Any:
+    return st.tuples(st.sampled_from(operations), st.integers(0, 3), st.integers(0, 7))
+
+
+PROGRAMS = st.fixed_dictionaries(
+    {
+        "on_fit_start": st.lists(code(OPERATIONS), max_size=2),
+        "on_train_batch_start": st.lists(code(OPERATIONS), max_size=3),
+        "on_before_backward": st.lists(code(WRITES), max_size=1),
+        "on_train_batch_end": st.lists(code(OPERATIONS), max_size=4),
+    }
+)
+TRAININGS = st.fixed_dictionaries(
+    {
+        "gradient_clip_val": st.sampled_from([None, 0.05]),
+        "accumulate_grad_batches": st.sampled_from([1, 2]),
+        "precision": st.sampled_from(["32-true", "bf16-mixed"]),
+    }
+)
+
+
+def run(path: Path, program: Any, training: Any, states: str | None) -> Sharing | RuntimeError:
+    """Returns the trained module, or the error that training has ended with."""
+    module = Sharing(momentum=0.5)
+    for hook, operations in program.items():
+        if not operations:
+            continue
+
+        def act(module: Any, operations: Any = operations) -> Any:
+            seen = []
+            for operation, i, j in operations:
+                operation(module, i, j)
+                seen += [torch.tensor(item) if isinstance(item, np.ndarray) else item.clone() for item in module.kept]
+                seen += [module.weight(number).detach().clone() for number in range(4)]
+            return seen
+
+        module.at(hook, act)
+    try:
+        fit(path, module, states, **training)
+    except RuntimeError as error:
+        return error
+    module.seen += [torch.tensor(item) if isinstance(item, np.ndarray) else item.clone() for item in module.kept]
+    return module
+
+
+def check(path: Path, program: Any, training: Any, places: tuple[str, ...]) -> None:
+    """Numbers are those of plain training, unless two parameters that share memory are stepped, which is refused."""
+    plain = run(path, program, training, None)
+    for states in places:
+        found = run(path, program, training, states)
+        if isinstance(found, RuntimeError):
+            assert isinstance(plain, RuntimeError) or "share memory" in str(found), (found, plain)
+        else:
+            assert_same(found, plain)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAMS, TRAININGS)
+def test_random_assignments(tmp_path: Path, program: Any, training: Any) -> None:
+    """Parameters, and all tensors that share their memory, have the values of plain training after every statement."""
+    check(tmp_path, program, training, ("host",))
+
+
+@pytest.mark.thorough
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAMS, TRAININGS)
+def test_more_random_assignments(tmp_path: Path, program: Any, training: Any) -> None:
+    check(tmp_path, program, training, PLACES)
+
+
+def test_gradients_of_two_parameters_that_share_memory_are_refused(tmp_path: Path) -> None:
+    """Each would be stepped from weights that the other's step has changed, in an order that is the optimizer's own."""
+
+    def act(module: Any) -> None:
+        module.blocks[0].up.weight.data = module.blocks[1].down.weight.data
+
+    with pytest.raises(RuntimeError, match=r"blocks.0.up.weight and blocks.1.down.weight share memory.*one parameter"):
+        fit(tmp_path, Toy("on_train_batch_end", act), "host")
+
+
+def test_parameters_that_share_memory_before_training_are_refused(tmp_path: Path) -> None:
+    module = Toy()
+    module.blocks[0].up.weight.data = module.target.up.weight.data
+    with pytest.raises(ValueError, match=r"blocks.0.up.weight and target.up.weight.*share memory.*one parameter"):
+        fit(tmp_path, module, "host")
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_tensors_from_before_training_share_the_memory(tmp_path: Path, states: str) -> None:
+    """An alias that was taken before `fit` sees the steps, and what is written to it counts, after training, too."""
+    runs = []
+    for where in (states, None):
+        module = Toy("on_train_batch_end", lambda module: module.alias.mul_(0.5).clone())
+        buffer = torch.randn(80, generator=torch.Generator().manual_seed(2))
+        module.__dict__["alias"] = buffer
+        module.blocks[0].up.weight.data = buffer[:64].view(8, 8)
+        fit(tmp_path, module, where)
+        buffer[3] = 5
+        runs.append(module)
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_data_that_is_set_while_weights_are_whole(tmp_path: Path, states: str) -> None:
+    """In `whole_weights()`, and by a module that loads its own state: the values count, and the memory is shared."""
+
+    class Loading(nn.Linear):
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+            self.weight.data = state_dict[prefix + "weight"]
+            self.bias.data.copy_(state_dict[prefix + "bias"])
+
+    def act(module: Any) -> Any:
+        loaded = {"weight": torch.full((8, 8), 0.01 * len(module.seen)), "bias": torch.ones(8)}
+        whole = getattr(module.trainer.strategy, "whole_weights", nullcontext)
+        with torch.no_grad():
+            module.blocks[0].up.load_state_dict(loaded)
+            loaded["weight"][0] += 1
+            with whole():
+                kept = torch.eye(8)
+                module.blocks[1].up.weight.data = kept
+                module.blocks[1].up.weight.add_(1)
+                module.blocks[0].up.weight.mul_(2)
+            kept[1] += 1
+        module.kept = kept, loaded["weight"]
+        return [*module.kept, module.blocks[1].up.weight.clone(), module.blocks[0].up.weight.clone()]
+
+    def make() -> Any:
+        module = Toy()
+        module.blocks[0].up = Loading(8, 8)
+        module.at("on_train_batch_end", act)
+        module.at("on_train_batch_start", lambda module: [item.clone() for item in getattr(module, "kept", ())])
+        return module
+
+    compare(tmp_path, make, states)
+
+
+def test_a_tensor_that_is_assigned_is_not_kept_alive(tmp_path: Path) -> None:
+    """Its memory is freed with its last reference, and the parameter is an ordinary offloaded one again."""
+
+    def act(module: Any) -> Any:
+        weight = module.blocks[0].up.weight
+        values = weight.data * 0.5
+        weight.data = values
+        storage = StorageWeakRef(values.untyped_storage())
+        del values
+        flats = [parameter.flat for parameter in module.parameters() if hasattr(parameter, "flat")]
+        float(weight.detach().sum())
+        return [flats == [] or storage.expired(), any(flat.shared for flat in flats)]
+
+    compare(tmp_path, lambda: Toy("on_train_batch_end", act), "host")
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_shared_memory_is_moved_with_its_parameter(tmp_path: Path, states: str) -> None:
+    """A parameter group that is added divides flats anew."""
+
+    def act(module: Any) -> Any:
+        if not hasattr(module, "kept"):
+            module.kept = torch.eye(8)
+            module.blocks[0].up.weight.data = module.kept
+            module.target.requires_grad_(True)
+            module.optimizers().add_param_group({"params": list(module.target.parameters()), "lr": 0.2})
+        module.kept[2] += 0.5
+        return module.kept.clone()
+
+    compare(tmp_path, lambda: Toy("on_train_batch_start", act), states)
