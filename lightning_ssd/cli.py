@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | plan | bench | export` and `lightning run`.
+"""The commands `lightning-ssd run | plan | bench | export | tiny-llama` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick.
 """
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_plan(commands)
     _add_bench(commands)
     _add_export(commands)
+    _add_tiny_llama(commands)
     args = parser.parse_args(argv)
     args.command(args)
     return 0
@@ -350,6 +351,27 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(f"{len(files)} file{'s' if len(files) > 1 else ''} in {args.folder}")
+
+
+def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "tiny-llama",
+        help="write a tiny Llama with random weights, to try fine-tuning with",
+        description="Writes a folder with a Llama of 1.3 million random parameters, and with a tokenizer that is trained "
+        "on the sources of Python's standard library. transformers loads it; recipes/finetune.yaml trains it.",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder to make")
+    parser.set_defaults(command=lambda args: _tiny_llama(parser, args.folder))
+
+
+def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
+    from lightning_ssd.models.tiny_llama import make_tiny_llama
+
+    try:
+        make_tiny_llama(folder)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"a tiny Llama in {folder}: lightning run recipes/finetune.yaml --model.pretrained={folder}")
 
 
 def _bench_io(paths: Sequence[Path], size: int) -> None:
