@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import zipfile
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import (
     Ending,
+    Loaded,
     ModelStates,
     Settings,
     Setup,
@@ -45,6 +47,7 @@ from lightning_ssd.states import (
     save_sharded,
     steps_whole,
     take_in,
+    take_initial_values,
     take_off_meta,
     zeroes_otherwise,
 )
@@ -181,6 +184,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Whether states leave the device in the present training or evaluation, once somebody has asked."""
         self._loaded: dict[torch.nn.Parameter, torch.Tensor] = {}
         """Values that a checkpoint had for parameters, and for averages of them, from its restoration to `setup`."""
+        self._initial: Loaded = {}
+        """Values that modules on `meta` are to have unless a checkpoint has others, during `setup`."""
         self._recording = contextlib.ExitStack()
         """Records them: callbacks may load weights after Lightning has (`WeightAveraging` does)."""
         self._starts_from_checkpoint = False
@@ -234,8 +239,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.model is not None
+        self._initial = take_initial_values(self.model)
         if not self._leave():
-            materialize_on(self.model, self.root_device, self._loaded)
+            materialize_on(self.model, self.root_device, self._values())
             self.model.to(self.root_device)
             return
         self._unborn = take_off_meta(self.model)
@@ -251,6 +257,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _parameters_to_offload(self, *, fitting: bool) -> set[torch.nn.Parameter]:
         assert self.model is not None
         return leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
+
+    def _values(self) -> Loaded:
+        """Returns the values that parameters are to have; those of a checkpoint go first."""
+        return ChainMap(self._loaded, self._initial)  # type: ignore[arg-type]  # neither is written to
 
     @override
     @contextlib.contextmanager
@@ -278,7 +288,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 super().setup(trainer)
         finally:
             self._recording.close()
-            self._loaded = {}
+            self._loaded, self._initial = {}, {}
         if fitting:
             self._make_cache(trainer)
             pl.utilities.rank_zero_info(f"{self.strategy_name}: {self._summary(trainer)}.")
@@ -340,7 +350,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 self.root_device,
                 self._setup,
                 given=None if pinned is None else _placed_states(pinned),
-                loaded=self._loaded,
+                loaded=self._values(),
             )
             self._has_left = True
         finally:

@@ -4,8 +4,8 @@ from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, lea
 from lightning_ssd.states.compile import is_compiled
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.journal import Record
-from lightning_ssd.states.lazy import save, take_in
-from lightning_ssd.states.loaded import Loaded, exact_value, loading_to_meta, recording_loads
+from lightning_ssd.states.lazy import LazyTensor, save, take_in
+from lightning_ssd.states.loaded import Loaded, exact_value, loading_to_meta, recording_loads, take_initial_values
 from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states, regroup_model_states
@@ -17,6 +17,7 @@ from lightning_ssd.states.units import Unit, find_units
 
 __all__ = [
     "Ending",
+    "LazyTensor",
     "Loaded",
     "ModelStates",
     "Record",
@@ -47,6 +48,7 @@ __all__ = [
     "save_sharded",
     "steps_whole",
     "take_in",
+    "take_initial_values",
     "take_off_meta",
     "zeroes_otherwise",
 ]

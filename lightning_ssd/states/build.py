@@ -330,7 +330,7 @@ def make_model_states(
             for index in together:
                 for _, parameter in units[index].parameters:
                     if parameter not in leaving:
-                        parameter.data = parameter.data.to(device)
+                        parameter.data = parameter.data.to(device, copy=parameter in loaded)
                 for flat in of_units[index][1]:
                     if flat in slots:
                         homes[flat].take_over(slots[flat])

@@ -6,6 +6,7 @@ are kept, by reference, until the parameter's own place is made.
 
 import contextlib
 import warnings
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,19 @@ from lightning_ssd.states.hooks import ModuleHook
 
 Loaded = Mapping[nn.Parameter, Tensor]
 """Of parameters, the values that a checkpoint had for them."""
+
+
+def take_initial_values(root: nn.Module) -> Loaded:
+    """Returns the initial values that modules of `root` have for parameters on `meta`, and removes them there.
+
+    A module that was built on `meta` announces them by an attribute `initial_values`, a `Mapping` like `Loaded`. It
+    may read a value anew at each look-up: each is looked up while its unit is materialized, and not kept.
+    """
+    found: ChainMap[nn.Parameter, Tensor] = ChainMap()
+    for module in root.modules():
+        if (values := vars(module).pop("initial_values", None)) is not None:
+            found.maps.append(values)
+    return found
 
 
 @contextlib.contextmanager

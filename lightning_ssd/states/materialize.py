@@ -62,7 +62,10 @@ def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
 
 
 def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: torch.device, loaded: Loaded) -> None:
-    """Gives values to what is unborn in `units`; the parameters are on `device` then, which draws random numbers fast.
+    """Gives values to what is unborn in `units`.
+
+    Where `loaded` has values for all of it, the parameters refer to these and nothing is copied; else the parameters
+    are on `device` then, which draws random numbers fast.
 
     Args:
         root: the model.
@@ -75,9 +78,16 @@ def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: 
         ValueError: nobody gives values to a parameter; it names the remedy.
     """
     mine = {parameter: name for unit in units for name, parameter in unit.parameters if parameter in unborn.parameters}
+    unborn.parameters.difference_update(mine)
+    buffers = {owner for owner, _ in unborn.buffers}
+    if all(parameter in loaded for parameter in mine) and not any(
+        module in buffers for unit in units for owner in unit.modules for module in owner.modules()
+    ):
+        for parameter in mine:
+            parameter.data = loaded[parameter].to(parameter.dtype)
+        return
     for parameter in mine:
         parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    unborn.parameters.difference_update(mine)
     seen: set[nn.Module] = set()
     for owner in (module for unit in units for module in unit.modules):
         for module in reversed(list(owner.modules())):  # children before their parents
@@ -108,7 +118,11 @@ def materialize_on(root: nn.Module, device: torch.device, loaded: Loaded) -> Non
     if unborn.parameters or unborn.buffers:
         units = find_units(root)
         for group in born_together(root, units):
+            born = [parameter for index in group for _, parameter in units[index].parameters]
+            born = [parameter for parameter in born if parameter in unborn.parameters]
             materialize(root, [units[index] for index in group], unborn, device, loaded)
+            for parameter in born:
+                parameter.data = parameter.data.to(device, copy=parameter in loaded)
         materialize_buffers(root, unborn)
 
 
