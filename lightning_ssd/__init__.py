@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ModelProfiler,
         OffloadMonitor,
         PrefetchScheduler,
+        SaveFolder,
         SwapPlanner,
         TimelineRecorder,
     )
@@ -30,6 +31,7 @@ __all__ = [
     "OffloadMonitor",
     "PrefetchScheduler",
     "SSDOffloadStrategy",
+    "SaveFolder",
     "SwapPlanner",
     "TimelineRecorder",
     "register_optimizer",

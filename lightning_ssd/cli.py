@@ -357,8 +357,8 @@ def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     parser = commands.add_parser(
         "tiny-llama",
         help="write a tiny Llama with random weights, to try fine-tuning with",
-        description="Writes a folder with a Llama of 1.3 million random parameters, and with a tokenizer that is trained "
-        "on the sources of Python's standard library. transformers loads it; recipes/finetune.yaml trains it.",
+        description="Writes a folder with a Llama of 1.3 million random parameters, and with a tokenizer that is "
+        "trained on the sources of Python's standard library. transformers loads it; recipes/finetune.yaml trains it.",
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="a folder to make")
     parser.set_defaults(command=lambda args: _tiny_llama(parser, args.folder))

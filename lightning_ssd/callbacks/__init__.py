@@ -6,6 +6,7 @@ from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.save_folder import SaveFolder
 from lightning_ssd.callbacks.swap_planner import SwapPlanner
 from lightning_ssd.callbacks.timeline_recorder import TimelineRecorder
 
@@ -15,6 +16,7 @@ __all__ = [
     "ModelProfiler",
     "OffloadMonitor",
     "PrefetchScheduler",
+    "SaveFolder",
     "SwapPlanner",
     "TimelineRecorder",
     "add_default_callbacks",

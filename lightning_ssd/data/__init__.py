@@ -1,6 +1,7 @@
 """Data for the recipes: samples in an order that a resumed run continues."""
 
 from lightning_ssd.data.batch import Batch, count_items, count_samples, count_tokens, input_ids
+from lightning_ssd.data.finetune import CompletionDataModule
 from lightning_ssd.data.images import ImageDataModule
 from lightning_ssd.data.loader import ResumableDataLoader
 from lightning_ssd.data.masked import MaskedTextDataModule
@@ -12,6 +13,7 @@ __all__ = [
     "Batch",
     "ImageDataModule",
     "MaskedTextDataModule",
+    "CompletionDataModule",
     "RecipeDataModule",
     "ResumableDataLoader",
     "SpanCorruptionDataModule",

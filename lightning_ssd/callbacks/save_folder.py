@@ -1,0 +1,63 @@
+"""SaveFolder: the trained model as a folder that transformers, or peft, loads."""
+
+import logging
+from pathlib import Path
+
+from torch import Tensor
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.states import LazyTensor
+
+log = logging.getLogger(__name__)
+
+
+class SaveFolder(pl.Callback):
+    """Writes the model to a folder when training ends: a model of `lightning_ssd.models.CausalLM`, or its adapters.
+
+    The folder has the layout of the one that the model came from, and `from_pretrained` loads it. A tensor at a time
+    is in memory. It is replaced when the new one is whole.
+
+    Args:
+        folder: Folder to write. None: `model` beside the logger's files, or in `default_root_dir`.
+        every_n_steps: Writes it each time that so many optimizer steps have passed, too. None: at the end only.
+    """
+
+    def __init__(self, folder: str | Path | None = None, every_n_steps: int | None = None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps} is no number of steps: give 1 or more, or None")
+        self.folder = None if folder is None else Path(folder)
+        self.every_n_steps = every_n_steps
+        self._saved_step = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuses models that can't be written, before they are trained."""
+        if not callable(getattr(pl_module, "save_folder", None)):
+            raise TypeError(f"SaveFolder writes models that have `save_folder`, and not {type(pl_module).__name__}")
+        self._saved_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Writes the folder if it is time to."""
+        every = self.every_n_steps
+        if every is not None and trainer.global_step > self._saved_step and trainer.global_step % every == 0:
+            self._save(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes the folder."""
+        if trainer.global_step > self._saved_step or self.every_n_steps is None:
+            self._save(trainer, pl_module)
+
+    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._saved_step = trainer.global_step
+        weights = trainer.strategy.lightning_module_state_dict()  # on all devices: it may gather
+
+        def value(name: str) -> Tensor:
+            tensor: Tensor = weights[name]
+            # Its memory would stay until the last one is written.
+            return tensor.values() if isinstance(tensor, LazyTensor) else tensor
+
+        if trainer.is_global_zero:
+            folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "model"
+            pl_module.save_folder(value, folder)  # type: ignore[operator]
+            log.info("the model of step %d is in %s", trainer.global_step, folder)

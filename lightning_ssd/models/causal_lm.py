@@ -1,0 +1,256 @@
+"""Causal language models of transformers: those of a folder, to fine-tune, or random weights of any size."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import Metric
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from lightning_ssd.data.batch import Batch, count_samples, count_tokens, input_ids
+from lightning_ssd.models.linear_loss import chunked_cross_entropy
+from lightning_ssd.models.module import RecipeModule, exact
+from lightning_ssd.models.pretrained import PretrainedFolder
+from lightning_ssd.models.tiny_llama import cached_tiny_llama
+from lightning_ssd.states import materialize_on
+from lightning_ssd.strategy import SSDOffloadStrategy
+
+__all__ = ["CausalLM", "TokenPerplexity"]
+
+_IGNORED = -100  # label of tokens that are not predicted, as in transformers
+
+
+class CausalLM(RecipeModule):
+    """Any causal language model of transformers, trained to predict the next token.
+
+    A batch is token ids, int64 (batch, sequence), alone or as `{"input_ids": ids}`. It may have `labels`: aligned with
+    the ids, -100 for tokens that are not predicted; and `position_ids`, which begin at 0 with every document of a
+    packed sequence: attention does not cross from one document to another then.
+
+    The weights of a folder go from its files to their place, a tensor at a time: with this package's strategy to host
+    memory or SSDs, with others to the device.
+
+    Args:
+        pretrained: Local folder that a model was saved to with `save_pretrained`. None, without `config`, takes a tiny
+            Llama with random weights, which is made in the user's cache directory.
+        config: Instead of a folder, the `model_type` and sizes of a model with random weights.
+        draw_late: Draws random weights a unit at a time, where offload puts them, and not all of them in RAM first.
+            They are other ones than without offload. Of `config` only.
+        chunked_loss: Computes the loss in chunks of tokens, so that logits are never whole, in training and validation.
+            The numbers differ in the last digits.
+        gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
+        lr: Highest learning rate. None: 1e-5 for a folder, 3e-3 for random weights.
+        betas: Betas of AdamW.
+        weight_decay: Weight decay of matrices.
+        warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | None = None,
+        config: dict[str, Any] | None = None,
+        draw_late: bool = False,
+        chunked_loss: bool = False,
+        gradient_checkpointing: bool = False,
+        lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        warmup_steps: int = 100,
+    ) -> None:
+        if lr is None:
+            lr = 3e-3 if pretrained is None else 1e-5
+        super().__init__(gradient_checkpointing, lr, betas, weight_decay, warmup_steps)
+        # A checkpoint should hold plain types only.
+        pretrained = None if pretrained is None else str(pretrained)
+        self.save_hyperparameters()
+        if pretrained is not None and config is not None:
+            raise ValueError("model.pretrained and model.config exclude each other: leave one of them out")
+        self.draw_late = draw_late
+        self.chunked_loss = chunked_loss
+        self.folder: PretrainedFolder | None = None
+        if config is None:
+            self.folder = PretrainedFolder(cached_tiny_llama() if pretrained is None else Path(pretrained))
+        self.config = _make_config(config) if self.folder is None else self.folder.config  # type: ignore[arg-type]
+        self.config.use_cache = False
+        if chunked_loss:
+            _check_linear_head(self.config)
+        self.perplexity = TokenPerplexity()
+
+    @property
+    def causal_lm(self) -> Any:  # transformers is partly untyped
+        """Model of transformers, without adapters around it."""
+        assert self.model is not None, "configure_model() makes the model"
+        return self.model
+
+    def build_model(self) -> nn.Module:
+        """Returns the model, with the weights of the folder or random ones."""
+        strategy = None if self._trainer is None else self._trainer.strategy
+        offloads = isinstance(strategy, SSDOffloadStrategy)
+        if self.folder is None:
+            with torch.device("meta" if offloads and self.draw_late else torch.get_default_device()):
+                return self.adapt(self._make())
+        with torch.device("meta"):
+            made = self._make()
+        values = self.folder.bind(made)
+        model = self.adapt(made)
+        if offloads:
+            made.initial_values = values  # type: ignore[assignment]  # taken when the strategy materializes the model
+        else:
+            materialize_on(model, torch.get_default_device(), values)
+        return model
+
+    def adapt(self, model: PreTrainedModel) -> nn.Module:
+        """Returns `model` as it is trained; a subclass adds adapters. Parameters may be on `meta`."""
+        return model
+
+    def setup(self, stage: str) -> None:
+        """Checks that the data fits the model, where the data module says its needs.
+
+        Raises:
+            ValueError: If the data has more token ids, or longer sequences, than the model.
+        """
+        data: Any = getattr(self.trainer, "datamodule", None)
+        tokens, block = getattr(data, "vocab_size", 0), getattr(data, "block_size", 0)
+        if tokens > self.config.vocab_size:
+            raise ValueError(
+                f"The data has {tokens} token ids and the model {self.config.vocab_size}: set data.tokenizer to the"
+                f" model's own, or model.config's vocab_size to {tokens} or more"
+            )
+        positions = getattr(self.config, "max_position_embeddings", None)
+        if positions is not None and block > positions:
+            raise ValueError(
+                f"The data has sequences of {block} tokens and the model takes {positions}"
+                f" (`max_position_embeddings`): lower data.block_size, or, if the model is to learn longer ones, scale"
+                f" its positions in its configuration (config.json of model.pretrained, or model.config)"
+            )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns the logits, (batch, sequence, vocab_size), of token ids, int64 (batch, sequence)."""
+        logits: Tensor = self.causal_lm(input_ids=ids).logits
+        return logits
+
+    def training_loss(self, batch: Batch) -> Tensor:
+        """Returns the mean loss of the predicted tokens of a micro-batch, in nats."""
+        return self._loss(batch)[0]
+
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Mapping[str, Metric | Tensor]]:
+        """Returns the mean loss of held-out tokens, in nats, and the perplexity of all of them."""
+        loss, targets = self._loss(batch)
+        exact(self.perplexity).update(loss, (targets != _IGNORED).sum())
+        return loss, {"perplexity": self.perplexity}
+
+    def batch_size(self, batch: Batch) -> int:
+        """Returns the number of sequences."""
+        return count_samples(batch)
+
+    def count(self, batch: Batch) -> int:
+        """Returns the number of tokens."""
+        return count_tokens(batch)
+
+    def forward_flops(self, batch: Batch) -> int:
+        """Returns the FLOPs of a micro-batch's forward: matrix products, with attention as if it were not causal."""
+        model, length = self.causal_lm, input_ids(batch).shape[1]
+        embedding = model.get_input_embeddings().weight
+        weights: int = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2)
+        if model.get_output_embeddings().weight is not embedding:
+            weights -= embedding.numel()  # a look-up; a tied one is multiplied with, too
+        attention: int = 2 * length * self.config.hidden_size * self.config.num_hidden_layers
+        return 2 * count_tokens(batch) * (weights + attention)
+
+    def save_folder(self, value: Callable[[str], Tensor], folder: Path) -> None:
+        """Writes the model to a folder that `from_pretrained` loads, in the layout of the one that it came from.
+
+        Args:
+            value: Returns the value of a parameter, by its name in this module.
+            folder: Folder to write, which is replaced.
+
+        Raises:
+            ValueError: If the model has come from no folder.
+        """
+        if self.folder is None:
+            raise ValueError(
+                "a model of random weights (model.config) has no folder whose layout it could be saved in: export a"
+                " checkpoint by `lightning-ssd export`"
+            )
+        self.folder.save(self.causal_lm, lambda name: value(f"model.{name}"), folder)
+
+    def _make(self) -> PreTrainedModel:
+        auto: Any = AutoModelForCausalLM  # untyped
+        model: PreTrainedModel = auto.from_config(self.config, dtype=torch.get_default_dtype())
+        model.train()
+        return model
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the mean loss and its targets, (batch, sequence)."""
+        ids = input_ids(batch)
+        packed: Mapping[str, Tensor] = {} if isinstance(batch, Tensor) else batch
+        targets = F.pad(packed.get("labels", ids)[:, 1:], (0, 1), value=_IGNORED)
+        inputs = {"input_ids": ids, "position_ids": packed.get("position_ids"), "use_cache": False}
+        model = self.causal_lm
+        if self.chunked_loss:
+            hidden = model.base_model(**inputs).last_hidden_state
+            head = model.get_output_embeddings()
+            return chunked_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), ignored=_IGNORED), targets
+        # Autocast does this for the loss anyway; without autocast, bf16-true would round the loss.
+        logits = model(**inputs).logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED), targets
+
+
+class TokenPerplexity(Metric):
+    """The exponential of the mean loss of all predicted tokens; a batch counts by how many it has."""
+
+    full_state_update = False
+    total: Tensor
+    tokens: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("tokens", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, tokens: Tensor) -> None:
+        """Adds a batch.
+
+        Args:
+            loss: Mean loss of its predicted tokens, in nats.
+            tokens: Number of them.
+        """
+        self.total += loss.detach() * tokens
+        self.tokens += tokens
+
+    def compute(self) -> Tensor:
+        """Returns the perplexity."""
+        return (self.total / self.tokens).exp()
+
+
+def _make_config(sizes: dict[str, Any]) -> PretrainedConfig:
+    kind = sizes.get("model_type")
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(**sizes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"model.config has the model_type {kind!r}, which transformers does not know: set it to one such as"
+            f" 'llama', 'qwen2', 'mistral' or 'gpt2'"
+        ) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model.config has the model_type {kind!r}, which is no causal language model: take 'llama'")
+    return config
+
+
+def _check_linear_head(config: PretrainedConfig) -> None:
+    """Raises ValueError if logits are more than the linear output layer returns."""
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"model.chunked_loss=true computes logits by the output layer alone, and {config.model_type!r} changes"
+                f" them by `{name}`: set it to false"
+            )

@@ -1,0 +1,64 @@
+"""Cross entropy of a linear head in chunks of tokens, so that the logits are never whole."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["chunked_cross_entropy"]
+
+CHUNK_BYTES = 2**29
+"""Bytes of the fp32 logits of a chunk, at most."""
+
+
+def chunked_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor, *, ignored: int) -> Tensor:
+    """Returns the mean cross entropy, fp32, of `head(hidden)`; its memory is that of a chunk's logits.
+
+    By `torch.nn.functional.linear_cross_entropy` where torch has it (2.13), which keeps the input alone and computes
+    the logits again in backward; else chunk by chunk with a checkpoint around each.
+
+    Args:
+        hidden: Input of the head, (tokens, width).
+        head: Output layer.
+        targets: Class of each token, int64 (tokens,).
+        ignored: Target of tokens that do not count.
+    """
+    classes = head.weight.shape[0]
+    tokens = max(1, min(len(targets), CHUNK_BYTES // (4 * classes)))
+    if hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear:
+        total = _fused(hidden, head, targets, tokens, ignored)
+    else:
+        total = _checkpointed(hidden, head, targets, tokens, ignored)
+    return total / (targets != ignored).sum()
+
+
+def _fused(hidden: Tensor, head: nn.Linear, targets: Tensor, tokens: int, ignored: int) -> Tensor:
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+    functional: Any = F
+    options: Any = torch.nn
+    # Of 16-bit inputs every loss has 16 bits. Those of single tokens are summed in fp32, where a mean would be rounded.
+    losses: Tensor = functional.linear_cross_entropy(
+        hidden.to(dtype),
+        head.weight.to(dtype),
+        targets,
+        linear_bias=None if head.bias is None else head.bias.to(dtype),
+        reduction="none",
+        ignore_index=ignored,
+        options=options.LinearCrossEntropyOptions(
+            batch_chunk_size=tokens, chunking_method=None, acc_policy="accurate", acc_dtype=torch.float32
+        ),
+    )
+    return losses.float().sum()
+
+
+def _checkpointed(hidden: Tensor, head: nn.Module, targets: Tensor, tokens: int, ignored: int) -> Tensor:
+    def chunk_loss(part: Tensor, classes: Tensor) -> Tensor:
+        return F.cross_entropy(head(part).float(), classes, ignore_index=ignored, reduction="sum")
+
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for part, classes in zip(hidden.split(tokens), targets.split(tokens), strict=True):
+        total = total + checkpoint(chunk_loss, part, classes, use_reentrant=False)
+    return total

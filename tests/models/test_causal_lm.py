@@ -1,0 +1,268 @@
+"""Models of folders: the same training in every place, straight from their files, and back to files of that layout."""
+
+import json
+import math
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Model, T5Config
+
+from lightning_ssd import SaveFolder
+from lightning_ssd._lightning import pl
+from lightning_ssd.models import CausalLM
+from lightning_ssd.models.pretrained import PretrainedFolder
+from lightning_ssd.states import find_units
+from tests.models.folders import FAMILIES, VOCABULARY, assert_same_weights, save_model, strategy, train
+from tests.products import combinations
+
+
+def module(folder: Path, **settings: Any) -> CausalLM:
+    return CausalLM(folder, **{"lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 1} | settings)
+
+
+@combinations(
+    "family, states",
+    FAMILIES,
+    ["host", "ssd", "gpu"],
+    quick=[("llama", "ssd"), ("gpt2", "host"), ("tied", "gpu")],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
+def test_numbers_are_plain_lightnings(tmp_path: Path, family: str, states: str, dtype: torch.dtype) -> None:
+    save_model(tmp_path / "model", family, dtype, shard="20KB")
+    expected, found = module(tmp_path / "model"), module(tmp_path / "model")
+    losses = [
+        train(tmp_path, expected).callback_metrics["train/loss"],
+        train(tmp_path, found, strategy(states)).callback_metrics["train/loss"],
+    ]
+    assert torch.equal(*losses)
+    assert_same_weights(found, expected)
+
+
+@pytest.mark.parametrize("states", ["auto", "gpu", "host", "ssd"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_training_starts_from_the_folders_values(tmp_path: Path, states: str, precision: Any) -> None:
+    saved = save_model(tmp_path / "model", "tied", shard="20KB")
+    found: dict[str, Tensor] = {}
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            found.update({name: value.clone() for name, value in pl_module.state_dict().items()})
+
+    train(tmp_path, module(tmp_path / "model"), strategy(states), callbacks=[Look()], max_steps=1, precision=precision)
+    for name, value in saved.state_dict().items():
+        mine = found[f"model.{name}"]
+        # Offloaded weights of bf16-true have fp32 masters, which are exact.
+        assert torch.equal(mine, value.to(mine.dtype)), name
+
+
+def test_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    saved = save_model(tmp_path / "model", "llama")
+    ids = torch.randint(VOCABULARY, (2, 16))
+    labels = ids.clone()
+    labels[:, :7] = -100
+    mine = module(tmp_path / "model")
+    mine.configure_model()
+    for batch, expected in ((ids, ids), ({"input_ids": ids}, ids), ({"input_ids": ids, "labels": labels}, labels)):
+        loss = saved(input_ids=ids, labels=expected).loss.item()
+        assert math.isclose(mine.training_loss(batch).item(), loss, rel_tol=1e-6)
+
+
+def test_no_more_than_a_unit_is_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = save_model(tmp_path / "model", "llama", shard="20KB")
+    held, most, reads = 0, 0, []
+    read = PretrainedFolder.read
+
+    def counted(self: PretrainedFolder, name: str) -> Tensor:
+        nonlocal held, most
+        values = read(self, name).numpy().copy()
+        reads.append(name)
+        held += values.nbytes
+        most = max(most, held)
+        weakref.finalize(values, freed, values.nbytes)
+        return torch.from_numpy(values)  # which owns the array
+
+    def freed(nbytes: int) -> None:
+        nonlocal held
+        held -= nbytes
+
+    monkeypatch.setattr(PretrainedFolder, "read", counted)
+    # One is looked up a second time, to see whether its parameter holds it rounded; of a mapped file it is the same.
+    largest = max(sum(p.nbytes for _, p in unit.parameters) for unit in find_units(saved))
+    largest += max(parameter.nbytes for name, parameter in saved.named_parameters() if ".layers." in name)
+    for states in ("ssd", "host", "gpu", "auto"):
+        most, reads = 0, []
+        train(tmp_path, module(tmp_path / "model"), strategy(states), max_steps=1)
+        assert held == 0 and 0 < most <= largest
+        assert set(reads) == set(saved.state_dict())
+
+
+def layout(folder: Path) -> dict[str, bytes]:
+    """Returns the bytes of every file; of safetensors those of the header."""
+    files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+    return {n: c[: 8 + int.from_bytes(c[:8], "little")] if n.endswith(".safetensors") else c for n, c in files.items()}
+
+
+@combinations(
+    "family, states", FAMILIES, ["auto", "host", "ssd"], quick=[("llama", "ssd"), ("gpt2", "auto"), ("tied", "host")]
+)
+def test_the_trained_model_is_saved_in_the_layout_of_its_folder(tmp_path: Path, family: str, states: str) -> None:
+    save_model(tmp_path / "model", family, torch.bfloat16, shard="20KB")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    trained = module(tmp_path / "model")
+    train(tmp_path, trained, strategy(states), callbacks=[SaveFolder(tmp_path / "out" / "tuned")])
+    assert layout(tmp_path / "out" / "tuned") == layout(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned", dtype="auto", local_files_only=True)
+    for name, value in loaded.state_dict().items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, trained.state_dict()[f"model.{name}"].bfloat16()), name
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["tuned"]
+
+
+def test_a_folder_is_saved_now_and_then_and_replaced(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama")
+    seen: list[bytes] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            file = tmp_path / "tuned" / "model.safetensors"
+            seen.append(file.read_bytes() if file.exists() else b"")
+
+    callbacks = [SaveFolder(tmp_path / "tuned", every_n_steps=2), Look()]
+    train(tmp_path, module(tmp_path / "model"), strategy("ssd"), callbacks=callbacks, accumulate_grad_batches=1)
+    assert seen[0] == b"" != seen[1] == seen[2]
+    assert (tmp_path / "tuned" / "model.safetensors").read_bytes() != seen[1]
+
+
+def test_unused_tensors_and_other_prefixes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder of the model without its head, as GPT-2's own is, and one with a tensor more."""
+    saved = save_model(tmp_path / "whole", "gpt2")
+    base = saved.transformer
+    assert isinstance(base, GPT2Model)
+    base.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    save_file(load_file(file) | {"more": torch.arange(3)}, file, metadata={"format": "pt"})
+    mine = module(tmp_path / "base", lr=0.0)
+    train(tmp_path, mine, strategy("ssd"), callbacks=[SaveFolder(tmp_path / "tuned")], max_steps=1)
+    assert "does not use: 'more'" in caplog.text
+    assert mine.model is not None
+    assert_same_weights(mine.model, saved)
+    assert (tmp_path / "tuned" / "model.safetensors").read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("states", ["auto", "ssd"])
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, states: str) -> None:
+    save_model(tmp_path / "model", "llama")
+    expected = module(tmp_path / "model")
+    train(tmp_path, expected, strategy(states), max_steps=4)
+    last = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
+    first = module(tmp_path / "model")
+    train(tmp_path, first, strategy(states), max_steps=4, callbacks=[last], enable_checkpointing=True)
+    found = module(tmp_path / "model")
+    (checkpoint,) = (tmp_path / "saved").glob("*step=2.ckpt")
+    train(tmp_path, found, strategy(states), max_steps=4, ckpt_path=checkpoint)
+    assert_same_weights(found, expected)
+
+
+def broken(folder: Path, kind: str) -> None:
+    """Spoils a folder."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    if kind == "no config":
+        config.unlink()
+    elif kind == "no weights":
+        file.unlink()
+    elif kind == "unknown type":
+        config.write_text(json.dumps({"model_type": "unheard_of"}))
+    elif kind == "no causal model":
+        T5Config().save_pretrained(folder)
+    elif kind == "quantized":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"bits": 4}}))
+    elif kind == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        tensors = load_file(file)
+        if kind == "missing":
+            del tensors["model.norm.weight"]
+        elif kind == "shape":
+            tensors["model.norm.weight"] = torch.ones(7)
+        elif kind == "dtype":
+            tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no config", "holds no config.json"),
+        ("no weights", "neither model.safetensors nor its index"),
+        ("unknown type", "no model type that transformers knows.*unheard_of"),
+        ("no causal model", "'t5', which is no causal language model"),
+        ("quantized", "quantized"),
+        ("cut", "no whole file of safetensors"),
+        ("missing", r"no tensor for 'model\.norm\.weight'"),
+        ("shape", r"'model\.norm\.weight'.*\(7,\).*\(32,\)"),
+        ("dtype", r"'model\.norm\.weight'.*dtype I8"),
+    ],
+)
+def test_a_folder_that_is_not_right_is_refused(tmp_path: Path, kind: str, message: str) -> None:
+    save_model(tmp_path / "model", "llama")
+    broken(tmp_path / "model", kind)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        module(tmp_path / "model").configure_model()
+
+
+def test_a_lost_shard_is_named(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama", shard="20KB")
+    lost = sorted((tmp_path / "model").glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=lost.name):
+        module(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": {"model_type": "unheard_of"}}, "unheard_of"),
+        ({"config": {"vocab_size": 5}}, "model_type None"),
+        ({"config": {"model_type": "t5"}}, "no causal language model"),
+        ({"config": {"model_type": "llama"}, "pretrained": "."}, "exclude each other"),
+        ({"config": {"model_type": "gemma2"}, "chunked_loss": True}, "final_logit_softcapping"),
+    ],
+)
+def test_arguments_that_are_not_right_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CausalLM(**arguments)
+
+
+def test_saving_over_the_folder_that_was_read_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama")
+    before = layout(tmp_path / "model")
+    with pytest.raises(ValueError, match="is the folder that the model comes from"):
+        train(tmp_path, module(tmp_path / "model"), callbacks=[SaveFolder(tmp_path / "model")], max_steps=1)
+    assert layout(tmp_path / "model") == before
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_random_weights(tmp_path: Path, late: bool) -> None:
+    sizes = FAMILIES["llama"].to_dict()
+    mine = CausalLM(config=sizes, draw_late=late, warmup_steps=1)
+    train(tmp_path, mine, strategy("ssd"))
+    assert all(parameter.isfinite().all() for parameter in mine.parameters())
+    if not late:
+        expected = CausalLM(config=sizes, warmup_steps=1)
+        train(tmp_path, expected)
+        assert_same_weights(mine, expected)
+
+
+def test_checkpoints_hold_plain_types(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama")
+    mine = module(tmp_path / "model")
+    train(tmp_path, mine).save_checkpoint(tmp_path / "last.ckpt")
+    shutil.move(tmp_path / "model", tmp_path / "moved")
+    loaded = CausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True, pretrained=tmp_path / "moved")
+    assert_same_weights(loaded, mine)
