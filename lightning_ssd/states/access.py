@@ -33,6 +33,7 @@ from lightning_ssd.states.parameter import (
     OffloadedView,
     autocast_to,
     offloaded_in,
+    ordinary,
 )
 from lightning_ssd.states.shared_memory import SharedMemory, check_shareable, keep_alive, same_stride
 from lightning_ssd.states.split import write_changed
@@ -209,13 +210,8 @@ class Access:
         """
         offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
         versions = [parameter._version for parameter in offloaded]
-        for parameter in offloaded:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
+        with ordinary(offloaded):
             yield
-        finally:
-            for parameter in offloaded:
-                parameter.__class__ = OffloadedParameter
         for flat in dict.fromkeys(parameter.flat for parameter in offloaded):
             if flat.shared and self.staged.differing(flat):
                 raise RuntimeError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ssd.states.parameter import hook_gradient
+from lightning_ssd.states.parameter import TrainedParameter, hook_gradient
 from lightning_ssd.states.split import write_changed
 
 _CHUNK = 2**24
@@ -25,7 +25,7 @@ _DATA: Any = Tensor.data
 """autograd's own attributes, which `MasteredParameter` overrides."""
 
 
-class MasteredParameter(nn.Parameter):
+class MasteredParameter(TrainedParameter):
     """The class of a bf16 parameter on the device while it has an fp32 master.
 
     `grad` is the master's: it is fp32, so that user code that clips or scales it loses no digits. A gradient of another
@@ -68,17 +68,6 @@ class MasteredParameter(nn.Parameter):
     def data(self, values: Tensor) -> None:
         self.exposed = True
         _set_data(self, values)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = self._plain()
-        return cast(nn.Parameter, memo[id(self)])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> nn.Parameter:
-        return nn.Parameter(self.detach().clone(), self.requires_grad)
 
 
 class Masters:
@@ -178,18 +167,6 @@ class Masters:
             for parameter, weights in rounded.items():
                 _set_data(parameter, weights)
             self._round(list(self.of))
-
-    @contextlib.contextmanager
-    def ordinary(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Makes parameters that have masters ordinary ones while compiled code uses them."""
-        mastered = [parameter for parameter in parameters if type(parameter) is MasteredParameter]  # in nested calls
-        for parameter in mastered:
-            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for parameter in mastered:
-                parameter.__class__ = MasteredParameter
 
     def close(self) -> None:
         """Gives the optimizers their parameters back."""

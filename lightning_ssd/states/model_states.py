@@ -41,7 +41,7 @@ from lightning_ssd.states.lent_weights import LentWeights
 from lightning_ssd.states.masters import Masters
 from lightning_ssd.states.optimizer_state import check_state, guard_state
 from lightning_ssd.states.optimizers import Rule, WholeRule, parameters_of, zeroes_otherwise
-from lightning_ssd.states.parameter import hook_gradient
+from lightning_ssd.states.parameter import hook_gradient, ordinary
 from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.plain_data import PlainData
 from lightning_ssd.states.settings import describe
@@ -612,7 +612,7 @@ class ModelStates:
                     flats = dict.fromkeys(self._where[parameter][0] for parameter in parameters)
                     stack.enter_context(self._stream.hold(flats, record=True))
                     stack.enter_context(self._access.ordinary(parameters))
-                    stack.enter_context(self._masters.ordinary(mastered))
+                    stack.enter_context(ordinary(mastered))
                 running.append(stack.pop_all())
 
         def after() -> None:

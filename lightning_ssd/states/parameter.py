@@ -4,7 +4,8 @@ Most uses of an offloaded parameter are inside its unit's forward, whose hook ha
 through. Every other operator on one goes to its `Access`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
@@ -60,7 +61,36 @@ class Kind(Enum):
     """It makes a tensor a leaf that autograd follows."""
 
 
-class OffloadedParameter(nn.Parameter):
+class TrainedParameter(nn.Parameter):
+    """The class of a parameter while one training has more to it than its values. Copies and pickles are ordinary."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = self._plain()
+        return cast(nn.Parameter, memo[id(self)])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> nn.Parameter:
+        with torch.inference_mode(False), torch.no_grad():
+            return nn.Parameter(self.detach().clone(), self.requires_grad)
+
+
+@contextlib.contextmanager
+def ordinary(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Makes those of `parameters` that are of a training's own class ordinary ones, while compiled code uses them."""
+    classes = {parameter: type(parameter) for parameter in parameters if isinstance(parameter, TrainedParameter)}
+    for parameter in classes:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameter, own in classes.items():
+            parameter.__class__ = own
+
+
+class OffloadedParameter(TrainedParameter):
     """The class of a parameter while its weights are offloaded.
 
     Some functions of torch, which do not call `__torch_function__`, read a tensor's memory in C++, and an evicted
@@ -100,18 +130,6 @@ class OffloadedParameter(nn.Parameter):
             )
         self.data = source
         return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            memo[id(self)] = self._plain()
-        return cast(nn.Parameter, memo[id(self)])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> nn.Parameter:
-        with torch.inference_mode(False), torch.no_grad():
-            return nn.Parameter(self.detach().clone(), self.requires_grad)
 
 
 class OffloadedView(Tensor):

@@ -12,18 +12,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.states.test_whole_step import Coupled, Program, assert_same, offloading
+from tests.states.blocks import Block, assert_same, offloading, train_copy
+from tests.states.test_whole_step import Coupled, Program
 from tests.trainings import make_trainer
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.line = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.line(self.norm(x)).tanh()
 
 
 class Model(pl.LightningModule):
@@ -50,12 +41,8 @@ def train(
     path: Path, strategy: Any, model: Model, callbacks: list[pl.Callback], ckpt_path: Any = None, **arguments: Any
 ) -> Model:
     """Trains a copy of `model`, two steps an epoch."""
-    model = copy.deepcopy(model)
-    rows = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(2)  # lazy modules draw their values
-    trainer = make_trainer(path, strategy, **{"max_epochs": 3, "callbacks": copy.deepcopy(callbacks)} | arguments)
-    trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4), ckpt_path=ckpt_path)
-    return model
+    arguments = {"max_epochs": 3, "callbacks": copy.deepcopy(callbacks)} | arguments
+    return train_copy(path, strategy, model, 2, ckpt_path, **arguments)
 
 
 def compare(

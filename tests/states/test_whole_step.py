@@ -18,19 +18,9 @@ import lightning_ssd
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import optimizers
 from lightning_ssd.states.optimizers import registered_class, steps_whole
-from tests.trainings import make_trainer
+from tests.states.blocks import Block, assert_same, offloading, train_copy
 
 STEPS = 4
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.line = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.line(self.norm(x)).tanh()
 
 
 class Model(pl.LightningModule):
@@ -54,25 +44,8 @@ class Model(pl.LightningModule):
         return self.make([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 2e-2}])
 
 
-def offloading(states: str = "host", **arguments: Any) -> SSDOffloadStrategy:
-    return SSDOffloadStrategy(
-        **{"states": states, "min_bytes": 1, "offload": "none", "ssd_capacity": "8MiB"} | arguments
-    )
-
-
-def train(path: Path, strategy: Any, model: Model, ckpt_path: Path | None = None, **arguments: Any) -> Model:
-    """Trains a copy of `model`, four steps an epoch."""
-    model = copy.deepcopy(model)
-    rows = torch.randn(4 * STEPS, 8, generator=torch.Generator().manual_seed(1))
-    trainer = make_trainer(path, strategy, **arguments)
-    trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4), ckpt_path=ckpt_path)
-    return model
-
-
-def assert_same(one: Model, other: Model) -> None:
-    assert one.losses == other.losses and one.losses
-    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
+def train(path: Path, strategy: Any, model: Model, **arguments: Any) -> Model:
+    return train_copy(path, strategy, model, STEPS, **arguments)
 
 
 def compare(path: Path, make: Callable[[Any], Any], strategy: SSDOffloadStrategy, **arguments: Any) -> Model:
