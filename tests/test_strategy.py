@@ -3,6 +3,7 @@
 import csv
 import gc
 import socket
+import time
 import weakref
 from pathlib import Path
 from pickle import UnpicklingError
@@ -322,6 +323,21 @@ PLACEMENTS = pytest.mark.parametrize(
 
 
 class TestAsWithLightningsOwnStrategies:
+    @pytest.mark.parametrize("states", ["gpu", "host", "ssd"])
+    def test_a_clock_that_a_test_has_replaced_is_not_read(
+        self, tmp_path: Path, states: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As tests of Lightning's monitors do, which count the readings; a thread that failed would be waited for."""
+
+        def refuse() -> float:
+            raise StopIteration
+
+        plain, offloaded = small_model(), small_model()
+        make_trainer(tmp_path).fit(plain, batches())
+        monkeypatch.setattr(time, "perf_counter", refuse)
+        make_trainer(tmp_path, offloading(states=states)).fit(offloaded, batches())
+        assert_same_training(plain, offloaded)
+
     """Uses of a strategy that Lightning's own single-device one has, too."""
 
     def test_a_model_without_a_trainer_is_connected(self, tmp_path: Path) -> None:

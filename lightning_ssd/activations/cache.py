@@ -12,10 +12,10 @@ only. I/O and completion threads belong to the tiers, touch no record and never 
 import contextlib
 import dataclasses
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -319,7 +319,7 @@ class TensorCache:
         record of an earlier micro-batch.
         """
         assert self._batch is not None
-        begun = time.perf_counter()
+        begun = perf_counter()
         self._collect()
         if data is None:
             data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
@@ -335,7 +335,7 @@ class TensorCache:
                 self._waiting.append((weakref.ref(record), tiers))
         self._offload_waiting(self.LOOKED_AT if record.index % self.LOOKED_AT else len(self._waiting))
         self._release_window()
-        self.sending_seconds += time.perf_counter() - begun
+        self.sending_seconds += perf_counter() - begun
         return record
 
     def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[OffloadTierName]:

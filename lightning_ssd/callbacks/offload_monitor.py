@@ -1,9 +1,9 @@
 """`OffloadMonitor`: what offloading does, in the user's loggers and progress bar."""
 
-import time
 import weakref
 from collections.abc import Mapping
 from functools import wraps
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class OffloadMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._caches, self._stores = _Counts(), _Counts()
         self._last = {}
-        self._begun = time.perf_counter()
+        self._begun = perf_counter()
         self._asked = float("-inf")
         self._shown = {}
         if self._progress_bar and find_tensor_cache(trainer) is not None:
@@ -132,9 +132,9 @@ class OffloadMonitor(pl.Callback):
     def _drives(self, trainer: pl.Trainer, cache: TensorCache) -> dict[str, float]:
         states = getattr(trainer.strategy, "model_states", None)
         on_ssds = "ssd" in cache.tiers or (states is not None and states.ssd_bytes)
-        if not on_ssds or time.perf_counter() - self._asked < ASK_SECONDS:
+        if not on_ssds or perf_counter() - self._asked < ASK_SECONDS:
             return {}
-        self._asked = time.perf_counter()
+        self._asked = perf_counter()
         found = (read_wear(path) for path in offload_config(trainer).paths(trainer.default_root_dir))
         wear = list({drive.device: drive for drive in found if drive is not None}.values())
         written = [drive.bytes_written for drive in wear if drive.bytes_written is not None]
@@ -165,7 +165,7 @@ class OffloadMonitor(pl.Callback):
         written = totals.get("ssd_write_busy_bytes", 0.0) + totals.get("states_ssd_bytes_written", 0.0)
         if not written:
             return {}
-        seconds = time.perf_counter() - self._begun
+        seconds = perf_counter() - self._begun
         wear = {"ssd_bytes_written": written, "ssd_bytes_written_per_day": bytes_per_day(written, seconds)}
         if self._endurance is not None:
             wear["ssd_years"] = lifetime_seconds(self._endurance, written, seconds) / YEAR

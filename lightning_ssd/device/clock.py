@@ -1,8 +1,8 @@
 """Time as the training device sees it: spans of the compute stream, read without a host sync."""
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class HostClock(Clock):
     """The clock of a CPU device: what runs is what the host runs."""
 
     def now(self) -> float:
-        return time.perf_counter()
+        return perf_counter()
 
     def elapsed(self, start: float, end: float) -> float:
         return end - start

@@ -8,10 +8,10 @@ and a mark is `None`.
 
 import queue
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -121,20 +121,20 @@ class CPUCopies(Copies):
         return None
 
     def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
-        start = time.perf_counter()
+        start = perf_counter()
         # No part of the forward that it may be called in.
         with torch._C._DisableTorchDispatch(), span(COPY_OUT):
             dst[: src.numel()].copy_(src)
         with self._lock:
-            self._out_busy = self._out_busy.plus(src.numel(), time.perf_counter() - start)
+            self._out_busy = self._out_busy.plus(src.numel(), perf_counter() - start)
         return None
 
     def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
-        start = time.perf_counter()
+        start = perf_counter()
         with torch._C._DisableTorchDispatch(), span(COPY_IN):
             dst.copy_(src[: dst.numel()])
         with self._lock:
-            self._in_busy = self._in_busy.plus(dst.numel(), time.perf_counter() - start)
+            self._in_busy = self._in_busy.plus(dst.numel(), perf_counter() - start)
         return None
 
     def wait(self, mark: Mark) -> None:

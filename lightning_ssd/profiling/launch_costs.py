@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -145,14 +145,14 @@ class _Costs:
     def _once(self, following: Callable[[], AbstractContextManager[object]]) -> _Spent:
         self._cache.begin_micro_batch()
         self._synchronize()
-        begin = time.perf_counter()
+        begin = perf_counter()
         with following():
             result = self._model(self._value)
-        turned = time.perf_counter()
+        turned = perf_counter()
         self._synchronize()
-        turned_back = time.perf_counter()
+        turned_back = perf_counter()
         result.backward(self._value.detach())
-        end = time.perf_counter()
+        end = perf_counter()
         self._cache.end_backward()
         self._synchronize()
         return _Spent(turned - begin, end - turned_back)

@@ -1,10 +1,10 @@
 """What this machine does in a second, for the planner: a few seconds of work on each of its parts."""
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -93,11 +93,11 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
     for _ in range(REPEATS + 1):
         if device.type == "cuda":
             torch.cuda.synchronize()
-        begin = time.perf_counter()
+        begin = perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        least = min(least, time.perf_counter() - begin)
+        least = min(least, perf_counter() - begin)
     return least
 
 
@@ -124,9 +124,9 @@ def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) ->
         _copy_both_ways([slab.tensor for slab in slabs], others, streams)
     seconds = float("inf")
     for _ in range(REPEATS):
-        begin = time.perf_counter()
+        begin = perf_counter()
         run()
-        taken = time.perf_counter() - begin
+        taken = perf_counter() - begin
         if any(stream.query() for stream in streams):  # copies have ended meanwhile
             break
         seconds = min(seconds, taken)

@@ -1,10 +1,10 @@
 """What training steps of a model do, measured: how long units take, what operations save, and where it all is."""
 
 import statistics
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -211,7 +211,7 @@ class Profiler:
 
     def _turn(self, visit: Visit | None) -> None:
         """The host begins with a visit; None: with a backward."""
-        now = time.perf_counter() - self._cache.sending_seconds
+        now = perf_counter() - self._cache.sending_seconds
         if self._visiting is not None:
             before, begun = self._visiting
             if visit == before:  # the first one, with what came before it

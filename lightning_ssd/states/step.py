@@ -1,9 +1,9 @@
 """The optimizer step of one flat, from its gradient's arrival until it counts."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from lightning_ssd.device import Worker, all_of, finished, then
@@ -83,7 +83,7 @@ class Step:
 
     def _make(self, opened: Opened, factor: float) -> None:
         """Steps what is opened, and has it written."""
-        begun = time.perf_counter()
+        begun = perf_counter()
         whole = self.gradient.landing if self.landed is not None else self.gradient.total
         assert whole is not None
         if self.limit is not None:
@@ -94,7 +94,7 @@ class Step:
             with span(OPTIMIZER + self.home.flat.name):
                 self.rule.step(self.options, opened, whole, has, factor)
             changed = True
-            seconds = time.perf_counter() - begun
+            seconds = perf_counter() - begun
         finally:
             self.home.close(opened, changed=changed, step=True)
         slices = zip(self.home.flat.slices, has, strict=True)

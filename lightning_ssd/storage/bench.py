@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from time import perf_counter
 from typing import Literal
 
 import torch
@@ -199,12 +199,12 @@ def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direct
                 for index in range(len(fds))
                 for number in range(threads)
             ]
-            begin = time.perf_counter()
+            begin = perf_counter()
             for worker in workers:
                 worker.start()
             for worker in workers:
                 worker.join()
-            seconds = time.perf_counter() - begin
+            seconds = perf_counter() - begin
             if failures:
                 raise failures[0]
             return len(fds) * blocks * _BLOCK / seconds
@@ -236,14 +236,14 @@ def _store(
             torch.cuda.synchronize(device)  # the store does not order itself after our stream
 
         def run(direction: _Direction) -> float:
-            begin = time.perf_counter()
+            begin = perf_counter()
             move = store.write if direction == "write" else store.read
             futures: list[Future[None]] = [
                 move(piece, buffer) for piece, buffer in zip(blob.pieces, cycle(buffers), strict=False)
             ]
             for future in futures:
                 future.result()
-            return size / (time.perf_counter() - begin)
+            return size / (perf_counter() - begin)
 
         run("write")
         yield run

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import closing
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
@@ -96,7 +96,7 @@ def _transfer(
     engine: Engine, pieces: Sequence[Piece], memory: torch.Tensor, *, write: bool
 ) -> tuple[list[Piece], float]:
     """Returns the pieces moved before the time was up, at least one, and the seconds it took."""
-    begin = time.perf_counter()
+    begin = perf_counter()
     futures = [engine.submit(piece, memory[piece.start : piece.start + piece.nbytes], write=write) for piece in pieces]
     wait(futures, timeout=_MOST_SECONDS, return_when=FIRST_EXCEPTION)
     for future in futures[1:]:
@@ -105,7 +105,7 @@ def _transfer(
     for future in futures:
         if not future.cancelled():
             future.result()
-    return moved, time.perf_counter() - begin
+    return moved, perf_counter() - begin
 
 
 def _nbytes(pieces: Sequence[Piece]) -> int:

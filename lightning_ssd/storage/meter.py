@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from time import perf_counter
 
 __all__ = ["Meter"]
 
@@ -22,7 +22,7 @@ class Meter:
         """A transfer begins."""
         with self._lock:
             if self._running == 0:
-                self._since = time.perf_counter()
+                self._since = perf_counter()
             self._running += 1
 
     def stop(self, nbytes: int) -> None:
@@ -31,10 +31,10 @@ class Meter:
             self._nbytes += nbytes
             self._running -= 1
             if self._running == 0:
-                self._seconds += time.perf_counter() - self._since
+                self._seconds += perf_counter() - self._since
 
     def read(self) -> tuple[int, float]:
         """Returns (bytes, seconds) up to now."""
         with self._lock:
-            running = time.perf_counter() - self._since if self._running else 0.0
+            running = perf_counter() - self._since if self._running else 0.0
             return self._nbytes, self._seconds + running

@@ -397,7 +397,7 @@ class Clock:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(clock, "time", made)
+    monkeypatch.setattr(clock, "perf_counter", made.perf_counter)
     yield made
 
 
@@ -488,7 +488,7 @@ def test_sending_is_no_part_of_what_a_forward_takes_the_host(monkeypatch: pytest
 
     monkeypatch.setattr(SSDTier, "store", slow)
     for module in (cache, profiler):
-        monkeypatch.setattr(module, "time", made)
+        monkeypatch.setattr(module, "perf_counter", made.perf_counter)
     first = planner()
     train(SSDOffloadStrategy(**BOTH | {"host_memory": 0}), callbacks=[first], steps=8, recorded=False)
     assert first.profile is not None
@@ -519,7 +519,7 @@ class Rates(SwapPlanner):
 
 def test_how_quickly_the_cpu_steps_is_measured_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its jobs in the steps of the trial, whatever was said of the machine."""
-    monkeypatch.setattr(step, "time", Seconds())
+    monkeypatch.setattr(step, "perf_counter", Seconds().perf_counter)
     rates = Rates(machine=MACHINE, warm_up=2, steps=1)
     strategy = SSDOffloadStrategy(states="host", overlap="none", min_bytes=1, host_memory="64MiB", gpu_memory="1B")
     train_states(tmp_path, strategy, Model(), callbacks=[rates], limit_val_batches=0)
