@@ -12,6 +12,10 @@ Batch: TypeAlias = Tensor | Mapping[str, Tensor]
 """Token ids, int64 (batch, sequence), alone or under the key `input_ids`; or other tensors, (batch, ...), by name."""
 
 
+IGNORED = -100
+"""Label of a token that is not to be predicted, as in transformers."""
+
+
 def input_ids(batch: Batch) -> Tensor:
     """Returns the token ids of `batch`, int64 (batch, sequence)."""
     return batch if isinstance(batch, Tensor) else batch["input_ids"]

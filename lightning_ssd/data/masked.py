@@ -5,11 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_ssd.data.batch import IGNORED
 from lightning_ssd.data.text import TextDataModule
 from lightning_ssd.data.tokenizer import NO_WORD, WORD_START, Tokenizer
-
-IGNORED = -100
-"""Label of tokens that are not to be predicted, as in transformers."""
 
 
 class MaskedTextDataModule(TextDataModule):

@@ -1,9 +1,12 @@
 """Models for the recipes."""
 
+from lightning_ssd.models.bert import BERT
 from lightning_ssd.models.causal_lm import CausalLM
 from lightning_ssd.models.dit import DiT
 from lightning_ssd.models.gpt import GPT
+from lightning_ssd.models.language import LanguageModule
 from lightning_ssd.models.module import RecipeModule
 from lightning_ssd.models.samples import SampleGrid
+from lightning_ssd.models.t5 import T5
 
-__all__ = ["GPT", "CausalLM", "DiT", "RecipeModule", "SampleGrid"]
+__all__ = ["BERT", "GPT", "T5", "CausalLM", "DiT", "LanguageModule", "RecipeModule", "SampleGrid"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.data import TextDataModule, input_ids
+from lightning_ssd.data import MaskedTextDataModule, SpanCorruptionDataModule, TextDataModule, input_ids
 from lightning_ssd.models import GPT
 
 BATCHES = 5  # in an epoch
@@ -20,18 +20,20 @@ class Record(pl.Callback):
 
     def __init__(self) -> None:
         self.batches: list[Tensor] = []
+        self.samples: list[tuple[Tensor, Tensor]] = []
         self.losses: list[Tensor] = []
         self.epochs: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.batches.append(input_ids(batch).clone())
+        self.samples.append((input_ids(batch).clone(), batch.get("labels", input_ids(batch)).clone()))
         self.losses.append(outputs["loss"].detach().clone())
         self.epochs.append(trainer.current_epoch)
 
 
 def fit(data: TextDataModule, folder: Path, resume: Path | None = None, **trainer_settings: Any) -> tuple[Record, GPT]:
     torch.manual_seed(0)
-    model = GPT(vocab_size=257, n_positions=16, n_embd=16, n_layer=2, n_head=2, lr=1e-2, warmup_steps=3)
+    model = GPT(vocab_size=260, n_positions=16, n_embd=16, n_layer=2, n_head=2, lr=1e-2, warmup_steps=3)
     record = Record()
     save = pl.callbacks.ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
@@ -56,6 +58,20 @@ def text(tmp_path: Path) -> TextDataModule:
     file = tmp_path / "text.txt"
     file.write_bytes(random.Random(0).randbytes(16 * (2 * BATCHES + 1)))
     return TextDataModule(file, block_size=16, batch_size=2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [MaskedTextDataModule, SpanCorruptionDataModule])
+def test_resumed_run_repeats_masks_and_spans(tmp_path: Path, text: TextDataModule, kind: Any, workers: int) -> None:
+    def samples(folder: str, resume: Path | None, workers: int) -> list[tuple[Tensor, Tensor]]:
+        data = kind(path=text.path, block_size=14, batch_size=2, num_workers=workers)
+        return fit(data, tmp_path / folder, resume, max_steps=9)[0].samples
+
+    straight = samples("straight", None, 0)
+    resumed = samples("resumed", tmp_path / "straight" / "step=7.ckpt", workers)
+    assert len(resumed) == 2
+    for one, other in zip(resumed, straight[7:], strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def again(text: TextDataModule, **changed: Any) -> TextDataModule:
