@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
@@ -78,9 +79,10 @@ def write_grid(images: Tensor, columns: int, path: Path) -> None:
     """
     picture: Any = import_extra("PIL.Image", "images", "A grid of samples")
     channels = 3 if images.shape[1] == 3 else 1
-    pixels = ((images[:, :channels].float().cpu().clamp(-1, 1) + 1) * 127.5).round().byte()
-    pixels = torch.nn.functional.pad(pixels, (1, 1, 1, 1), value=255)
-    grid = pixels.unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1).numpy()
     zoom = max(1, -(-_PIXELS // images.shape[-1]))
-    grid = grid.repeat(zoom, 0).repeat(zoom, 1)
+    # Bicubic: a digit is hard to recognize in 8x8 squares.
+    pixels = F.interpolate(images[:, :channels].float().cpu(), scale_factor=zoom, mode="bicubic")
+    pixels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte()
+    pixels = F.pad(pixels, (2, 2, 2, 2), value=255)
+    grid = pixels.unflatten(0, (-1, columns)).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1).numpy()
     picture.fromarray(np.ascontiguousarray(grid[..., 0] if channels == 1 else grid)).save(path)
