@@ -41,10 +41,8 @@ def test_recipe_trains_and_writes_a_grid_of_samples(tmp_path: Path) -> None:
     assert [row["train/images"] for row in rows if row["train/images"]] == ["320.0", "640.0"]
     (grid,) = tmp_path.glob("runs/dit/version_0/samples/step_000020.png")
     with Image.open(grid) as image:
-        assert image.size == (
-            8 * 10 * 6,
-            10 * 10 * 6,
-        )  # 8 columns of 10 classes, 8 pixels and a frame, 6 times as large
+        # 8 columns, 10 classes; 8 pixels, 6 times as large, and a frame of 2 on each side.
+        assert image.size == (8 * (8 * 6 + 4), 10 * (8 * 6 + 4))
         assert len(set(image.tobytes())) > 50
 
 
