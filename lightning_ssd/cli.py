@@ -6,9 +6,11 @@ Torch and Lightning are imported inside the functions that need them, so that `-
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,35 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str]) -> None:
     if not Path(recipe).is_file():
         parser.error(f"there is no recipe file {recipe!r} (looked in {Path.cwd()})")
+    with _reporting(parser):
+        _check_recipe(recipe, overrides)
     _read_recipe(recipe, overrides, run=True)
+
+
+def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
+    """Checks that a recipe, and the files that override it, are YAML with keys; those that are missing pass.
+
+    Raises:
+        ValueError: one is not; the parser of the recipe would not name it.
+        OSError: one could not be read.
+    """
+    import yaml
+
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("-c", "--config", action="append", default=[])
+    try:
+        known, _ = options.parse_known_args(overrides)
+    except argparse.ArgumentError:  # for the parser of the recipe to refuse
+        known = argparse.Namespace(config=[])
+    for file in (recipe, *known.config):
+        if not Path(file).is_file():
+            continue
+        try:
+            content = yaml.safe_load(Path(file).read_bytes())
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{file} is not YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} has no keys of a recipe, such as `model:` and `trainer:`.")
 
 
 def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
@@ -196,14 +226,14 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     options.add_argument("--profile", type=_file, metavar="FILE.json", help="of the model, instead of a calculated one")
     options.add_argument("--planner", default="holistic", help="holistic (default), lohan, fuyou or ssdtrain")
     options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="where to keep the plan")
-    options.add_argument("--tbw", type=float, metavar="TB", help="TB that the drives are rated for, all together")
+    options.add_argument("--tbw", type=_positive, metavar="TB", help="TB that the drives are rated for, all together")
     options.add_argument(
         "--ssd-per-day",
-        type=_size("--ssd-per-day"),
+        type=_size("--ssd-per-day", least=0),
         metavar="BYTES",
         help="most that may be written to SSDs in a day, such as 1TB",
     )
-    options.add_argument("--price", type=float, metavar="N", help="of an hour of the machine")
+    options.add_argument("--price", type=_positive, metavar="N", help="of an hour of the machine")
     options.add_argument(
         "--replay", action="store_true", help="print throughput over the bandwidth of migration, too (Teraio, figure 3)"
     )
@@ -234,7 +264,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
 
     # Options may stand before or after the recipe, among the overrides.
     _, overrides = options.parse_known_args(args.overrides, namespace=args)
-    try:
+    with _reporting(parser):
         if args.recipe == "show":
             if len(overrides) != 1 or not Path(overrides[0]).is_file():
                 parser.error("`plan show` takes one file, a plan that was saved")
@@ -244,6 +274,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             parser.error(f"there is no recipe file {args.recipe!r} (looked in {Path.cwd()})")
         if args.machine is not None and args.measure is not None:
             parser.error("--machine FILE.json and --measure DIR exclude each other: give one, or none for this machine")
+        _check_recipe(args.recipe, overrides)
         config = None if args.profile is not None else _read_recipe(args.recipe, overrides, run=False)
         if args.machine is not None:
             hardware = HardwareProfile.from_json(args.machine)
@@ -266,10 +297,8 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         plan = make_plan(model, hardware, args.planner)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
         report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.save is not None:
-        plan.save(args.save)
+        if args.save is not None:
+            plan.save(args.save)
     print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
     if args.replay:
@@ -318,7 +347,7 @@ def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         default="4GiB",
         help="bytes to write and read, such as 512MiB (default: %(default)s)",
     )
-    parser.set_defaults(command=lambda args: _bench_io(args.paths, args.size))
+    parser.set_defaults(command=lambda args: _bench_io(parser, args.paths, args.size))
 
 
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -346,10 +375,8 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     how = {"prefix": args.prefix, "shard_bytes": args.shard, "dtype": dtype, "like": args.like, "trust": args.trust}
-    try:
+    with _reporting(parser):
         files = export(args.checkpoint, args.folder, **how)
-    except ValueError as error:
-        parser.error(str(error))
     print(f"{len(files)} file{'s' if len(files) > 1 else ''} in {args.folder}")
 
 
@@ -367,20 +394,32 @@ def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
     from lightning_ssd.models.tiny_llama import make_tiny_llama
 
-    try:
+    with _reporting(parser):
         make_tiny_llama(folder)
-    except ValueError as error:
-        parser.error(str(error))
     print(f"a tiny Llama in {folder}: lightning run recipes/finetune.yaml --model.pretrained={folder}")
 
 
-def _bench_io(paths: Sequence[Path], size: int) -> None:
+def _bench_io(parser: argparse.ArgumentParser, paths: Sequence[Path], size: int) -> None:
     import torch
 
     from lightning_ssd.storage.bench import bench_io, format_table
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(format_table(bench_io(paths, size, device)))
+    with _reporting(parser):
+        print(format_table(bench_io(paths, size, device)))
+
+
+@contextmanager
+def _reporting(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Ends the command with one line where an argument makes no sense, or a file or drive cannot be used."""
+    from lightning_ssd.storage import StorageError
+
+    try:
+        yield
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except (ValueError, StorageError) as error:
+        parser.error(str(error))
 
 
 def _checkpoint(text: str) -> Path:
@@ -401,13 +440,26 @@ def _directory(text: str) -> Path:
     return path
 
 
-def _size(option: str) -> Callable[[str], int]:
-    """Returns the parser of the sizes that `option` takes."""
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = nan
+    if not 0 < number < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number greater than 0")
+    return number
+
+
+def _size(option: str, *, least: int = 1) -> Callable[[str], int]:
+    """Returns the parser of the sizes that `option` takes, which are at least `least` bytes."""
 
     def parse(text: str) -> int:
         try:
-            return parse_bytes(text, option)
+            size = parse_bytes(text, option)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        if size < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is less than {least} byte{'s' if least > 1 else ''}")
+        return size
 
     return parse

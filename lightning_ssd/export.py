@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_ssd.states import is_sharded, load_sharded
+from lightning_ssd.storage import StorageError
 
 __all__ = ["export"]
 
@@ -42,7 +43,8 @@ def export(
         The files of weights.
 
     Raises:
-        ValueError: there are no such weights, the folder is not empty, or the file needs `trust`.
+        ValueError: there are no such weights, the folder is not empty, the file is no checkpoint, or needs `trust`.
+        OSError: a file could not be read or written.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: name another folder, or empty it.")
@@ -51,14 +53,18 @@ def export(
             loaded: Any = load_sharded(checkpoint, weights_only=not trust)
         else:
             loaded = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=not trust)
-    except Exception as error:
+    except (OSError, StorageError):
+        raise
+    except Exception as error:  # those of torch and pickle are of many types
         if trust or "weights_only" not in str(error).lower():
-            raise
+            raise ValueError(f"{checkpoint} can't be read as a checkpoint: {error}") from error
         raise ValueError(
             f"{checkpoint} holds more than tensors, such as hyperparameters of classes of its own. If you trust it, "
             "add --trust."
         ) from error
-    weights: dict[str, Tensor] = loaded.get("state_dict", loaded)
+    weights: dict[str, Tensor] = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise ValueError(f"{checkpoint} has no state dict: name a checkpoint of a training, or a file of one.")
     chosen = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     seen: set[object] = set()
     for name, value in list(chosen.items()):  # tied ones once: loading ties them again

@@ -272,6 +272,92 @@ class TestPlan:
         assert re.search(message, capsys.readouterr().err)
 
 
+MACHINE = str(ROOT / "configs/machines/h100.json")
+GPT = str(ROOT / "recipes/gpt.yaml")
+BAD: dict[str, tuple[list[str], str]] = {
+    "run: a directory": (["run", "folder"], "there is no recipe file 'folder'"),
+    "run: no text": (["run", "binary"], "binary"),
+    "run: an empty file": (["run", "empty"], "empty has no keys"),
+    "run: a list": (["run", "list.yaml"], "list.yaml"),
+    "run: no YAML": (["run", "broken.yaml"], "broken.yaml"),
+    "run: -c of a directory": (["run", "recipe.yaml", "-c", "folder"], "folder"),
+    "run: -c of no text": (["run", "recipe.yaml", "-c", "binary"], "binary"),
+    "run: -c of nothing": (["run", "recipe.yaml", "-c"], "expected one argument"),
+    "run: a value of another type": (["run", "recipe.yaml", "--trainer.max_steps", "many"], "max_steps"),
+    "plan: a directory": (["plan", "folder", "--machine", MACHINE], "there is no recipe file 'folder'"),
+    "plan: no text": (["plan", "binary", "--machine", MACHINE], "binary"),
+    "plan: an empty file": (["plan", "empty", "--machine", MACHINE], "empty has no keys"),
+    "plan: no YAML": (["plan", "broken.yaml", "--machine", MACHINE], "broken.yaml"),
+    "plan: machine is a directory": (["plan", GPT, "--machine", "folder"], "there is no file 'folder'"),
+    "plan: machine is no text": (["plan", GPT, "--machine", "binary"], "binary is not UTF-8"),
+    "plan: measures a file": (["plan", GPT, "--measure", "empty"], "'empty' is not a directory"),
+    "plan: measures what cannot be written": (["plan", GPT, "--measure", "/proc"], "scratch directory .* in /proc"),
+    "plan: path cannot be written": (
+        ["plan", GPT, "--trainer.default_root_dir=/proc"], "scratch directory .* in /proc"
+    ),
+    "plan: profile is no text": (["plan", GPT, "--machine", MACHINE, "--profile", "binary"], "binary is not UTF-8"),
+    "plan: machine saved nowhere": (
+        ["plan", GPT, "--machine", MACHINE, "--save-machine", "none/here.json"], "none/here.json.*: No such file"
+    ),
+    "plan: plan saved nowhere": (
+        ["plan", GPT, "--machine", MACHINE, "--save", "none/plan.yaml"], "none/plan.yaml.*: No such file"
+    ),
+    "plan: saved as a directory": (["plan", GPT, "--machine", MACHINE, "--save", "folder"], "folder.*: Is a directory"),
+    "plan: tbw is no number": (["plan", GPT, "--machine", MACHINE, "--tbw", "lots"], "--tbw"),
+    "plan: tbw is NaN": (["plan", GPT, "--machine", MACHINE, "--tbw", "nan"], "--tbw.*finite number"),
+    "plan: tbw is 0": (["plan", GPT, "--machine", MACHINE, "--tbw", "0"], "--tbw.*finite number greater than 0"),
+    "plan: tbw is negative": (["plan", GPT, "--machine", MACHINE, "--tbw=-1"], "--tbw.*finite number greater than 0"),
+    "plan: price is no number": (["plan", GPT, "--machine", MACHINE, "--price", "free"], "--price"),
+    "plan: price is infinite": (["plan", GPT, "--machine", MACHINE, "--price", "inf"], "--price.*finite number"),
+    "plan: price is negative": (["plan", GPT, "--machine", MACHINE, "--price=-2"], "--price.*greater than 0"),
+    "plan: bytes a day": (["plan", GPT, "--machine", MACHINE, "--ssd-per-day", "much"], "--ssd-per-day"),
+    "plan: negative bytes a day": (["plan", GPT, "--machine", MACHINE, "--ssd-per-day=-1"], "--ssd-per-day"),
+    "plan show: a directory": (["plan", "show", "folder"], "takes one file"),
+    "plan show: no text": (["plan", "show", "binary"], "binary"),
+    "plan show: an empty file": (["plan", "show", "empty"], "empty"),
+    "bench: a file": (["bench", "io", "--path", "empty"], "'empty' is not a directory"),
+    "bench: cannot be written": (["bench", "io", "--path", "/proc", "--size", "1MiB"], "scratch directory .* in /proc"),
+    "bench: one of two": (
+        ["bench", "io", "--path", ".", "--path", "/proc", "--size", "1MiB"], "scratch directory .* in /proc"
+    ),
+    "bench: no bytes": (["bench", "io", "--path", ".", "--size", "0"], "--size|size"),
+    "bench: negative bytes": (["bench", "io", "--path", ".", "--size=-4MiB"], "--size"),
+    "bench: more than there is": (["bench", "io", "--path", ".", "--size", "900000TiB"], "could not make a file"),
+    "tiny-llama: into a file": (["tiny-llama", "empty"], "empty"),
+    "tiny-llama: where nothing can be written": (["tiny-llama", "/proc/llama"], "/proc/.*No such file"),
+    "export: no file": (["export", "none.ckpt", "out"], "there is no file 'none.ckpt'"),
+    "export: no checkpoint": (["export", "binary", "out"], "binary can't be read as a checkpoint"),
+    "export: an empty file": (["export", "empty", "out"], "empty can't be read as a checkpoint"),
+    "export: a directory without one": (["export", "folder", "out"], "folder"),
+    "export: a tensor": (["export", "tensor.ckpt", "out"], "tensor.ckpt has no state dict"),
+    "export: half a file": (["export", "half.ckpt", "out"], "half.ckpt can't be read as a checkpoint"),
+    "export: into a file": (["export", "good.ckpt", "empty"], "empty.*(not a directory|File exists|Not a directory)"),
+    "export: where nothing can be written": (["export", "good.ckpt", "/proc/out"], "/proc/out"),
+    "export: another prefix": (["export", "good.ckpt", "out", "--prefix", "x."], "begins with 'x.'"),
+    "export: shards of nothing": (["export", "good.ckpt", "out", "--shard", "0"], "--shard"),
+    "export: like a file": (["export", "good.ckpt", "out", "--like", "empty"], "'empty' is not a directory"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_inputs_are_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every command: usage, and what is wrong, in place of a traceback; and nothing is left."""
+    Path("folder").mkdir()
+    Path("empty").touch()
+    Path("binary").write_bytes(bytes(range(128, 256)) * 9)
+    Path("list.yaml").write_text("- 1\n- 2\n")
+    Path("broken.yaml").write_text("model: [1, {")
+    torch.save({"state_dict": {"weight": torch.ones(3)}}, "good.ckpt")
+    torch.save(torch.ones(3), "tensor.ckpt")
+    Path("half.ckpt").write_bytes(Path("good.ckpt").read_bytes()[:400])
+    before = {path.name for path in tmp_path.iterdir()}
+    argv, message = BAD[name]
+    assert _exit(argv) == 2
+    error = capsys.readouterr().err
+    assert re.search(f"(?s)error: .*{message}", error), error[-600:]
+    assert {path.name for path in tmp_path.iterdir()} - {"out"} == before
+
+
 def test_help_is_quick(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it would fail
     assert _exit(["--help"]) == 0
