@@ -40,6 +40,8 @@ class Kind(Enum):
     """It computes, writes nothing, returns no view, and autocast casts its arguments to 16 bits."""
     KERNEL = auto()
     """It computes, writes nothing and returns no view."""
+    LOOKUP = auto()
+    """As `KERNEL`, unless it is called with `max_norm`: it writes to the rows that it reads then."""
     OPERATOR = auto()
     """One of autograd's operators: what it returns may be a view, which autograd follows if it follows the argument."""
     COMPUTE = auto()
@@ -112,6 +114,8 @@ class OffloadedParameter(TrainedParameter):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kind = _KINDS.get(func) or kind_of(func)
+            if kind is Kind.LOOKUP:
+                kind = Kind.COMPUTE if _renormalizes(args, kwargs) else Kind.KERNEL
             if kind is Kind.METADATA or (
                 (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and torch.is_grad_enabled()))
                 and _in_forward(args, kind)
@@ -234,6 +238,11 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
     return True
 
 
+def _renormalizes(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether `embedding` or `embedding_bag` is called with `max_norm`."""
+    return (len(args) > 3 and args[3] is not None) or bool(kwargs and kwargs.get("max_norm") is not None)
+
+
 def _saves_references() -> bool:
     """Whether autograd, if it saves a weight, gives it to hooks, which keep a reference in its place."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
@@ -336,6 +345,8 @@ _KINDS: dict[Any, Kind] = {
         ),
         Kind.MATMUL,
     ),
+    torch.nn.functional.embedding: Kind.LOOKUP,
+    torch.nn.functional.embedding_bag: Kind.LOOKUP,
     **dict.fromkeys(
         (
             torch.nn.functional.layer_norm,

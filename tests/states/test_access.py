@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.states.access import Access
 
 STEPS = 3
 PLACES = ("host", "ssd")
@@ -487,3 +488,48 @@ def test_an_alias_is_live(tmp_path: Path) -> None:
 
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), "host")
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), "ssd")
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "Embedding": lambda: nn.Embedding(16, 8, padding_idx=3),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(16, 8),
+    "Embedding with max_norm": lambda: nn.Embedding(16, 8, max_norm=0.5),
+    "EmbeddingBag with max_norm": lambda: nn.EmbeddingBag(16, 8, max_norm=0.5),
+    "Linear": lambda: nn.Linear(4, 8),
+    "LayerNorm": lambda: nn.LayerNorm(4),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_use_fetched_weights_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No operator in a unit's own forward is looked at more closely, unless it writes to the weights."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = LAYERS[name]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            looks_up = name.startswith("Embedding")
+            rows = (x * 5).long().remainder(16)[:, :4] if looks_up else x[:, :4]
+            inside.append(True)
+            result: Tensor = self.layer(rows)
+            inside.pop()
+            return x + result.flatten(1).mean(-1, keepdim=True)
+
+    class Looking(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks.insert(0, First())
+
+    inside: list[bool] = []
+    calls: list[object] = []
+    run = Access.run
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.extend(inside)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(Access, "run", counted)
+    compare(tmp_path, Looking, "host")
+    assert bool(calls) == name.endswith("max_norm")
