@@ -97,8 +97,12 @@ class OffloadedParameter(TrainedParameter):
 
     Some functions of torch, which do not call `__torch_function__`, read a tensor's memory in C++, and an evicted
     parameter has none: on a CPU they end the process with SIGSEGV. They are `torch.tensor(p)`, `x.new_tensor(p)`,
-    `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. Give them `p.clone()`, or
-    call them inside `whole_weights()`. `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
+    `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. Give them `p.detach()`,
+    or call them inside `whole_weights()`. `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
+
+    (torch has no way to make such a read raise. A storage's flag `_set_throw_on_mutable_data_ptr` is not looked at by
+    operators that only read, and is never cleared. `__torch_dispatch__`, by which `OffloadedView` sees these functions,
+    is decided when the tensor is made: a parameter that a model has built can't get it.)
 
     Attributes:
         flat: the flat that it belongs to.
@@ -166,6 +170,7 @@ class OffloadedView(Tensor):
         with torch.inference_mode(False), torch.no_grad():
             hollow = torch.empty_strided(size, stride, dtype=dtype, device=device)
             hollow.untyped_storage().resize_(0)
+            torch._C._set_throw_on_mutable_data_ptr(hollow)  # for `to_dlpack`, which no class can override
             view = hollow.as_subclass(OffloadedView)
         view.source = source
         view.offset = offset
@@ -182,6 +187,22 @@ class OffloadedView(Tensor):
             if kind is Kind.METADATA or kind is Kind.DTYPE:
                 return func(*args, **(kwargs or {}))
             return access_of(args, kwargs).run(kind, func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the operator
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs operators of functions that call no `__torch_function__`, such as `torch.tensor(view)`.
+
+        Raises:
+            RuntimeError: the operator writes, or another tensor is to share the view's memory.
+        """
+        access, name = access_of(args, kwargs), func._schema.name
+        if func._schema.is_mutable:
+            raise RuntimeError(
+                f"`{name}` would write to, or share, memory of a tensor that is offloaded. Give it a `.clone()`."
+            )
+        return access.run(Kind.COMPUTE, func, args, kwargs or {})
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Refused: torch does not show this method to `__torch_function__`."""

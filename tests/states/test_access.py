@@ -533,3 +533,31 @@ def test_layers_use_fetched_weights_as_they_are(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Access, "run", counted)
     compare(tmp_path, Looking, "host")
     assert bool(calls) == name.endswith("max_norm")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("states", PLACES)
+def test_functions_that_torch_shows_to_no_class(tmp_path: Path, states: str) -> None:
+    """Constructors read aliases and gradients as any operator does; what can't be seen later raises."""
+
+    def act(module: Any) -> Any:
+        weight = module.blocks[0].up.weight
+        found = []
+        for tensor in (weight.data, weight.detach()[2:5], weight.data.T, weight.grad):
+            found += [
+                torch.tensor(tensor),
+                torch.tensor(tensor, dtype=torch.float64),
+                torch.tensor(tensor, requires_grad=True),
+                torch.ones(2).new_tensor(tensor),
+                torch.Tensor(tensor).clone(),
+                torch.as_tensor(tensor).clone(),
+                torch.from_dlpack(tensor).clone(),
+            ]
+            if hasattr(weight, "flat"):
+                with pytest.raises(RuntimeError):
+                    torch.utils.dlpack.to_dlpack(tensor)
+                with pytest.raises(RuntimeError):
+                    torch.empty(0).set_(tensor)
+        return found
+
+    compare(tmp_path, lambda: Toy("on_before_optimizer_step", act), states)
