@@ -373,6 +373,11 @@ class ModelStates:
             limit: the largest norm, or value.
             algorithm: "norm" or "value".
         """
+        if optimizer not in self._optimizers and not self._masters.of:
+            # None of its parameters is offloaded: the frozen weights of others would be staged and stored for nothing.
+            clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
+            clip(parameters_of(optimizer), limit)
+            return
         early = self._stepping is optimizer and not self.hold
         if early and algorithm == "norm" and self._gate.gated:
             self._clip_by_norm(optimizer, limit)

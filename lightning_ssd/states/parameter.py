@@ -40,8 +40,6 @@ class Kind(Enum):
     """It computes, writes nothing, returns no view, and autocast casts its arguments to 16 bits."""
     KERNEL = auto()
     """It computes, writes nothing and returns no view."""
-    LOOKUP = auto()
-    """As `KERNEL`, unless it is called with `max_norm`: it writes to the rows that it reads then."""
     OPERATOR = auto()
     """One of autograd's operators: what it returns may be a view, which autograd follows if it follows the argument."""
     COMPUTE = auto()
@@ -97,12 +95,8 @@ class OffloadedParameter(TrainedParameter):
 
     Some functions of torch, which do not call `__torch_function__`, read a tensor's memory in C++, and an evicted
     parameter has none: on a CPU they end the process with SIGSEGV. They are `torch.tensor(p)`, `x.new_tensor(p)`,
-    `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. Give them `p.detach()`,
-    or call them inside `whole_weights()`. `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
-
-    (torch has no way to make such a read raise. A storage's flag `_set_throw_on_mutable_data_ptr` is not looked at by
-    operators that only read, and is never cleared. `__torch_dispatch__`, by which `OffloadedView` sees these functions,
-    is decided when the tensor is made: a parameter that a model has built can't get it.)
+    `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. Give them `p.clone()`, or
+    call them inside `whole_weights()`. `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
 
     Attributes:
         flat: the flat that it belongs to.
@@ -118,8 +112,6 @@ class OffloadedParameter(TrainedParameter):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kind = _KINDS.get(func) or kind_of(func)
-            if kind is Kind.LOOKUP:
-                kind = Kind.COMPUTE if _renormalizes(args, kwargs) else Kind.KERNEL
             if kind is Kind.METADATA or (
                 (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and torch.is_grad_enabled()))
                 and _in_forward(args, kind)
@@ -170,7 +162,6 @@ class OffloadedView(Tensor):
         with torch.inference_mode(False), torch.no_grad():
             hollow = torch.empty_strided(size, stride, dtype=dtype, device=device)
             hollow.untyped_storage().resize_(0)
-            torch._C._set_throw_on_mutable_data_ptr(hollow)  # for `to_dlpack`, which no class can override
             view = hollow.as_subclass(OffloadedView)
         view.source = source
         view.offset = offset
@@ -187,22 +178,6 @@ class OffloadedView(Tensor):
             if kind is Kind.METADATA or kind is Kind.DTYPE:
                 return func(*args, **(kwargs or {}))
             return access_of(args, kwargs).run(kind, func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the operator
-        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs operators of functions that call no `__torch_function__`, such as `torch.tensor(view)`.
-
-        Raises:
-            RuntimeError: the operator writes, or another tensor is to share the view's memory.
-        """
-        access, name = access_of(args, kwargs), func._schema.name
-        if func._schema.is_mutable:
-            raise RuntimeError(
-                f"`{name}` would write to, or share, memory of a tensor that is offloaded. Give it a `.clone()`."
-            )
-        return access.run(Kind.COMPUTE, func, args, kwargs or {})
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Refused: torch does not show this method to `__torch_function__`."""
@@ -257,11 +232,6 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
         elif of is OffloadedView or ((of is list or of is tuple) and not _in_forward(value, kind)):
             return False
     return True
-
-
-def _renormalizes(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether `embedding` or `embedding_bag` is called with `max_norm`."""
-    return (len(args) > 3 and args[3] is not None) or bool(kwargs and kwargs.get("max_norm") is not None)
 
 
 def _saves_references() -> bool:
@@ -366,8 +336,6 @@ _KINDS: dict[Any, Kind] = {
         ),
         Kind.MATMUL,
     ),
-    torch.nn.functional.embedding: Kind.LOOKUP,
-    torch.nn.functional.embedding_bag: Kind.LOOKUP,
     **dict.fromkeys(
         (
             torch.nn.functional.layer_norm,
