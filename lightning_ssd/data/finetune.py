@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
+from lightning_ssd.data.batch import IGNORED
 from lightning_ssd.data.completions import Sample, Templates, library_samples, read_samples
 from lightning_ssd.data.module import RecipeDataModule
 
@@ -19,7 +20,6 @@ __all__ = ["CompletionDataModule", "pack"]
 
 log = logging.getLogger(__name__)
 
-_IGNORED = -100  # label of tokens that are not predicted, as in transformers
 _OPEN_ROWS = 64  # that a sample may be put in
 
 
@@ -177,15 +177,15 @@ def pack(samples: list[Sample], length: int, open_rows: int) -> list[list[Sample
 def _tables(rows: list[list[Sample]], length: int, padding: int) -> list[NDArray[np.int32]]:
     """Returns ids, labels and positions, each (rows, length)."""
     ids = np.full((len(rows), length), padding, dtype=np.int32)
-    labels = np.full_like(ids, _IGNORED)
+    labels = np.full_like(ids, IGNORED)
     positions = np.zeros_like(ids)
     for index, row in enumerate(rows):
         start = 0
         for sample_ids, predicted in row:
             part = slice(start, start + len(sample_ids))
             ids[index, part] = sample_ids
-            labels[index, part] = np.where(predicted, sample_ids, _IGNORED)
-            labels[index, start] = _IGNORED  # the token before it is of another sample
+            labels[index, part] = np.where(predicted, sample_ids, IGNORED)
+            labels[index, start] = IGNORED  # the token before it is of another sample
             positions[index, part] = np.arange(len(sample_ids))
             start = part.stop
         positions[index, start:] = np.arange(length - start)  # padding, as if it were a sample

@@ -5,8 +5,19 @@ from lightning_ssd.models.causal_lm import CausalLM
 from lightning_ssd.models.dit import DiT
 from lightning_ssd.models.gpt import GPT
 from lightning_ssd.models.language import LanguageModule
+from lightning_ssd.models.lora import LoRACausalLM
 from lightning_ssd.models.module import RecipeModule
 from lightning_ssd.models.samples import SampleGrid
 from lightning_ssd.models.t5 import T5
 
-__all__ = ["BERT", "GPT", "T5", "CausalLM", "DiT", "LanguageModule", "RecipeModule", "SampleGrid"]
+__all__ = [
+    "BERT",
+    "GPT",
+    "T5",
+    "CausalLM",
+    "DiT",
+    "LanguageModule",
+    "LoRACausalLM",
+    "RecipeModule",
+    "SampleGrid",
+]

@@ -1,5 +1,6 @@
 """Causal language models of transformers: those of a folder, to fine-tune, or random weights of any size."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightning_ssd.data.batch import Batch, count_samples, count_tokens, input_ids
+from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens, input_ids
 from lightning_ssd.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.models.module import RecipeModule, exact
 from lightning_ssd.models.pretrained import PretrainedFolder
@@ -25,8 +26,6 @@ from lightning_ssd.states import materialize_on
 from lightning_ssd.strategy import SSDOffloadStrategy
 
 __all__ = ["CausalLM", "TokenPerplexity"]
-
-_IGNORED = -100  # label of tokens that are not predicted, as in transformers
 
 
 class CausalLM(RecipeModule):
@@ -145,7 +144,7 @@ class CausalLM(RecipeModule):
     def evaluate(self, batch: Batch) -> tuple[Tensor, Mapping[str, Metric | Tensor]]:
         """Returns the mean loss of held-out tokens, in nats, and the perplexity of all of them."""
         loss, targets = self._loss(batch)
-        exact(self.perplexity).update(loss, (targets != _IGNORED).sum())
+        exact(self.perplexity).update(loss, (targets != IGNORED).sum())
         return loss, {"perplexity": self.perplexity}
 
     def batch_size(self, batch: Batch) -> int:
@@ -183,9 +182,10 @@ class CausalLM(RecipeModule):
             )
         self.folder.save(self.causal_lm, lambda name: value(f"model.{name}"), folder)
 
-    def _make(self) -> PreTrainedModel:
+    def _make(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
         auto: Any = AutoModelForCausalLM  # untyped
-        model: PreTrainedModel = auto.from_config(self.config, dtype=torch.get_default_dtype())
+        config = copy.deepcopy(self.config)  # whose dtype is set
+        model: PreTrainedModel = auto.from_config(config, dtype=dtype or torch.get_default_dtype())
         model.train()
         return model
 
@@ -193,16 +193,16 @@ class CausalLM(RecipeModule):
         """Returns the mean loss and its targets, (batch, sequence)."""
         ids = input_ids(batch)
         packed: Mapping[str, Tensor] = {} if isinstance(batch, Tensor) else batch
-        targets = F.pad(packed.get("labels", ids)[:, 1:], (0, 1), value=_IGNORED)
+        targets = F.pad(packed.get("labels", ids)[:, 1:], (0, 1), value=IGNORED)
         inputs = {"input_ids": ids, "position_ids": packed.get("position_ids"), "use_cache": False}
         model = self.causal_lm
         if self.chunked_loss:
             hidden = model.base_model(**inputs).last_hidden_state
             head = model.get_output_embeddings()
-            return chunked_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), ignored=_IGNORED), targets
+            return chunked_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), ignored=IGNORED), targets
         # Autocast does this for the loss anyway; without autocast, bf16-true would round the loss.
         logits = model(**inputs).logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED), targets
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED), targets
 
 
 class TokenPerplexity(Metric):

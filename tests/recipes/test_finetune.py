@@ -1,10 +1,11 @@
-"""The fine-tuning recipe trains as it is, resumes, and leaves a folder that transformers loads."""
+"""The recipes that fine-tune train as they are, resume, and leave folders that transformers and peft load."""
 
 import csv
 from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_ssd import cli
@@ -44,6 +45,24 @@ def test_recipe(tmp_path: Path) -> None:
     saved = torch.load(version / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(model.lm_head.weight, saved["model.lm_head.weight"])
     assert tokenizer.chat_template
+
+
+def test_lora_recipe(tmp_path: Path) -> None:
+    assert cli.main(["run", str(ROOT / "recipes/lora.yaml"), *QUICK, "--trainer.max_steps=6"]) == 0
+    version = tmp_path / "runs/lora/version_0"
+    assert len(losses(version)) == 6 and losses(version)[-1] < losses(version)[0]
+    model = AutoPeftModelForCausalLM.from_pretrained(version / "model", local_files_only=True)
+    assert any(value.any() for name, value in model.state_dict().items() if "lora_B" in name)
+
+
+def test_long_context_recipe(tmp_path: Path) -> None:
+    quick = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--data.max_bytes=100000",
+             "--data.block_size=512", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1",
+             "--model.warmup_steps=2"]  # fmt: skip
+    assert cli.main(["run", str(ROOT / "recipes/long_context.yaml"), *quick, "--trainer.max_steps=6"]) == 0
+    version = tmp_path / "runs/long_context/version_0"
+    assert len(losses(version)) == 6 and losses(version)[-1] < losses(version)[0]
+    AutoModelForCausalLM.from_pretrained(version / "model", local_files_only=True)
 
 
 @pytest.mark.thorough

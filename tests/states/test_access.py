@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.states.access import Access
 
 STEPS = 3
 PLACES = ("host", "ssd")
@@ -488,76 +487,3 @@ def test_an_alias_is_live(tmp_path: Path) -> None:
 
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), "host")
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), "ssd")
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "Embedding": lambda: nn.Embedding(16, 8, padding_idx=3),
-    "EmbeddingBag": lambda: nn.EmbeddingBag(16, 8),
-    "Embedding with max_norm": lambda: nn.Embedding(16, 8, max_norm=0.5),
-    "EmbeddingBag with max_norm": lambda: nn.EmbeddingBag(16, 8, max_norm=0.5),
-    "Linear": lambda: nn.Linear(4, 8),
-    "LayerNorm": lambda: nn.LayerNorm(4),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_use_fetched_weights_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """No operator in a unit's own forward is looked at more closely, unless it writes to the weights."""
-
-    class First(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = LAYERS[name]()
-
-        def forward(self, x: Tensor) -> Tensor:
-            looks_up = name.startswith("Embedding")
-            rows = (x * 5).long().remainder(16)[:, :4] if looks_up else x[:, :4]
-            inside.append(True)
-            result: Tensor = self.layer(rows)
-            inside.pop()
-            return x + result.flatten(1).mean(-1, keepdim=True)
-
-    class Looking(Toy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks.insert(0, First())
-
-    inside: list[bool] = []
-    calls: list[object] = []
-    run = Access.run
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.extend(inside)
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(Access, "run", counted)
-    compare(tmp_path, Looking, "host")
-    assert bool(calls) == name.endswith("max_norm")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("states", PLACES)
-def test_functions_that_torch_shows_to_no_class(tmp_path: Path, states: str) -> None:
-    """Constructors read aliases and gradients as any operator does; what can't be seen later raises."""
-
-    def act(module: Any) -> Any:
-        weight = module.blocks[0].up.weight
-        found = []
-        for tensor in (weight.data, weight.detach()[2:5], weight.data.T, weight.grad):
-            found += [
-                torch.tensor(tensor),
-                torch.tensor(tensor, dtype=torch.float64),
-                torch.tensor(tensor, requires_grad=True),
-                torch.ones(2).new_tensor(tensor),
-                torch.Tensor(tensor).clone(),
-                torch.as_tensor(tensor).clone(),
-                torch.from_dlpack(tensor).clone(),
-            ]
-            if hasattr(weight, "flat"):
-                with pytest.raises(RuntimeError):
-                    torch.utils.dlpack.to_dlpack(tensor)
-                with pytest.raises(RuntimeError):
-                    torch.empty(0).set_(tensor)
-        return found
-
-    compare(tmp_path, lambda: Toy("on_before_optimizer_step", act), states)

@@ -1,0 +1,148 @@
+"""LoRA: a frozen causal language model with small trainable adapters, by peft."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_ssd.models.causal_lm import CausalLM
+from lightning_ssd.models.pretrained import replaced_folder
+
+__all__ = ["LoRACausalLM"]
+
+
+class LoRACausalLM(CausalLM):
+    """A causal language model of which low-rank adapters alone are trained.
+
+    The weights of the base are read and never written: they have no gradient, no optimizer states and no place in
+    checkpoints, which hold the adapters. With a mixed precision the base keeps the dtype of its files, and the adapters
+    are fp32; fp32 adapters smaller than the strategy's `min_bytes` stay on the device.
+
+    Args:
+        pretrained: Folder of the base, as in `CausalLM`.
+        config: Sizes of a base with random weights, as in `CausalLM`; checkpoints hold the base, too, then.
+        rank: Rank of the adapters.
+        alpha: Scale of the adapters, times `rank`.
+        adapter_dropout: Probability of dropout before each adapter.
+        targets: Names of the modules with adapters, or "all-linear": all linear layers but the head.
+        draw_late: As in `CausalLM`.
+        chunked_loss: As in `CausalLM`.
+        gradient_checkpointing: As in `CausalLM`.
+        lr: Highest learning rate. None: 2e-4 for a folder, 1e-2 for random weights.
+        betas: Betas of AdamW.
+        weight_decay: Weight decay of the adapters.
+        warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
+
+    Raises:
+        ImportError: If peft is not installed.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path | None = None,
+        config: dict[str, Any] | None = None,
+        rank: int = 16,
+        alpha: int = 32,
+        adapter_dropout: float = 0.0,
+        targets: str | list[str] = "all-linear",
+        draw_late: bool = False,
+        chunked_loss: bool = False,
+        gradient_checkpointing: bool = False,
+        lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        warmup_steps: int = 100,
+    ) -> None:
+        try:
+            import peft  # noqa: F401
+        except ImportError as error:
+            raise ImportError("LoRA needs peft: pip install 'lightning-ssd[lora]'") from error
+        if lr is None:
+            lr = 1e-2 if pretrained is None else 2e-4
+        pretrained = None if pretrained is None else str(pretrained)  # a checkpoint should hold plain types only
+        super().__init__(
+            pretrained, config, draw_late, chunked_loss, gradient_checkpointing, lr, betas, weight_decay, warmup_steps
+        )
+        # The weights of a base from a folder are in the folder.
+        self.strict_loading = self.folder is None
+        self.rank = rank
+        self.alpha = alpha
+        self.adapter_dropout = adapter_dropout
+        self.targets = targets
+
+    @property
+    def causal_lm(self) -> Any:
+        """Model of transformers, without adapters around it."""
+        assert self.model is not None, "configure_model() makes the model"
+        model: Any = self.model
+        return model.get_base_model()
+
+    def adapt(self, model: PreTrainedModel) -> nn.Module:
+        """Returns `model`, frozen, with adapters, which are on the CPU wherever it is."""
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
+
+        settings = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.adapter_dropout,
+            target_modules=self.targets,
+            task_type="CAUSAL_LM",
+        )
+        if self.folder is not None:
+            settings.base_model_name_or_path = str(self.folder.path)
+        adapted: nn.Module = get_peft_model(model, settings)
+        # peft has put them beside the base, which may be on `meta`; they are drawn alike wherever that is.
+        for module in adapted.modules():
+            if isinstance(module, LoraLayer):
+                adapters: Any = module  # partly untyped
+                for layers in (adapters.lora_A, adapters.lora_B):
+                    layers.to_empty(device="cpu")
+                for name in adapters.lora_A:
+                    adapters.reset_lora_parameters(name, init_lora_weights=True)
+        return adapted
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Saves the count of tokens, and of the weights those that are trained."""
+        super().on_save_checkpoint(checkpoint)
+        if not self.strict_loading:
+            trained = self._trained_names()
+            checkpoint["state_dict"] = {n: v for n, v in checkpoint["state_dict"].items() if n in trained}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continues from the saved count of tokens.
+
+        Raises:
+            ValueError: If the checkpoint lacks an adapter.
+        """
+        super().on_load_checkpoint(checkpoint)
+        if missing := sorted(self._trained_names() - checkpoint["state_dict"].keys()):
+            raise ValueError(
+                f"the checkpoint has no weights for {len(missing)} adapters, {missing[0]!r} among them: resume with"
+                f" the model.rank and model.targets that it was saved with"
+            )
+
+    def save_folder(self, value: Callable[[str], Tensor], folder: Path) -> None:
+        """Writes the adapters to a folder that `PeftModel.from_pretrained` loads.
+
+        Args:
+            value: Returns the value of a parameter, by its name in this module.
+            folder: Folder to write, which is replaced.
+        """
+        model: Any = self.model
+        trained = {name.removeprefix("model."): value(name).detach().cpu().clone() for name in self._trained_names()}
+        with replaced_folder(folder) as part:
+            model.save_pretrained(part, state_dict=trained)
+
+    def _make(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        # Autocast would cast a base in fp32 at every use. The configuration says its files' dtype.
+        mixed = self._trainer is not None and "mixed" in str(self._trainer.precision)
+        if mixed and dtype is None and isinstance(self.config.dtype, torch.dtype):
+            dtype = self.config.dtype
+        return super()._make(dtype)
+
+    def _trained_names(self) -> set[str]:
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
