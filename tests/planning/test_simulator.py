@@ -19,7 +19,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
-from lightning_ssd.planning.simulator import _simulate
+from lightning_ssd.planning.simulator import JOBS_AHEAD, _Builder, _simulate, _Window, resident_bytes
 from tests.planning.profiles import GB, H100, machines, make_model, models
 from tests.planning.test_plan import plans
 
@@ -247,9 +247,60 @@ def test_what_always_holds(data: st.DataObject, machine: HardwareProfile) -> Non
     # What backward wants before it has left is not written, but for what staging memory can't hold; nor is it read.
     assert 0 <= read <= written <= model.micro_batches * swapped
     assert prediction.memory[-1][1] == resident_gpu_bytes(model, plan)
+    assert prediction.memory[-1][2:] == resident_bytes(model, plan)[1:]
     assert all(min(sample[1:]) >= 0 for sample in prediction.memory)
     assert prediction.gpu_peak_bytes >= max(sample[1] for sample in prediction.memory)
     assert prediction.host_peak_bytes >= max(sample[2] for sample in prediction.memory)
+
+
+@settings(max_examples=50)
+@given(*[st.integers(-100, 100)] * 4)
+def test_excess_is_what_all_tiers_lack(gpu: int, host: int, ssd: int, written: int) -> None:
+    """Tiers that have more than is needed don't make up for others."""
+    model = make_model(4)
+    peak = simulate(model, UNIT, plan_of(model, "ssd", "ssd", "ssd", "ssd"))
+    machine = replace(
+        UNIT,
+        gpu_bytes=peak.gpu_peak_bytes - gpu,
+        host_bytes=peak.host_peak_bytes - host,
+        ssd_bytes=peak.ssd_peak_bytes - ssd,
+        ssd_bytes_per_day=(peak.ssd_written_bytes - written) * 24 * 3600 / peak.step_seconds,
+    )
+    assert peak.ssd_written_bytes > 100 and peak.excess_bytes(replace(machine, ssd_bytes_per_day=None)) == sum(
+        max(0, lacking) for lacking in (gpu, host, ssd)
+    )
+    assert peak.excess_written(machine) in (max(0, written), max(0, written) + 1)  # rounded up
+    assert peak.excess_bytes(machine) == sum(max(0, one) for one in (gpu, host, ssd)) + peak.excess_written(machine)
+
+
+def test_what_fits_into_a_window_waits_for_nothing() -> None:
+    """Beyond that it waits for the oldest that make room; what is larger than the window, for all."""
+    window, (first, second, third) = _Window(10), (Task(COPY_OUT, 1, 0) for _ in range(3))
+    assert window.enter(4) == []
+    window.leave_with(4, first)
+    assert window.enter(6) == []
+    window.leave_with(6, second)
+    assert window.enter(1) == [first]
+    window.leave_with(1, third)
+    assert window.enter(3) == [first]  # it has room, behind what had to wait
+    assert window.enter(20) == [first, second, third]
+
+
+@pytest.mark.parametrize("weights", ["gpu", "ssd"])
+def test_few_optimizer_jobs_have_their_states_in_host_memory(weights: Any) -> None:
+    """That of no more jobs is set aside: states are read once the job so many before has written its own."""
+    model = make_model(8, saved=0, inputs=0, forward=0.01)
+    machine = replace(FAST, cpu_step_rate=1.0)  # reads would all come first
+    builder = _Builder(model, machine, plan_of(model, weights, "ssd", "keep", "keep"))
+    for step in range(3):
+        builder.add_step(step)
+    run(builder.tasks, machine)
+    read = [task for task in builder.tasks if task.resource == SSD and not task.write and task.priority != URGENT]
+    ends = [task.end for task in builder.tasks if task.resource == SSD and task.write]
+    assert len(read) == len(ends) == 3 * 8
+    late = [index for index in range(JOBS_AHEAD, len(read)) if read[index].begin >= ends[index - JOBS_AHEAD]]
+    assert len(late) == len(read) - JOBS_AHEAD
+    assert any(task.begin < end for task, end in zip(read[1:], ends, strict=False)), "states are read ahead"
 
 
 @settings(max_examples=50)
