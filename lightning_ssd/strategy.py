@@ -643,12 +643,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self.model_states.state_dicts.protected = False
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        if self.model_states is not None:
-            self.model_states.finish()
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failure = exception
