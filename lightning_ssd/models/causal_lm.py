@@ -20,7 +20,7 @@ from transformers import (
 from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens, input_ids
 from lightning_ssd.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.models.module import RecipeModule, exact
-from lightning_ssd.models.pretrained import PretrainedFolder
+from lightning_ssd.models.pretrained import PretrainedFolder, save_new
 from lightning_ssd.models.tiny_llama import cached_tiny_llama
 from lightning_ssd.states import materialize_on
 from lightning_ssd.strategy import SSDOffloadStrategy
@@ -166,20 +166,15 @@ class CausalLM(RecipeModule):
         return 2 * count_tokens(batch) * (weights + attention)
 
     def save_folder(self, value: Callable[[str], Tensor], folder: Path) -> None:
-        """Writes the model to a folder that `from_pretrained` loads, in the layout of the one that it came from.
+        """Writes the model to a folder that `from_pretrained` loads, laid out as the one that it came from.
 
         Args:
             value: Returns the value of a parameter, by its name in this module.
             folder: Folder to write, which is replaced.
-
-        Raises:
-            ValueError: If the model has come from no folder.
         """
         if self.folder is None:
-            raise ValueError(
-                "a model of random weights (model.config) has no folder whose layout it could be saved in: export a"
-                " checkpoint by `lightning-ssd export`"
-            )
+            save_new(self.causal_lm, lambda name: value(f"model.{name}"), folder)
+            return
         self.folder.save(self.causal_lm, lambda name: value(f"model.{name}"), folder)
 
     def _make(self, dtype: torch.dtype | None = None) -> PreTrainedModel:

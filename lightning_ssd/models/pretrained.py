@@ -10,7 +10,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
-__all__ = ["InitialValues", "PretrainedFolder", "replaced_folder"]
+__all__ = ["InitialValues", "PretrainedFolder", "replaced_folder", "save_new"]
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +116,15 @@ class PretrainedFolder:
             for like in weights:
                 # With the header of the other file, every tensor has its dtype and place, too.
                 header, tensors = _header(like)
-                with (part / like.name).open("wb") as out:
-                    out.write(header)
-                    for stored in sorted(tensors, key=lambda stored: tensors[stored]["data_offsets"]):
-                        tensor = value(names[stored]) if stored in names else self.read(stored)
-                        tensor = tensor.detach().to("cpu", _DTYPES.get(tensors[stored]["dtype"], tensor.dtype))
-                        out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                order = sorted(tensors, key=lambda stored: tensors[stored]["data_offsets"])
+                _write_tensors(
+                    part / like.name,
+                    header,
+                    (
+                        (value(names[stored]) if stored in names else self.read(stored), tensors[stored]["dtype"])
+                        for stored in order
+                    ),
+                )
 
     def _names_in(self, model: nn.Module) -> Iterator[tuple[str, str]]:
         """Yields the folder's tensors and their names in `model`, which may have a prefix more or less."""
@@ -148,6 +151,36 @@ class PretrainedFolder:
             )
 
 
+def save_new(model: nn.Module, value: Callable[[str], Tensor], folder: Path) -> None:
+    """Writes a model that has come from no folder to one with its configuration and a file of weights.
+
+    Args:
+        model: Model of transformers; of its parameters names, shapes and dtypes count, not the values.
+        value: Returns the value of a parameter, by its name in `model`.
+        folder: Folder to write, which is replaced.
+    """
+    kinds = {dtype: kind for kind, dtype in _DTYPES.items()}
+    tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, parameter in model.named_parameters():  # tied ones once
+        start, end = end, end + parameter.numel() * parameter.itemsize
+        tensors[name] = {
+            "dtype": kinds[parameter.dtype],
+            "shape": list(parameter.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(tensors).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    del tensors["__metadata__"]
+    with replaced_folder(folder) as part:
+        model.config.save_pretrained(part)  # type: ignore[union-attr, operator]
+        _write_tensors(
+            part / "model.safetensors",
+            struct.pack("<Q", len(text)) + text,
+            ((value(name), tensors[name]["dtype"]) for name in tensors),
+        )
+
+
 class InitialValues(Mapping[nn.Parameter, Tensor]):
     """Values of a folder for a model's parameters, each read from its file anew at every look-up.
 
@@ -171,6 +204,15 @@ class InitialValues(Mapping[nn.Parameter, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def _write_tensors(file: Path, header: bytes, tensors: Iterable[tuple[Tensor, str]]) -> None:
+    """Writes a file of safetensors: its header, and tensors as the dtypes that it says, in its order."""
+    with file.open("wb") as out:
+        out.write(header)
+        for tensor, dtype in tensors:
+            tensor = tensor.detach().to("cpu", _DTYPES.get(dtype, tensor.dtype)).contiguous()
+            out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 @contextlib.contextmanager

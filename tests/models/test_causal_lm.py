@@ -251,7 +251,10 @@ def test_saving_over_the_folder_that_was_read_is_refused(tmp_path: Path) -> None
 def test_random_weights(tmp_path: Path, late: bool) -> None:
     sizes = FAMILIES["llama"].to_dict()
     mine = CausalLM(config=sizes, draw_late=late, warmup_steps=1)
-    train(tmp_path, mine, strategy("ssd"))
+    train(tmp_path, mine, strategy("ssd"), callbacks=[SaveFolder(tmp_path / "tuned")])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype="auto", local_files_only=True)
+    assert mine.model is not None
+    assert_same_weights(loaded, mine.model)
     assert all(parameter.isfinite().all() for parameter in mine.parameters())
     if not late:
         expected = CausalLM(config=sizes, warmup_steps=1)
