@@ -1,6 +1,7 @@
-"""Activation offload on one GPU: step time and activation memory of GPT, kept, recomputed, and offloaded.
+"""Activation offload on one GPU: step time and activation memory of GPT, BERT and T5, kept, recomputed, and offloaded.
 
     python -m benchmarks.activation_offload --out results.json [--shapes 8192x4] [--modes keep host] [--rounds 3]
+    python -m benchmarks.activation_offload --models gpt bert t5 --out results.json --plot figure.png
     python -m benchmarks.activation_offload --report results.json [--plot figure.png]
 
 Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds` times:
@@ -8,20 +9,23 @@ Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds`
   recompute  the same with activation checkpointing of every block
   host       `cpu_offload`: to pinned memory, amount chosen by the package
   ssd        `ssd_offload` with no host tier: to the SSD alone, amount chosen by the package
-  both       `ssd_offload` as it comes: host memory first, then SSD
+  offload    `ssd_offload` as it comes: host memory first, then SSD, amount chosen by the package
   slow-ssd   `ssd` with the drive throttled to a tenth of its measured speed
   host=1.0, ssd=0.5, ...   a fixed share of the bytes: what memory costs in time when nothing adapts
   planned    `cpu_offload` with `SwapPlanner(gpu_memory="least")`; planned=30 is `gpu_memory="30GiB"`, planned=auto that
 
-A shape is HIDDENxLAYERS, or HIDDENxLAYERSxBATCH: batch 16 unless said.
+A shape is HIDDENxLAYERS, or HIDDENxLAYERSxBATCH: batch 16 unless said. With `--models`, the shapes and modes are those
+of SSDTrain's figure 6, unless others are given.
 
-As in SSDTrain's figure 6: batch 16, 1024 tokens, 16-bit weights, SGD. Activation peak: the most that was allocated in
-the measured steps, less weights and gradients. Step time: from one `on_train_batch_start` to the next, on the GPU's
-clock; medians over steps, then over rounds; the spread is over rounds.
+As in SSDTrain's figure 6: batch 16, 1024 tokens, 16-bit weights, SGD; half of a T5's layers are decoders, rounded down.
+A T5 has 1024 tokens in its encoder and, as span corruption makes them, 229 in its decoder. Activation peak: the most
+that was allocated in the measured steps, less weights and gradients. Step time: from one `on_train_batch_start` to the
+next, on the GPU's clock; medians over steps, then over rounds; the spread is over rounds.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import tempfile
@@ -35,21 +39,24 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
-from lightning_ssd.models.gpt import GPT
+from lightning_ssd.data.spans import span_lengths
+from lightning_ssd.models import BERT, GPT, T5, RecipeModule
 from lightning_ssd.storage import PosixBackend
 
 BATCH, TOKENS, VOCABULARY = 16, 1024, 50304
 SHAPES = ("4096x16", "8192x4", "12288x3", "16384x2")
-MODES = ("keep", "recompute", "host", "ssd", "both", "slow-ssd")
+MODES = ("keep", "recompute", "host", "ssd", "offload", "slow-ssd")
+FIGURE_SHAPES = ("8192x4", "12288x3", "16384x2")
+FIGURE_MODES = ("keep", "recompute", "offload", "planned")
 
 
-class BenchmarkGPT(GPT):
-    """GPT with SGD, whose gradients are the only state."""
+class Benchmarked(RecipeModule):
+    """A model with SGD, whose gradients are the only state."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-    def cpu(self) -> "BenchmarkGPT":
+    def cpu(self) -> "Benchmarked":
         return self  # Lightning moves a trained module to the CPU; here the next fit goes on with it
 
     def recompute(self, on: bool) -> None:
@@ -62,9 +69,31 @@ class BenchmarkGPT(GPT):
             model.gradient_checkpointing_disable()
 
 
+class BenchmarkGPT(Benchmarked, GPT):
+    """GPT of `activation_offload`."""
+
+
+class BenchmarkBERT(Benchmarked, BERT):
+    """BERT of `activation_offload`."""
+
+
+class BenchmarkT5(Benchmarked, T5):
+    """T5 of `activation_offload`."""
+
+
+def make_model(model: str, hidden: int, layers: int) -> Benchmarked:
+    """Returns a model of `--models`, with heads of 128 as in SSDTrain."""
+    heads = hidden // 128
+    if model == "gpt":
+        return BenchmarkGPT(VOCABULARY, TOKENS, hidden, layers, heads)
+    if model == "bert":
+        return BenchmarkBERT(VOCABULARY, TOKENS, hidden, layers, heads)
+    return BenchmarkT5(VOCABULARY, hidden, 128, 4 * hidden, layers - layers // 2, layers // 2, heads)
+
+
 def parse_shape(shape: str) -> tuple[int, int, int]:
-    """Returns the size of the hidden dimension, the count of layers, and the samples of a batch."""
-    hidden, layers, batch = [*map(int, shape.split("x")), BATCH][:3]
+    """Returns width, layers and samples of a batch of a shape, which may stand behind the name of a model."""
+    hidden, layers, batch = [*map(int, shape.rpartition(" ")[2].split("x")), BATCH][:3]
     return hidden, layers, batch
 
 
@@ -79,6 +108,21 @@ class RandomTokens(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.ids[index]
+
+
+class RandomSamples(RandomTokens):
+    """Random token ids with labels: of 15 % of the tokens for a BERT, of the decoder for a T5."""
+
+    def __init__(self, blocks: int, model: str) -> None:
+        super().__init__(blocks)
+        generator = torch.Generator().manual_seed(1)
+        labels = TOKENS if model == "bert" else span_lengths(TOKENS, 0.15, 3.0).targets
+        self.labels = torch.randint(0, VOCABULARY, (blocks, labels), generator=generator)
+        if model == "bert":
+            self.labels[torch.rand(self.labels.shape, generator=generator) > 0.15] = -100
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
 
 class Probe(pl.Callback):
@@ -138,7 +182,7 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
             return SSDOffloadStrategy(tier="host", states="gpu")
         case "ssd":
             return SSDOffloadStrategy(path, host_memory=0, offload=offload)
-        case "both":
+        case "offload":
             return SSDOffloadStrategy(path)
         case "slow-ssd":
             from tests.storage.faults import ThrottledBackend
@@ -168,7 +212,7 @@ def quiet_trainer(
 
 
 def fit(
-    model: BenchmarkGPT, batch: int, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int
+    model: Benchmarked, batch: int, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int
 ) -> dict[str, float]:
     """Trains `model` for `warm_up + steps` steps and returns what was measured."""
     if model.model is not None:
@@ -180,7 +224,10 @@ def fit(
         planner = SwapPlanner(gpu_memory=f"{budget}GiB" if budget.isdigit() else budget)
         callbacks.append(planner)
     trainer = quiet_trainer("bf16-true", strategy_for(mode, path, ssd_speed), warm_up + steps, callbacks, path)
-    trainer.fit(model, DataLoader(RandomTokens(batch * (warm_up + steps)), batch_size=batch))
+    blocks = batch * (warm_up + steps)
+    kind = "gpt" if isinstance(model, GPT) else "bert" if isinstance(model, BERT) else "t5"
+    samples = RandomTokens(blocks) if kind == "gpt" else RandomSamples(blocks, kind)
+    trainer.fit(model, DataLoader(samples, batch_size=batch))
     if mode.startswith("planned") and planner.prediction is not None:
         probe.result["predicted_step"] = planner.prediction.step_seconds
         probe.result["predicted_peak"] = planner.prediction.gpu_peak_bytes
@@ -205,9 +252,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "link_out": link_speed(),
         "shapes": {},
     }
-    for shape in arguments.shapes:
+    for kind, shape in itertools.product(arguments.models, arguments.shapes):
         hidden, layers, batch = parse_shape(shape)
-        model = BenchmarkGPT(VOCABULARY, TOKENS, hidden, layers, hidden // 128)
+        model = make_model(kind, hidden, layers)
+        name = shape if kind == "gpt" else f"{kind} {shape}"
         fit(model, batch, "keep", path, ssd_speed, 2, 2)
         runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in arguments.modes}
         for _ in range(arguments.rounds):
@@ -215,8 +263,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 # What adapts does so in the first steps. What has nothing to adapt has as many: a GPU slows down as it
                 # gets warm.
                 runs[mode].append(fit(model, batch, mode, path, ssd_speed, arguments.steps, arguments.warm_up))
-                print(shape, mode, {k: float(f"{v:.5g}") for k, v in runs[mode][-1].items()}, flush=True)
-        results["shapes"][shape] = runs
+                print(name, mode, {k: float(f"{v:.5g}") for k, v in runs[mode][-1].items()}, flush=True)
+        results["shapes"][name] = runs
         Path(arguments.out).write_text(json.dumps(results, indent=1))
         del model
         gc.collect()
@@ -270,7 +318,7 @@ def plot(results: dict[str, Any], figure: str) -> None:
     import matplotlib.pyplot as plt
 
     shapes = results["shapes"]
-    modes = [mode for mode in MODES if all(mode in runs for runs in shapes.values())]
+    modes = [mode for mode in dict.fromkeys((*MODES, *FIGURE_MODES)) if all(mode in runs for runs in shapes.values())]
     _, (above, below) = plt.subplots(2, 1, figsize=(9, 7), sharex=True)
     for index, mode in enumerate(modes):
         at = [position + (index - len(modes) / 2 + 0.5) * 0.8 / len(modes) for position in range(len(shapes))]
@@ -279,11 +327,16 @@ def plot(results: dict[str, Any], figure: str) -> None:
             axes.bar(at, heights, 0.8 / len(modes), label=mode)
     above.set_ylabel("step, s")
     below.set_ylabel("activation peak, GiB")
-    below.set_xticks(range(len(shapes)), [f"h{shape.replace('x', ' l')}" for shape in shapes])
+    below.set_xticks(range(len(shapes)), [_label(shape) for shape in shapes], fontsize=7)
     above.legend(ncols=3)
-    above.set_title(f"GPT, batch {BATCH} x {TOKENS} tokens, {results['machine']}", fontsize=9)
+    above.set_title(f"batch {BATCH} x {TOKENS} tokens, {results['machine']}", fontsize=9)
     plt.tight_layout()
     plt.savefig(figure, dpi=120)
+
+
+def _label(shape: str) -> str:
+    model, _, sizes = shape.rpartition(" ")
+    return f"{(model or 'gpt').upper()}\nh{sizes.replace('x', ' l')}"
 
 
 def plot_curve(results: dict[str, Any], figure: str) -> None:
@@ -314,17 +367,21 @@ def plot_curve(results: dict[str, Any], figure: str) -> None:
 def main() -> None:
     """Measures, or reports what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="HIDDENxLAYERS[xBATCH]")
-    parser.add_argument("--modes", nargs="+", default=list(MODES))
+    parser.add_argument("--models", nargs="+", choices=["gpt", "bert", "t5"], help="SSDTrain's figure 6 for these")
+    parser.add_argument("--shapes", nargs="+", help="HIDDENxLAYERS[xBATCH]")
+    parser.add_argument("--modes", nargs="+")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=30)
     parser.add_argument("--path", help="where scratch files go (default: the system's temporary directory)")
     parser.add_argument("--out", default="activation_offload.json")
     parser.add_argument("--report", help="print the table of earlier results instead of measuring")
-    parser.add_argument("--plot", help="with --report: draw the figure")
+    parser.add_argument("--plot", help="draw the figure")
     parser.add_argument("--curve", help="with --report: draw throughput over memory, of shapes that differ in batch")
     arguments = parser.parse_args()
+    arguments.shapes = arguments.shapes or (FIGURE_SHAPES if arguments.models else SHAPES)
+    arguments.modes = arguments.modes or (FIGURE_MODES if arguments.models else MODES)
+    arguments.models = arguments.models or ["gpt"]
     results = json.loads(Path(arguments.report).read_text()) if arguments.report else measure(arguments)
     print(report(results))
     if arguments.plot:

@@ -1,6 +1,9 @@
-"""Full fine-tuning of GPT with the GPU capped at 24 GiB: ours, and DeepSpeed's ZeRO-3 beside it, in one run.
+"""Full fine-tuning of GPT, T5 or Llama on a GPU capped at 24 GiB: ours, and DeepSpeed's ZeRO-3 beside it, in one run.
 
     python -m benchmarks.full_finetune --out results.json [--cases host:2048x24 deepspeed-cpu:2048x24 ...]
+
+    python -m benchmarks.full_finetune --model t5 --out results.json     # T5 3B, clipped to norm 1
+    python -m benchmarks.full_finetune --model llama --out results.json  # a Llama of 3.0B, clipped to norm 1
 
 A case is MODE:HIDDENxLAYERS, with options after commas: `host:3072x34,clip,rounds=2`. Each has a process of its own.
 
@@ -18,10 +21,11 @@ Options:
   batch=N, steps=N, rounds=N, gpu=GIB, host=GIB
   resident=GIB     `gpu_memory=` of the strategy: whole units stay on the GPU (with mode auto)
 
-Batches of 16 x 1024 tokens, gradient checkpointing, bf16 weights with fp32 master weights and states (`bf16-true`; with
-`mixed`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next, after the warm-up; what is
-left of the last step on the CPU is `drain`. RAM: the most that was taken of what was free before the process began.
-Random tokens, the same in every step, so that the loss falls. `--timeline NAME` writes a Chrome trace and a picture.
+Batches of 16 x 1024 tokens (and 229 of a T5's decoder), gradient checkpointing, bf16 weights with fp32 master weights
+and states (`bf16-true`; with `mixed`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next,
+after the warm-up; what is left of the last step on the CPU is `drain`. RAM: the most that was taken of what was free
+before the process began. Random tokens, the same in every step, so that the loss falls. `--timeline NAME` writes a
+Chrome trace and a picture.
 """
 
 import argparse
@@ -36,22 +40,19 @@ from typing import Any
 
 from lightning_ssd.device import available_memory
 
-CASES = [
-    "deepspeed-cpu:2048x24",
-    "host:2048x24",
-    "deepspeed-cpu:2560x32",
-    "host:2560x32",
-    "deepspeed-cpu:3072x34",
-    "host:3072x34",
-]
+SHAPES = {"gpt": ("2048x24", "2560x32", "3072x34"), "t5": ("1024x24,clip",), "llama": ("3072x28,clip",)}
+"""Cases of each model, unless others are given."""
+
 WARM_UP = 2
 
 
 def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     """Trains by our strategy and prints the result as one line of JSON."""
     import torch
+    from torch import Tensor
     from torch.utils.data import DataLoader, Dataset
 
+    from benchmarks.finetuned_models import make_model, random_batch
     from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
     from lightning_ssd._lightning import pl
     from lightning_ssd.models.gpt import GPT
@@ -62,7 +63,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     if case["plain_kernel"]:
         optimizers.adam_library = lambda: None
 
-    class FineTuned(GPT):
+    class FineTunedGPT(GPT):
         def configure_model(self) -> None:
             if self.model is None:
                 with torch.device("meta"):
@@ -71,14 +72,32 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=case["lr"], fused=True)
 
-    class SameTokens(Dataset[torch.Tensor]):
-        ids = torch.randint(0, 50257, (case["batch"], 1024), generator=torch.Generator().manual_seed(0))
+    class FineTuned(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model: Any = None
+
+        def configure_model(self) -> None:
+            if self.model is None:
+                with torch.device("meta"):
+                    self.model = make_model(case["model"], case["hidden"], case["layers"])
+                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss: Tensor = self.model(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=case["lr"], fused=True)
+
+    class SameTokens(Dataset[dict[str, Tensor]]):
+        batch = random_batch(case["model"], case["batch"])
 
         def __len__(self) -> int:
             return case["batch"] * (WARM_UP + case["steps"])
 
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return self.ids[index % case["batch"]]
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {name: values[index % case["batch"]] for name, values in self.batch.items()}
 
     class Probe(pl.Callback):
         begun: list[float] = []
@@ -124,7 +143,9 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         default_root_dir=path,
     )
     hidden = case["hidden"]
-    model = FineTuned(50304, 1024, hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
+    model: pl.LightningModule = FineTuned()
+    if case["model"] == "gpt":
+        model = FineTunedGPT(50304, 1024, hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
     started = time.perf_counter()
     trainer.fit(model, DataLoader(SameTokens(), batch_size=case["batch"]))
     steps = [b - a for a, b in zip(probe.begun, probe.begun[1:], strict=False)][WARM_UP:]
@@ -144,12 +165,12 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     os._exit(0)  # what is left to do is to make the model whole again
 
 
-def parse(text: str) -> dict[str, Any]:
-    """Returns what a case asks for."""
+def parse(text: str, model: str) -> dict[str, Any]:
+    """Returns the settings of a case of `model`."""
     mode, _, rest = text.partition(":")
     shape, *options = rest.split(",")
     hidden, layers = map(int, shape.split("x"))
-    case: dict[str, Any] = {"name": text, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
+    case: dict[str, Any] = {"model": model, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
     case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized"}
     case |= {
         "limit": 1,
@@ -176,11 +197,16 @@ def parse(text: str) -> dict[str, Any]:
 def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]:
     """Runs a case in a process of its own, and returns what it printed, with the RAM that it took."""
     if case["mode"].startswith("deepspeed"):
-        arguments = {"hidden": case["hidden"], "layers": case["layers"], "batch": case["batch"], "steps": case["steps"],
-                     "mode": case["mode"].removeprefix("deepspeed-"), "warm-up": WARM_UP, "gpu-gib": case["gpu"],
-                     "clip": case["limit"] if case["clip"] else 0.0, "path": f"{path}/deepspeed"}  # fmt: skip
+        arguments = {name: case[name] for name in ("model", "hidden", "layers", "batch", "steps")}
+        arguments |= {
+            "mode": case["mode"].removeprefix("deepspeed-"),
+            "warm-up": WARM_UP,
+            "gpu-gib": case["gpu"],
+            "clip": case["limit"] if case["clip"] else 0.0,
+            "path": f"{path}/deepspeed",
+        }
         command = [f"--{name}={value}" for name, value in arguments.items()]
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.deepspeed_gpt", *command]
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.deepspeed_peer", *command]
     else:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.full_finetune", "--path", path]
         command += ["--one", json.dumps(case)] + ([f"--timeline={timeline}"] if timeline else [])
@@ -211,20 +237,18 @@ def draw(results: dict[str, Any], picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     steps = {name: statistics.median(run["step"] for run in runs if "step" in run) for name, runs in results.items()}
-    pairs = [
-        (shape, ours, theirs)
-        for shape in dict.fromkeys(name.split(":")[1].split(",")[0] for name in results)
-        for ours, theirs in ((f"host:{shape}", f"deepspeed-cpu:{shape}"),)
-        if ours in steps and theirs in steps
-    ]
-    pairs.sort(key=lambda pair: results[pair[1]][0]["parameters"])
+    peers = [name for name in steps if "deepspeed-cpu:" in name]
+    pairs = [(name.replace("deepspeed-cpu:", "host:"), name) for name in peers]
+    pairs = [(ours, theirs) for ours, theirs in pairs if ours in steps]
+    pairs.sort(key=lambda pair: results[pair[0]][0]["parameters"])
     figure, axes = plt.subplots(figsize=(7, 2.6))
-    for y, (_, ours, theirs) in enumerate(pairs):
+    for y, (ours, theirs) in enumerate(pairs):
         for offset, name, color in ((-0.2, theirs, "tab:gray"), (0.2, ours, "tab:green")):
             axes.barh(y + offset, steps[name], 0.36, color=color)
             axes.text(steps[name] + 0.02, y + offset, f"{steps[name]:.2f} s", va="center", fontsize=9)
-    billions = [f"{results[ours][0]['parameters'] / 1e9:.2f}B" for _, ours, _ in pairs]
-    axes.set_yticks(range(len(pairs)), billions)
+    kinds = [ours.rpartition(" ")[0].upper() or "GPT" for ours, _ in pairs]
+    billions = [results[ours][0]["parameters"] / 1e9 for ours, _ in pairs]
+    axes.set_yticks(range(len(pairs)), [f"{kind} {size:.2f}B" for kind, size in zip(kinds, billions, strict=True)])
     axes.invert_yaxis()
     axes.set_xlabel("seconds a step: DeepSpeed ZeRO-3 with CPU offload (gray), lightning_ssd (green)")
     axes.spines[["top", "right"]].set_visible(False)
@@ -236,7 +260,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--path", default=".", help="directory on the SSD")
-    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--model", choices=list(SHAPES), default="gpt")
+    parser.add_argument("--cases", nargs="+", help="MODE:HIDDENxLAYERS[,OPTION...] (default: see SHAPES)")
     parser.add_argument("--draw", metavar="PNG", help="draw the results in `--out`, and run nothing")
     parser.add_argument("--timeline", help="files to write, without ending, of the last of our cases")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -248,8 +273,11 @@ def main() -> None:
         draw(json.loads(Path(arguments.out).read_text()), Path(arguments.draw))
         return
     results: dict[str, Any] = {}
-    for text in arguments.cases:
-        case = parse(text)
+    default = [f"{mode}:{shape}" for shape in SHAPES[arguments.model] for mode in ("deepspeed-cpu", "host")]
+    for text in arguments.cases or default:
+        case = parse(text, arguments.model)
+        if arguments.model != "gpt":
+            text = f"{arguments.model} {text}"
         for _ in range(case["rounds"]):
             result = run(case, arguments.path, arguments.timeline)
             results.setdefault(text, []).append(result)

@@ -1,4 +1,4 @@
-"""One training of GPT by DeepSpeed, as the peer that `full_finetune` runs beside ours: prints one line of JSON.
+"""One training of a model by DeepSpeed, as the peer that `full_finetune` runs beside ours: prints one line of JSON.
 
 Needs `deepspeed` (0.19.8 was used), nvcc and ninja, which it compiles its ops with; for NVMe also libaio. ZeRO-3 with
 parameters and optimizer in RAM, or on NVMe without pipelining (with it, version 0.19.8 fails an assertion).
@@ -14,11 +14,20 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.finetuned_models import MODELS, make_model, random_batch
 
 
-def configuration(mode: str, batch: int, hidden: int, path: str, clip: float) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration: bf16 weights, fp32 master weights and states."""
+def configuration(mode: str, batch: int, largest: int, path: str, clip: float) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration: bf16 weights, fp32 master weights and states.
+
+    Args:
+        mode: `"cpu"` or `"nvme"`.
+        batch: Samples of a micro-batch.
+        largest: Elements of the largest parameter.
+        path: Directory on the SSD.
+        clip: Largest norm of the gradients; 0: any.
+    """
     zero: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": True,
@@ -31,7 +40,6 @@ def configuration(mode: str, batch: int, hidden: int, path: str, clip: float) ->
         "sub_group_size": int(1e8),
     }
     if mode == "nvme":
-        largest = max(4 * hidden * hidden, 50304 * hidden)
         nvme = {"device": "nvme", "nvme_path": path, "pin_memory": True}
         zero["offload_param"] = nvme | {"buffer_count": 16, "buffer_size": int(1.05 * largest), "max_in_cpu": 0}
         zero["offload_optimizer"] = nvme | {"buffer_count": 5}
@@ -51,6 +59,7 @@ def configuration(mode: str, batch: int, hidden: int, path: str, clip: float) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--batch", type=int, default=16)
@@ -73,20 +82,22 @@ def main() -> None:
     torch.cuda.set_per_process_memory_fraction(a.gpu_gib * 2**30 / total)
     if a.mode == "nvme":
         os.makedirs(a.path, exist_ok=True)
-    config = configuration(a.mode, a.batch, a.hidden, a.path, a.clip)
-    sizes = dict(vocab_size=50304, n_positions=1024, n_embd=a.hidden, n_layer=a.layers, n_head=a.hidden // 128)
+    with torch.device("meta"):
+        shapes = make_model(a.model, a.hidden, a.layers).parameters()
+    largest = max(parameter.numel() for parameter in shapes)
+    config = configuration(a.mode, a.batch, largest, a.path, a.clip)
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+        model = make_model(a.model, a.hidden, a.layers)
     model.gradient_checkpointing_enable()
     model.train()
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
-    ids = torch.randint(0, 50257, (a.batch, 1024), device="cuda")
+    batch = {name: values.cuda() for name, values in random_batch(a.model, a.batch).items()}
     steps: list[float] = []
     losses: list[float] = []
     for _ in range(a.warm_up + a.steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = engine(input_ids=ids, labels=ids).loss
+        loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
         torch.cuda.synchronize()
