@@ -223,7 +223,18 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="measure this machine with the drive that DIR is on (default: that of the strategy's `path`)",
     )
     options.add_argument("--save-machine", type=Path, metavar="FILE.json", help="where to keep what was measured")
-    options.add_argument("--profile", type=_file, metavar="FILE.json", help="of the model, instead of a calculated one")
+    options.add_argument(
+        "--profile",
+        type=_file,
+        metavar="FILE.json",
+        help="of the model as ModelProfiler has measured it, instead of a trace",
+    )
+    options.add_argument(
+        "--batch",
+        action="append",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="shape of a batch (of each tensor of it) where the data can't be read, such as input_ids=8x1024:int64",
+    )
     options.add_argument("--planner", default="holistic", help="holistic (default), lohan, fuyou or ssdtrain")
     options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="where to keep the plan")
     options.add_argument("--tbw", type=_positive, metavar="TB", help="TB that the drives are rated for, all together")
@@ -293,7 +304,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         else:
             from lightning_ssd.dry_run import profile_recipe
 
-            model = profile_recipe(config, hardware)
+            model = profile_recipe(config, hardware, args.batch or ())
         plan = make_plan(model, hardware, args.planner)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
         report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)

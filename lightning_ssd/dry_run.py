@@ -1,51 +1,278 @@
-"""What a recipe would take on a machine, before any step: `lightning-ssd plan`."""
+"""What a recipe would take on a machine, before any step: `lightning-ssd plan`.
 
-from pathlib import Path
+The recipe's own module is built without memory, and its `training_step` is traced on the shape of the first batch.
+"""
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_ssd.planning import HardwareProfile, ModelProfile, transformer_profile
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse._util import import_object
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-_KNOWN = "lightning_ssd.models.GPT"
+from lightning_ssd._lightning import pl
+from lightning_ssd.planning import HardwareProfile, ModelProfile
+from lightning_ssd.profiling import TracingError, count_samples, fake_tensors, trace, unit_profiles
+from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.states import Unit, find_units
+from lightning_ssd.strategy import SSDOffloadStrategy
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16": torch.bfloat16}
 
 
-def profile_recipe(config: Any, hardware: HardwareProfile) -> ModelProfile:
-    """Returns the profile of what a recipe trains, by calculation.
+def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] = ()) -> ModelProfile:
+    """Returns the profile of what a recipe trains, by tracing its `training_step` on tensors without memory.
 
     Args:
         config: the recipe as LightningCLI has parsed it, for `fit`.
         hardware: gives the times.
+        batch: shapes of a batch, as `parse_batch` takes them, in place of the first one of the recipe's data.
 
     Raises:
-        ValueError: nothing is known of the model but by running it.
+        ValueError: the module can't be built, or its data not read, or `training_step` not be traced.
     """
-    model, data, trainer = config["model"], config["data"], config["trainer"]
-    if model["class_path"] != _KNOWN:
-        raise ValueError(
-            f"`plan` calculates profiles of {_KNOWN}, and the recipe has {model['class_path']}. Give the profile of "
-            "another model with `--profile FILE.json`: the callback ModelProfiler measures it."
-        )
-    sizes, batches = model["init_args"], data["init_args"]
-    if sizes["pretrained"]:
-        sizes = _pretrained(Path(sizes["pretrained"]))
-    accumulate = trainer["accumulate_grad_batches"]
-    return transformer_profile(
-        hardware,
-        hidden=sizes["n_embd"],
-        layers=sizes["n_layer"],
-        heads=sizes["n_head"],
-        sequence=batches["block_size"],
-        batch=batches["batch_size"],
-        vocabulary=sizes["vocab_size"],
-        micro_batches=accumulate,
-        clip_norm=bool(trainer["gradient_clip_val"]) and trainer["gradient_clip_algorithm"] != "value",
-        tied=True,
+    trainer = _stub_trainer(config["trainer"])
+    dtype = _default_dtype(config["trainer"]["precision"])
+    least = parse_bytes(_strategy_argument(config, "min_bytes") or 2**20, "min_bytes")
+    with fake_tensors() as mode, _default_type(dtype):
+        module = _attach(_module(config), trainer)
+        with unset_fake_temporarily():
+            first = parse_batch(batch) if batch else _first_batch(config, module, trainer)
+        _configure(module)
+        if dtype is not torch.float32:
+            first = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, first)
+        units = [unit for unit in find_units(module, _strategy_argument(config, "units")) if unit.parameters]
+        graph = trace(units, module, _step(module, config), first, mode, hardware, least)
+        moments = _optimizer_bytes(module)
+    wide = str(config["trainer"]["precision"]) in ("32", "32-true", "64", "64-true", "None")
+    samples, tokens = count_samples(first)
+    settings = config["trainer"]
+    return ModelProfile(
+        type(module).__name__,
+        unit_profiles(units, graph, graph.saved(least), {}, lambda unit: _state_bytes(unit, moments, wide=wide)),
+        settings["accumulate_grad_batches"],
+        samples,
+        tokens,
+        bool(settings["gradient_clip_val"]) and settings["gradient_clip_algorithm"] != "value",
     )
 
 
-def _pretrained(folder: Path) -> Any:
-    import json
+def parse_batch(hints: Sequence[str]) -> Any:
+    """Returns a batch of zeros: a tensor, or several by name, or, without names, a list.
 
+    Args:
+        hints: each `[NAME=]SHAPE[:DTYPE]`, such as `input_ids=8x1024:int64`. The default dtype is float32.
+
+    Raises:
+        ValueError: a hint is none.
+    """
+    tensors: dict[str, Tensor] = {}
+    for number, hint in enumerate(hints):
+        name, _, value = hint.rpartition("=")
+        shape, _, kind = value.partition(":")
+        dtype = getattr(torch, kind or "float32", None)
+        try:
+            sizes = [int(size) for size in shape.split("x")]
+        except ValueError:
+            sizes = []
+        if not sizes or min(sizes) < 1 or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"`--batch {hint}` is not [NAME=]SHAPE[:DTYPE], such as `input_ids=8x1024:int64`.")
+        tensors[name or str(number)] = torch.zeros(1, dtype=dtype).expand(sizes)
+    if any("=" in hint for hint in hints):
+        return tensors
+    values = list(tensors.values())
+    return values[0] if len(values) == 1 else values
+
+
+def _instantiate(config: Any, name: str, base: type) -> Any:
+    """Returns the instance of a class that `config` names.
+
+    Raises:
+        ValueError: it can't be made.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(base, name, fail_untyped=False)
     try:
-        return json.loads((folder / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"`model.pretrained` is {str(folder)!r}, and there is no config.json in it.") from error
+        return parser.instantiate_classes(Namespace({name: config[name]}))[name]  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise ValueError(f"`{name}` of the recipe can't be built: {error}") from error
+
+
+def _module(config: Any) -> pl.LightningModule:
+    """Returns the recipe's module. One that builds its layers in `configure_model` may do anything before."""
+    kind = import_object(config["model"]["class_path"])
+    late = getattr(kind, "configure_model", None) is not pl.LightningModule.configure_model
+    with unset_fake_temporarily() if late else contextlib.nullcontext():
+        module: pl.LightningModule = _instantiate(config, "model", pl.LightningModule)
+    return module
+
+
+def _attach(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
+    """Returns the module as it is in a training: it asks the Trainer, and logs (nothing collects that)."""
+    if not module.automatic_optimization:
+        raise ValueError(
+            "With manual optimization a `training_step` can't be traced. Give the profile that the callback "
+            "ModelProfiler measures: `--profile FILE`."
+        )
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    for name in ("log", "log_dict"):
+        setattr(module, name, lambda *args, **kwargs: None)
+    return module.train()
+
+
+def _configure(module: pl.LightningModule) -> None:
+    try:
+        module.setup("fit")
+        module.configure_model()
+    except Exception as error:
+        raise ValueError(f"`model` of the recipe can't be built without memory: {error}") from error
+    _from_meta(module)
+    module.train()
+
+
+def _from_meta(module: nn.Module) -> None:
+    """Replaces parameters and buffers on `meta` by such of a device that has operators, still without memory."""
+    replaced: dict[Tensor, Tensor] = {}  # tied weights stay tied
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device.type != "meta":
+                    continue
+                if tensor not in replaced:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    weight = isinstance(tensor, nn.Parameter)
+                    replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if weight else empty
+                tensors[name] = replaced[tensor]  # type: ignore[assignment]
+
+
+def _stub_trainer(settings: Any) -> pl.Trainer:
+    """Returns a Trainer that modules can ask for what the recipe says of it; it trains nothing."""
+    with _quiet():
+        return pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=SSDOffloadStrategy(),  # for which modules may leave weights on `meta`
+            max_epochs=-1,
+            max_steps=settings["max_steps"] if (settings["max_steps"] or -1) > 0 else 1000,
+            accumulate_grad_batches=settings["accumulate_grad_batches"],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+
+def _first_batch(config: Any, module: pl.LightningModule, trainer: pl.Trainer) -> Any:
+    """Returns the first batch of training that the recipe's data module, or the module, loads.
+
+    Raises:
+        ValueError: there is none.
+    """
+    remedy = "Name the shapes of a batch instead, such as `--batch input_ids=8x1024:int64`."
+    source: Any = module
+    if config.get("data") is not None:
+        source = _instantiate(config, "data", pl.LightningDataModule)
+        trainer.datamodule = source  # type: ignore[attr-defined]  # modules ask it what the data needs
+        source.trainer = trainer
+    try:
+        source.prepare_data()
+        if source is not module:
+            source.setup("fit")
+        return next(iter(source.train_dataloader()))
+    except Exception as error:
+        raise ValueError(f"The recipe's data can't be read: {error or type(error).__name__}. {remedy}") from error
+
+
+def _step(module: pl.LightningModule, config: Any) -> Any:
+    """Returns the function that computes the loss of a batch, in the recipe's precision."""
+    mixed = {"16-mixed": torch.bfloat16, "bf16-mixed": torch.bfloat16}.get(str(config["trainer"]["precision"]))
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+
+    def run(batch: Any) -> Tensor:
+        # float16 takes as many bytes, and a CPU's autocast knows both.
+        with contextlib.nullcontext() if mixed is None else torch.autocast("cpu", mixed):
+            output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            raise TracingError("`training_step` has returned no loss for the first batch.")
+        return loss
+
+    return run
+
+
+def _default_dtype(precision: Any) -> torch.dtype:
+    """Returns the dtype of weights: that of the `true` precisions."""
+    name, _, kind = str(precision or "32-true").partition("-")
+    return torch.float32 if kind == "mixed" else _DTYPES.get(name, torch.float32)
+
+
+@contextlib.contextmanager
+def _default_type(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _strategy_argument(config: Any, name: str) -> Any:
+    """Returns an argument of the recipe's strategy; None: it is not given."""
+    strategy = config["trainer"]["strategy"]
+    return None if isinstance(strategy, str) else (strategy.get("init_args") or {}).get(name)
+
+
+def _optimizer_bytes(module: pl.LightningModule) -> dict[Tensor, int]:
+    """Returns the bytes of optimizer states of each trained parameter, in fp32: those that a step makes."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        with _quiet():
+            found = module.configure_optimizers()
+        optimizers = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.optim.Optimizer)]
+        for optimizer in optimizers:
+            optimizer.step()
+        states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
+    except Exception as error:
+        log.warning("states are counted as Adam's, because no step of the optimizer could be traced: %s", error)
+        return {parameter: 8 * parameter.numel() for parameter in trained}
+    return {
+        parameter: sum(4 * value.numel() for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
+        for parameter, state in states.items()
+    }
+
+
+def _state_bytes(unit: Unit, moments: Mapping[Tensor, int], *, wide: bool) -> tuple[int, int, int, int, int]:
+    """Returns the count of trained parameters, and bytes of weights, gradients and states (read, written).
+
+    Args:
+        unit: of the model.
+        moments: bytes of optimizer states.
+        wide: weights compute in the precision in which they are stepped; else in 16 bits, with fp32 master weights.
+    """
+    trained = [parameter for _, parameter in unit.parameters if parameter.requires_grad]
+    numel = sum(parameter.numel() for parameter in trained)
+    width = 4 if wide else 2
+    states = sum(moments.get(parameter, 0) for parameter in trained) + (0 if wide else 4 * numel)
+    weights = width * sum(parameter.numel() for _, parameter in unit.parameters)
+    return numel, weights, width * numel, states, states
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Keeps Lightning's remarks on a Trainer that trains nothing off the screen."""
+    logger = logging.getLogger(pl.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -261,7 +261,6 @@ class TestPlan:
             (["plan", RECIPE, "--machine", MACHINE, "--measure", "."], "exclude each other"),
             (["plan", RECIPE, "--trainer.default_root_dir=missing"], "'missing' is not a directory.*--measure DIR"),
             (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "`planner='guess'` must be one of"),
-            (["plan", "recipe.yaml", "--machine", MACHINE], "the recipe has .*BoringModel. Give the profile"),
             (["plan", RECIPE, "--machine", RECIPE], "is not JSON"),
             (["plan", "show", "missing.yaml"], "`plan show` takes one file"),
             (["plan", "show", RECIPE], "means nothing|lacks the entry"),

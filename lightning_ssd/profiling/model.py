@@ -243,9 +243,7 @@ class Profiler:
 
     def visits(self) -> list[Visit]:
         """Returns the runs of units, in the order of the forward; units that did not run come last."""
-        visits = self.graph.visits()
-        ran = {visit.unit for visit in visits}
-        return visits + [Visit(index, 0) for index in range(len(self.units)) if index not in ran]
+        return _visits(self.units, self.graph)
 
     def name_of(self, visit: Visit) -> str:
         """Returns the name of a run in profiles and plans."""
@@ -276,12 +274,8 @@ class Profiler:
         if self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)
         saved = self.saved()
-        measured = self.graph.transients.measure()
         launches = self._launch_seconds(measure_launches(self._cache.device))
-        units = tuple(
-            self._unit(visit, [item for item in saved if item.visit == visit], launches.get(visit, 0.0), *measured)
-            for visit in self.visits()
-        )
+        units = unit_profiles(self.units, self.graph, saved, launches, self._state_bytes)
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
         waits = 2 * self._ahead <= self._begun
         return ModelProfile(
@@ -312,64 +306,6 @@ class Profiler:
         # What took longer than most did at first has waited: for weights, or for room in the device's queue.
         usual = statistics.median(paces) if paces else 0.0
         return {visit: min(seconds[visit], usual * counts[visit]) for visit in seconds}
-
-    def _unit(
-        self,
-        visit: Visit,
-        saved: Sequence[Saved],
-        launch_seconds: float,
-        in_forward: Mapping[Interval, int],
-        when_wanted: Mapping[int, int],
-        in_backward: Mapping[Interval, int],
-    ) -> UnitProfile:
-        """Returns the profile of a visit, with the host's seconds and what `Transients.measure` returns."""
-        operations = self.graph.operations
-        left = {number for number, operation in enumerate(operations) if operation.visit == visit}
-        forward = sum(operations[number].seconds for number in left)
-        backward = self.graph.backward_seconds.get(visit, 0.0)
-        launch = launch_seconds / len(left) if left else 0.0
-        operators = []
-
-        def add(name: str, made_by: set[int], item: Saved | None) -> None:
-            took = sum(operations[number].seconds for number in made_by & left)
-            again = item is not None and item.again
-            operators.append(
-                OperatorProfile(
-                    name,
-                    took,
-                    backward * took / forward if forward else 0.0,
-                    sum(operations[number].flops for number in made_by & left),
-                    item.nbytes if item is not None else 0,
-                    (name,) if item is not None else (),
-                    sum(operations[number].seconds for number in made_by) if again else None,
-                    item.scratch if item is not None else 0,
-                    in_forward.get((visit, item.buffer), 0) if item is not None else 0,
-                    when_wanted.get(item.buffer, 0) if item is not None else 0,
-                    in_backward.get((visit, item.buffer), 0) if item is not None else 0,
-                    len(made_by & left),
-                    len(made_by) if again else 0,
-                    launch * len(made_by & left),
-                )
-            )
-            left.difference_update(made_by)
-
-        for item in saved:
-            if not item.inbound:
-                maker = self.graph.buffers[item.buffer].maker
-                assert maker is not None
-                add(item.name, set(item.chain) or {maker}, item)
-        add(REST, set(left), None)
-        inputs = sum(item.nbytes for item in saved if item.inbound)
-        inbound = [item.buffer for item in saved if item.inbound]
-        states = self._state_bytes(self.units[visit.unit]) if visit.time == 0 else (0,) * 5
-        return UnitProfile(
-            self.name_of(visit),
-            tuple(operators),
-            inputs,
-            *states,
-            forward_bytes=in_forward.get((visit, None), 0),
-            backward_bytes=max(in_backward.get((visit, number), 0) for number in (None, *inbound)),
-        )
 
     def _state_bytes(self, unit: Unit) -> tuple[int, int, int, int, int]:
         """Returns the count of parameters, and the bytes of weights, gradients and states (read, written)."""
@@ -407,6 +343,98 @@ class Profiler:
                 weights, rest = home.on_ssd
                 nbytes["ssd" if weights else "host", "ssd" if rest else "host"] += flat.nbytes + home.layout.rest_bytes
         return max(nbytes, key=lambda tiers: nbytes[tiers]) if nbytes else ("gpu", "gpu")
+
+
+def unit_profiles(
+    units: Sequence[Unit],
+    graph: ForwardGraph,
+    saved: Sequence[Saved],
+    launches: Mapping[Visit, float],
+    state_bytes: Callable[[Unit], tuple[int, int, int, int, int]],
+) -> tuple[UnitProfile, ...]:
+    """Returns the profiles of the runs of units, in the order of the forward; units that did not run come last.
+
+    Args:
+        units: of the model.
+        graph: of a forward and backward.
+        saved: what autograd saved in them, and may be offloaded.
+        launches: of runs, the host's seconds for the launches of their operations.
+        state_bytes: returns parameters, and bytes of weights, gradients and states (read, written), of a unit.
+    """
+    measured = graph.transients.measure()
+    profiles = []
+    for visit in _visits(units, graph):
+        states = state_bytes(units[visit.unit]) if visit.time == 0 else (0, 0, 0, 0, 0)
+        of_visit = [item for item in saved if item.visit == visit]
+        name = visit_name(units[visit.unit].name, visit.time)
+        profiles.append(_unit_profile(graph, visit, name, of_visit, launches.get(visit, 0.0), states, *measured))
+    return tuple(profiles)
+
+
+def _visits(units: Sequence[Unit], graph: ForwardGraph) -> list[Visit]:
+    visits = graph.visits()
+    ran = {visit.unit for visit in visits}
+    return visits + [Visit(index, 0) for index in range(len(units)) if index not in ran]
+
+
+def _unit_profile(
+    graph: ForwardGraph,
+    visit: Visit,
+    name: str,
+    saved: Sequence[Saved],
+    launch_seconds: float,
+    states: tuple[int, int, int, int, int],
+    in_forward: Mapping[Interval, int],
+    when_wanted: Mapping[int, int],
+    in_backward: Mapping[Interval, int],
+) -> UnitProfile:
+    """Returns the profile of a visit, with the host's seconds and what `Transients.measure` returns."""
+    operations = graph.operations
+    left = {number for number, operation in enumerate(operations) if operation.visit == visit}
+    forward = sum(operations[number].seconds for number in left)
+    backward = graph.backward_seconds.get(visit, 0.0)
+    launch = launch_seconds / len(left) if left else 0.0
+    operators = []
+
+    def add(operator: str, made_by: set[int], item: Saved | None) -> None:
+        took = sum(operations[number].seconds for number in made_by & left)
+        again = item is not None and item.again
+        operators.append(
+            OperatorProfile(
+                operator,
+                took,
+                backward * took / forward if forward else 0.0,
+                sum(operations[number].flops for number in made_by & left),
+                item.nbytes if item is not None else 0,
+                (operator,) if item is not None else (),
+                sum(operations[number].seconds for number in made_by) if again else None,
+                item.scratch if item is not None else 0,
+                in_forward.get((visit, item.buffer), 0) if item is not None else 0,
+                when_wanted.get(item.buffer, 0) if item is not None else 0,
+                in_backward.get((visit, item.buffer), 0) if item is not None else 0,
+                len(made_by & left),
+                len(made_by) if again else 0,
+                launch * len(made_by & left),
+            )
+        )
+        left.difference_update(made_by)
+
+    for item in saved:
+        if not item.inbound:
+            maker = graph.buffers[item.buffer].maker
+            assert maker is not None
+            add(item.name, set(item.chain) or {maker}, item)
+    add(REST, set(left), None)
+    inputs = sum(item.nbytes for item in saved if item.inbound)
+    inbound = [item.buffer for item in saved if item.inbound]
+    return UnitProfile(
+        name,
+        tuple(operators),
+        inputs,
+        *states,
+        forward_bytes=in_forward.get((visit, None), 0),
+        backward_bytes=max(in_backward.get((visit, number), 0) for number in (None, *inbound)),
+    )
 
 
 def count_samples(batch: Any) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.forward import ForwardMode, Part, Visit, in_backward
@@ -195,7 +195,7 @@ class Recorder(ForwardMode):
                 self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
                 setattr(storage, _NUMBER, (self.graph, len(self.graph.buffers) - 1))
                 self.graph.transients.take(storage)
-        flops = _flops(func, args, kwargs, result)
+        flops = count_flops(func, args, kwargs, result)
         where = self._where[-1] if self._where else ""
         self.graph.operations.append(
             Operation(func, self._part, self.visit, where, inputs, flops, _repeatable(func, args, kwargs, result))
@@ -249,12 +249,16 @@ def _only_shows(func: Any) -> bool:
     return func.is_view and not composite
 
 
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    count = flop_registry.get(func._overloadpacket)
-    if count is None:
-        return 0.0
+def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Returns the FLOPs of an operation by torch's formulas; 0: there is none for it."""
+    packet = func._overloadpacket
     with contextlib.suppress(Exception):  # shapes that torch's formula does not know
-        return float(count(*args, **kwargs, out_val=result))
+        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            return float(sdpa_flop_count(*(value.shape for value in args[:3])))
+        if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            return float(sdpa_backward_flop_count(*(value.shape for value in args[:4])))
+        if (count := flop_registry.get(packet)) is not None:
+            return float(count(*args, **kwargs, out_val=result))
     return 0.0
 
 

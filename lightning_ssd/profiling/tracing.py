@@ -1,0 +1,240 @@
+"""What a training step of a model does, traced on tensors without memory: bytes and FLOPs exact, times calculated.
+
+The user's own `training_step` runs forward and backward once under torch's `FakeTensorMode`, in which tensors have
+shapes and no values, and the recorder that measures real trainings follows it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_ssd.activations import ForwardGraph
+from lightning_ssd.activations.graph import tensors_of
+from lightning_ssd.activations.weights import is_weight
+from lightning_ssd.planning import HardwareProfile
+from lightning_ssd.profiling.recorder import Recorder, count_flops
+from lightning_ssd.states import Unit
+
+FEW, MANY = 2**12, 2**24
+"""Elements up to which real values are computed: of floats, and of what is made from nothing."""
+
+__all__ = ["TracingError", "fake_tensors", "trace"]
+
+
+class TracingError(ValueError):
+    """A `training_step` that depends on values, or an operator that does not know the shape of its result."""
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Has modules built and run without memory while it lasts. Scalars such as `loss.item()` are unknown there."""
+    shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode:
+        FakeTensor.__deepcopy__ = _copy  # type: ignore[method-assign]  # torch's own copies the bytes, of which there are none
+        # `Module.to` swaps such tensors, which torch refuses where weak references to them exist: the mode has some.
+        utils: Any = torch.utils
+        weakref, utils.weakref = utils.weakref, SimpleNamespace(getweakrefs=lambda tensor: [])
+        try:
+            yield mode
+        finally:
+            utils.weakref = weakref
+            del FakeTensor.__deepcopy__
+
+
+def _copy(tensor: Any, memo: dict[int, Any]) -> Any:
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    return memo[id(tensor)]
+
+
+def trace(
+    units: Sequence[Unit],
+    module: nn.Module,
+    run: Callable[[Any], Tensor],
+    batch: Any,
+    mode: FakeTensorMode,
+    hardware: HardwareProfile,
+    min_bytes: int,
+) -> ForwardGraph:
+    """Returns what one forward and backward do.
+
+    Args:
+        units: of the module.
+        module: built under `mode`.
+        run: computes the loss of a batch, in the precision of the training.
+        batch: any tree of tensors, real ones or of `mode`.
+        mode: of `fake_tensors`, which it is called within.
+        hardware: gives the times: an operation takes as long as its FLOPs or its bytes, whichever takes longer.
+        min_bytes: saved tensors whose storage is smaller stay on the device.
+
+    Raises:
+        TracingError: the forward can't be followed without values; it names the operator.
+    """
+    recorder = _Tracer([unit.modules for unit in units], hardware)
+
+    def pack(tensor: Tensor) -> "Tensor | _Saved":
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        if storage is None or storage.nbytes() < min_bytes or is_weight(tensor, storage):
+            return tensor
+        saved = recorder.saved_storages.get(storage._cdata)
+        if saved is None:
+            saved = recorder.saved_storages[storage._cdata] = _Saved()
+            recorder.saved(storage, saved)  # type: ignore[arg-type]  # it needs the identity alone
+        return _View(tensor, saved)  # type: ignore[return-value]
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, _View):
+            recorder.wanted(packed.saved)  # type: ignore[arg-type]
+            return packed.tensor
+        return packed  # type: ignore[no-any-return]
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(recorder.close)
+        for weight in (*module.parameters(), *module.buffers()):  # mark their storages
+            is_weight(nn.Parameter(weight.detach(), requires_grad=False), weight.untyped_storage())
+
+        def without_memory(value: Tensor) -> Tensor:
+            if isinstance(value, FakeTensor):
+                return value
+            fake = mode.from_tensor(value)
+            recorder.give_value(fake, value.clone())
+            return fake
+
+        with unset_fake_temporarily():
+            batch = tree_map_only(Tensor, without_memory, batch)
+        with _explained(recorder):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), recorder:
+                loss = run(batch)
+            recorder.begin_backward()
+            try:
+                loss.backward()
+            finally:
+                recorder.end_backward()
+        recorder.finish()
+    return recorder.graph
+
+
+class _Saved:
+    """A storage that autograd saves."""
+
+
+class _View:
+    """A saved tensor, and its storage."""
+
+    def __init__(self, tensor: Tensor, saved: _Saved) -> None:
+        self.tensor = tensor
+        self.saved = saved
+
+
+class _Tracer(Recorder):
+    """Records a forward and backward on tensors without memory; its spans are calculated times."""
+
+    def __init__(self, units: Sequence[Sequence[nn.Module]], hardware: HardwareProfile) -> None:
+        super().__init__(units, torch.device("cpu"))
+        self._hardware = hardware
+        self.saved_storages: dict[int, _Saved] = {}
+        self.last_operator: Any = None
+        self._values = WeakTensorKeyDictionary()
+        """Real values of tensors that depend on the integers of the batch alone: user code may look at those."""
+
+    def give_value(self, tensor: Tensor, value: Tensor) -> None:
+        """Tells the values of a tensor of integers, or of few floats, which those of others are computed from."""
+        if value.numel() <= FEW or not (value.is_floating_point() or value.is_complex()):
+            self._values[tensor] = value
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        self.last_operator = func
+        known = self._compute(func, args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and known is not None:
+            return known
+        result = super().operation(func, args, kwargs)
+        if isinstance(result, Tensor) and isinstance(known, Tensor):
+            self.give_value(result, known)
+        return result
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the real result of an operation whose inputs have known values; None: unknown."""
+        given = tensors_of((args, kwargs))
+        computable = all(value in self._values for value in given)
+        if func._schema.is_mutable and not computable:
+            for value in given:  # views of them may be known: none is, from here on
+                if value in self._values:
+                    self._values.clear()
+                    break
+            return None
+        if not computable or func.namespace != "aten" or "empty" in func._schema.name:
+            return None
+        if not given and prod(args[0] if args and isinstance(args[0], list | tuple) else ()) > MANY:
+            return None
+        with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
+            args, kwargs = tree_map_only(Tensor, lambda value: self._values[value], (args, kwargs))
+            return func(*args, **kwargs)
+
+    def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs) if func.namespace == "prim" else super().time_backward(func, args, kwargs)
+
+    def _time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
+        result, span = super()._time(func, args, kwargs)
+        if span is None:
+            return result, None
+        moved = sum(value.nbytes for value in (*tensors_of((args, kwargs)), *tensors_of(result)))
+        flops = count_flops(func, args, kwargs, result) * (0.5 if _is_causal(func, args, kwargs) else 1.0)
+        seconds = max(flops / self._hardware.gpu_flops, moved / self._hardware.gpu_memory_bandwidth)
+        return result, (0.0, seconds)
+
+
+@contextlib.contextmanager
+def _explained(recorder: _Tracer) -> Iterator[None]:
+    """Turns errors of tracing into one that names the operator and the remedy."""
+    remedy = (
+        "Train a few steps with `callbacks=[lightning_ssd.ModelProfiler(FILE)]` instead, and give its profile: "
+        "`--profile FILE`."
+    )
+    try:
+        yield
+    except TracingError:
+        raise
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    ) as error:
+        reason = "".join(str(error).strip().splitlines()[:1]).rstrip(".")
+        raise TracingError(
+            f"`training_step` can't be traced without values, at the operator {recorder.last_operator}: {reason}. "
+            f"{remedy}"
+        ) from error
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether an attention skips half of its products."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    index = names.index("is_causal")
+    return bool(args[index] if index < len(args) else kwargs.get("is_causal", False))

@@ -1,0 +1,173 @@
+"""`lightning-ssd plan` traces any recipe's own training step, without memory, and says why where it can't."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from lightning_ssd import cli, dry_run
+from lightning_ssd.planning import HardwareProfile, ModelProfile, transformer_profile
+
+ROOT = Path(__file__).parents[1]
+MACHINE = str(ROOT / "configs/machines/h100.json")
+H100 = HardwareProfile.from_json(MACHINE)
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if path.name != "defaults.yaml")
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    monkeypatch.chdir(tmp_path)
+
+
+def profile(recipe: Path | str, *overrides: str, batch: tuple[str, ...] = ()) -> ModelProfile:
+    return dry_run.profile_recipe(cli._read_recipe(str(recipe), overrides, run=False), H100, batch)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in ("gpt", "lora") else pytest.mark.thorough)
+        for path in RECIPES
+    ],
+)
+def test_plans_every_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(recipe), "--machine", MACHINE]) == 0
+    printed = capsys.readouterr().out
+    assert "It fits." in printed and "bound by" in printed
+    assert float(re.search(r"([\d.]+)[KMG]? parameters", printed)[1]) > 0  # type: ignore[index]
+
+
+def test_a_gpt_is_traced_as_it_is_calculated() -> None:
+    """FLOPs, saved bytes and states of a 6.7B model, without its memory."""
+    traced = profile(ROOT / "recipes/gpt.yaml", "-c", str(ROOT / "configs/models/gpt-6.7b.yaml"),
+                     "--trainer.precision=bf16-true")  # fmt: skip
+    sizes: Any = yaml.safe_load((ROOT / "configs/models/gpt-6.7b.yaml").read_text())
+    model, data = sizes["model"]["init_args"], sizes["data"]["init_args"]
+    calculated = transformer_profile(
+        H100,
+        hidden=model["n_embd"],
+        layers=model["n_layer"],
+        heads=model["n_head"],
+        sequence=data["block_size"],
+        batch=data["batch_size"],
+        vocabulary=model["vocab_size"],
+        tied=True,
+    )
+    assert traced.parameters == pytest.approx(calculated.parameters, rel=1e-3)
+    states = [sum(unit.state_bytes_read for unit in model.units) for model in (traced, calculated)]
+    assert states[0] == pytest.approx(states[1], rel=1e-3)
+    assert (traced.samples, traced.tokens) == (calculated.samples, calculated.tokens)
+    assert traced.saved_bytes == pytest.approx(calculated.saved_bytes, rel=0.2)
+    flops = [sum(one.flops for unit in model.units for one in unit.operators) for model in (traced, calculated)]
+    assert flops[0] == pytest.approx(flops[1], rel=0.05)
+    assert calculated.forward_seconds < traced.forward_seconds < 1.4 * calculated.forward_seconds
+
+
+def test_checkpointing_is_traced() -> None:
+    overrides = ["-c", str(ROOT / "configs/models/gpt-1.3b.yaml"), "--trainer.precision=bf16-true"]
+    kept = profile(ROOT / "recipes/gpt.yaml", *overrides)
+    again = profile(ROOT / "recipes/gpt.yaml", *overrides, "--model.gradient_checkpointing=true")
+    assert again.saved_bytes < kept.saved_bytes / 4
+    assert again.forward_seconds == pytest.approx(kept.forward_seconds)
+    assert again.backward_seconds > kept.backward_seconds + 0.5 * kept.forward_seconds
+
+
+class Mine(pl.LightningModule):
+    """A user's module: looks at values of its batch, logs, steps by SGD, and has a frozen part."""
+
+    def __init__(self, width: int = 512, how: str = "") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, width)
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+        self.layers[0].requires_grad_(False)
+        self.how = how
+        self.automatic_optimization = how != "manual"
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor | None:
+        assert int(batch["ids"].max()) < 10
+        out = self.layers(self.embed(batch["ids"]) * batch["scale"])
+        loss: Tensor = out.square().mean()
+        self.log("loss", loss.item())
+        self.print(len(self.trainer.callbacks))  # type: ignore[attr-defined]
+        if self.how == "branch" and loss > 1:
+            loss = loss * 2
+        if self.how == "nonzero":
+            loss = loss + out[out > 0].sum()
+        return None if self.how == "none" else loss
+
+    def train_dataloader(self) -> Any:
+        if self.how == "no data":
+            raise FileNotFoundError("texts are missing")
+        one = {"ids": torch.arange(8).repeat(64, 1), "scale": torch.ones(64, 8, 1)}
+        return [one]
+
+    def configure_optimizers(self) -> Any:
+        if self.how == "adam":
+            return [torch.optim.Adam(self.parameters())], []
+        return {"optimizer": torch.optim.SGD(self.parameters(), 0.1, momentum=0.9 * (self.how == "momentum"))}
+
+
+def mine(**init_args: Any) -> str:
+    Path("mine.yaml").write_text(yaml.safe_dump({"model": {"class_path": f"{__name__}.Mine", "init_args": init_args}}))
+    return "mine.yaml"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
+
+
+@pytest.mark.parametrize(
+    ("how", "moments", "precision", "width"),
+    [("", 0, "32-true", 4), ("momentum", 1, "bf16-true", 2), ("adam", 2, "bf16-mixed", 2)],
+)
+def test_states_are_those_of_the_users_optimizer(how: str, moments: int, precision: str, width: int) -> None:
+    found = profile(mine(how=how), f"--trainer.precision={precision}")
+    trained = 2 * (512 * 512 + 512) + 10 * 512
+    assert (found.samples, found.tokens, found.parameters) == (64, 64 * 8, trained)
+    assert sum(unit.weight_bytes for unit in found.units) == width * (trained + 512 * 512 + 512)
+    assert sum(unit.state_bytes_read for unit in found.units) == 4 * trained * (moments + (width == 2))
+    assert found.units[0].name == "embed" and len(found.units) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("branch", "at the operator aten._local_scalar_dense.*--profile FILE"),
+        ("nonzero", "at the operator aten.(nonzero|index).*--profile FILE"),
+        ("none", "no loss"),
+        ("manual", "manual optimization.*--profile FILE"),
+        ("no data", "texts are missing.*--batch"),
+    ],
+)
+def test_says_why_a_step_is_not_traced(how: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", mine(how=how), "--machine", MACHINE])
+    assert re.search(message, capsys.readouterr().err, re.DOTALL)
+
+
+def test_shapes_stand_for_data() -> None:
+    found = profile(mine(how="no data"), batch=("ids=4x8:int64", "scale=4x8x1"))
+    assert (found.samples, found.tokens) == (4, 32)
+
+
+@pytest.mark.parametrize("hint", ["8y1024", "ids=8x1024:int65", "0x4", "ids="])
+def test_refuses_shapes(hint: str) -> None:
+    with pytest.raises(ValueError, match="is not \\[NAME=\\]SHAPE"):
+        dry_run.parse_batch([hint])
+
+
+def test_building_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    profile(mine(width=30_000))  # 11 GB of weights
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
