@@ -134,3 +134,24 @@ def test_a_resumed_run_begins_a_window_also_where_the_one_before_was_cut_off(tmp
     )
     assert recorder.indices == [[0, 1, 2]]
     assert recorder.said_last == recorder.stepped == [False, False, True]
+
+
+class Skipping(SmallModel):
+    """Computes a loss in every batch, and none is stepped on in every other one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+def test_a_batch_without_backward_has_a_record_of_its_own(tmp_path: Path) -> None:
+    """What it has saved is not taken for the beginning of the next batch."""
+    begun: list[int] = []
+
+    class Count(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            begun.append(trainer.strategy.tensor_cache.stats().micro_batches)
+
+    trainer = make_trainer(tmp_path, offloading(), callbacks=[Count()], limit_val_batches=0)
+    trainer.fit(Skipping(), batches(4))
+    assert begun == [1, 2, 3, 4]
