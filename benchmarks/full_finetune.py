@@ -56,12 +56,12 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
     from lightning_ssd._lightning import pl
     from lightning_ssd.models.gpt import GPT
-    from lightning_ssd.states import optimizers
+    from lightning_ssd.states import adam
 
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(case["gpu"] * 2**30 / total)
     if case["plain_kernel"]:
-        optimizers.adam_library = lambda: None
+        adam.adam_library = lambda: None
 
     class FineTunedGPT(GPT):
         def configure_model(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.data import MaskedTextDataModule, SpanCorruptionDataModule, TextDataModule, input_ids
-from lightning_ssd.models import GPT
+from lightning_ssd.models import GPT, T5
 
 BATCHES = 5  # in an epoch
 
@@ -33,7 +33,9 @@ class Record(pl.Callback):
 
 def fit(data: TextDataModule, folder: Path, resume: Path | None = None, **trainer_settings: Any) -> tuple[Record, GPT]:
     torch.manual_seed(0)
-    model = GPT(vocab_size=260, n_positions=16, n_embd=16, n_layer=2, n_head=2, lr=1e-2, warmup_steps=3)
+    model: Any = GPT(vocab_size=260, n_positions=16, n_embd=16, n_layer=2, n_head=2, lr=1e-2, warmup_steps=3)
+    if isinstance(data, SpanCorruptionDataModule):
+        model = T5(vocab_size=260, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, lr=1e-2, warmup_steps=3)
     record = Record()
     save = pl.callbacks.ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
