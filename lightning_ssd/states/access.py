@@ -35,7 +35,7 @@ from lightning_ssd.states.parameter import (
     offloaded_in,
     ordinary,
 )
-from lightning_ssd.states.shared_memory import SharedMemory, check_shareable, keep_alive, same_stride
+from lightning_ssd.states.shared_memory import SharedMemory, check_shareable, same_stride
 from lightning_ssd.states.split import write_changed
 from lightning_ssd.states.staged import StagedFlats
 from lightning_ssd.states.stream import WeightStream
@@ -438,6 +438,9 @@ class Access:
                 f"it trains: its own are {item.stride}. Use `copy_`, or set a tensor with its strides."
             )
         check_shareable(data, source.name)
+        for flat in self._flats:
+            if not all(memory.referenced or memory.foreign for memory in flat.shared.values()):
+                self.staged.pull(flat)  # which frees memory that no other has any more
         self.begin_change(source.flat)
         with torch.inference_mode(False), torch.no_grad():
             if source.aliases:
@@ -449,11 +452,6 @@ class Access:
             source.flat.shared.pop(source.index, None)
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
             source.flat.shared[source.index] = SharedMemory(data)
-            self.keep_shared()
-
-    def keep_shared(self) -> None:
-        """Keeps memory of parameters alive that may have owners unknown to torch, and no other."""
-        keep_alive([memory for flat in self._flats for memory in flat.shared.values()])
 
     def _memory(self, tensor: "OffloadedParameter | OffloadedView", sharing: str) -> Tensor:
         """Returns an ordinary tensor over the memory that `tensor` has in plain training.

@@ -135,9 +135,7 @@ class Flat:
         before = {index: item.parameter.device for index, item in enumerate(self.slices)}
         self.attach()
         self.shared = {
-            index: memory
-            for index, memory in memories.items()
-            if before[index] == self.device and memory.tensor() is not None
+            index: memory for index, memory in memories.items() if before[index] == self.device and memory.referenced
         }
 
     def memory(self, index: int) -> Tensor | None:

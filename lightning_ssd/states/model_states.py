@@ -457,7 +457,6 @@ class ModelStates:
             ending = Ending()
             for weights in lent.values():
                 ending.run(weights.take_back)
-            self._access.keep_shared()
             ending.raise_failure()
             for flat, weights in lent.items():
                 masters = weights.masters
@@ -942,7 +941,7 @@ class ModelStates:
         for flat, gradient in self._gradients.items():
             if self._groups[flat][0] is optimizer:
                 for index, memory in flat.shared.items():
-                    if gradient.states[index] is not GradientState.NONE and memory.tensor() is not None:
+                    if gradient.states[index] is not GradientState.NONE:
                         stepped.append((flat.slices[index].name, memory))
         if not stepped:
             return

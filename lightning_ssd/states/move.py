@@ -408,9 +408,9 @@ class _Move:
         for item in self.flats[number]:
             flat = item.layout.flat
             for index, shared in flat.shared.items():
-                if shared.kept:
+                if shared.foreign:
                     raise RuntimeError(
-                        f"{flat.slices[index].name} shares memory with another parameter, or with other code than "
+                        f"{flat.slices[index].name} shares memory with other code than "
                         "torch's, and can't be moved to the device, or to another parameter group, meanwhile. Set its "
                         "`.data` to a `.clone()`."
                     )

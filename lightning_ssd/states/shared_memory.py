@@ -6,17 +6,17 @@ parameter, which takes over the changes of the tensors, and every change of the 
 included, is written to the tensors before user code runs again. That takes time, and ends with the last of the tensors.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_ssd.activations.weights import offloaded_weights
 
 
 class SharedMemory:
-    """The memory that one parameter has in plain training. The parameter itself does not keep it alive.
+    """The memory that one parameter has in plain training. It is kept as long as others have it, too.
 
     Args:
         tensor: has the memory, and the parameter's shape, dtype and device.
@@ -25,48 +25,47 @@ class SharedMemory:
     def __init__(self, tensor: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
-            self._storage = StorageWeakRef(storage)
-            self._kept: torch.UntypedStorage | None = None
-            self._dtype, self._device = tensor.dtype, tensor.device
-            self._size, self._stride, self._offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        reach = sum((size - 1) * stride for size, stride in zip(self._size, self._stride, strict=True))
-        self._begin = self._offset * self._dtype.itemsize
-        self._end = self._begin + (1 + reach if self._size.numel() else 0) * self._dtype.itemsize
+            self._tensor = _over(storage, tensor)
+        if not hasattr(storage, _USERS):
+            setattr(storage, _USERS, weakref.WeakSet())
+        self._users: weakref.WeakSet[SharedMemory] = getattr(storage, _USERS)
+        """All of the same storage."""
+        self._users.add(self)
+        self._storage = storage._cdata
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        self._begin = int(tensor.storage_offset()) * tensor.itemsize
+        self._end = self._begin + (1 + reach if tensor.numel() else 0) * tensor.itemsize
 
     @property
-    def kept(self) -> bool:
-        """Whether the memory is kept alive for owners that torch does not count."""
-        return self._kept is not None
+    def foreign(self) -> bool:
+        """Whether others than tensors of this process may write the memory: NumPy, or another process."""
+        storage = self._tensor.untyped_storage()
+        return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
 
-    def keep(self, kept: bool) -> None:
-        """Keeps the memory alive, or no longer."""
-        self._kept = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata) if kept else None
+    @property
+    def referenced(self) -> bool:
+        """Whether a tensor that is no offloaded parameter has the memory, or an offloaded one has a part of it."""
+        storage = self._tensor.untyped_storage()  # a reference more
+        if torch._C._storage_Use_Count(storage._cdata) > len(self._users) + 1:
+            return True
+        return any(self.overlaps(other) for other in self._users if other is not self)
 
-    def tensor(self) -> Tensor | None:
-        """Returns a tensor over the memory; None: no tensor has it any more."""
-        storage: torch.UntypedStorage | None = self._kept or torch.UntypedStorage._new_with_weak_ptr(
-            self._storage.cdata
-        )
-        if storage is None:
-            return None
-        with torch.inference_mode(False), torch._C._DisableTorchDispatch():
-            empty = torch.empty(0, dtype=self._dtype, device=self._device)
-            return empty.set_(storage, self._offset, self._size, self._stride)
+    def tensor(self) -> Tensor:
+        """Returns a tensor over the memory."""
+        return _over(self._tensor.untyped_storage(), self._tensor)
 
     def overlaps(self, other: "SharedMemory") -> bool:
         """Whether a byte belongs to both."""
-        same = self._storage.cdata == other._storage.cdata
-        return same and self._begin < other._end and other._begin < self._end
+        return self._storage == other._storage and self._begin < other._end and other._begin < self._end
 
 
-def keep_alive(memories: Sequence[SharedMemory]) -> None:
-    """Keeps memory alive that more than one parameter has, or that others than tensors of this process may write."""
-    for memory in memories:
-        tensor = memory.tensor()
-        if tensor is not None:
-            storage = tensor.untyped_storage()
-            foreign = not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
-            memory.keep(foreign or any(memory.overlaps(other) for other in memories if other is not memory))
+_USERS = "_lightning_ssd_shared_memory"
+
+
+def _over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
+        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def check_shareable(tensor: Tensor, name: str) -> None:
@@ -85,7 +84,7 @@ def check_apart(parameters: Iterable[tuple[str, Tensor]], device: torch.device) 
         if parameter.device != device:
             continue  # they are moved to the device one by one, apart from each other
         memory = SharedMemory(parameter)
-        others = begun.setdefault(memory._storage.cdata, [])
+        others = begun.setdefault(memory._storage, [])
         for other, of_other in others:
             if memory.overlaps(of_other):
                 raise ValueError(

@@ -86,28 +86,32 @@ class StagedFlats:
         """
         if self._pulling or flat.summoned:
             return
-        for index, memory in list(flat.shared.items()):
-            if memory.tensor() is None:
-                del flat.shared[index]
         if not flat.shared:
             return
+        last = [index for index, memory in flat.shared.items() if not (memory.referenced or memory.foreign)]
+        """Parameters whose memory no other has any more: what was written to it before counts."""
         self._pulling = True
         try:
-            changed = self.differing(flat, keep=keep)
-            if not changed:
-                return
-            self._begin_change(flat)
-            self._arrived(flat)  # a copy to the device reads the host memory that is written now
-            staged = self._stage(flat, keep=keep)
-            staged.changed = True
-            with _plain_operators():
-                for index, tensor in changed.items():
-                    masters = flat.slices[index].of(staged.masters)
-                    write_changed(masters, tensor.to("cpu"))
-                    if flat.resident:
-                        flat.view(index).copy_(masters)
+            if changed := self.differing(flat, keep=keep):
+                self._take_over(flat, changed, keep)
         finally:
             self._pulling = False
+        for index in last:
+            del flat.shared[index]
+
+    def _take_over(self, flat: Flat, changed: Mapping[int, Tensor], keep: Collection[Flat]) -> None:
+        self._begin_change(flat)
+        self._arrived(flat)  # a copy to the device reads the host memory that is written now
+        staged = self._stage(flat, keep=keep)
+        staged.changed = True
+        with _plain_operators():
+            for index, tensor in changed.items():
+                masters = flat.slices[index].of(staged.masters)
+                write_changed(masters, tensor.to("cpu"))
+                if flat.resident:
+                    flat.view(index).copy_(masters)
+                if flat.mixed:  # a backward to come wants the values that the forward has cast, which are gone
+                    torch.autograd.graph.increment_version(flat.slices[index].parameter)
 
     def differing(self, flat: Flat, *, keep: Collection[Flat] = ()) -> dict[int, Tensor]:
         """Returns, by parameter, the memory that user code shares with those of `flat`, where it has other values."""

@@ -139,7 +139,8 @@ class WeightStream:
         """
         with self._lock:
             self.check(flat)
-            self._pull(flat)
+            if not flat.mixed:  # else plain training's backward has the values that the forward has cast
+                self._pull(flat)
             unit = self._unit_of[flat]
             node = torch._C._current_autograd_node()
             if node is not None:

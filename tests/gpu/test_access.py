@@ -46,3 +46,33 @@ def test_user_code_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(build, "make_copies", SlowCopies)
     strategy = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", offload="none")
     assert_same(fit(tmp_path, make(), strategy, precision), expected)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_tensors_that_are_assigned_share_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, precision: str
+) -> None:
+    """After `p.data = t`, writes to either, and optimizer steps, are seen through both; swapped weights are apart."""
+
+    def act(module: Any) -> Any:
+        weight, one, other = module.blocks[0].up.weight, module.target.up.weight, module.blocks[1].down.weight
+        if not hasattr(module, "kept"):
+            module.kept = torch.eye(8, device=weight.device)
+            weight.data = module.kept
+        one.data, other.data = other.data, one.data
+        with torch.no_grad():
+            module.kept[1] += 0.5
+            weight[0] -= 0.25
+            other.mul_(0.5)
+        return [tensor.detach().clone() for tensor in (module.kept, weight, one, other)]
+
+    def make() -> Toy:
+        module = Toy("on_train_batch_end", act, lr=2**-5)
+        module.at("on_before_backward", lambda module: module.kept.mul_(0.5).clone() if hasattr(module, "kept") else 0)
+        return module
+
+    expected = fit(tmp_path, make(), "auto", precision)
+    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    strategy = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", offload="none")
+    assert_same(fit(tmp_path, make(), strategy, precision), expected)

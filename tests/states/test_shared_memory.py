@@ -116,9 +116,16 @@ def drop(module: Sharing, i: int, j: int) -> None:
         module.kept.pop(i % len(module.kept))
 
 
+def write_and_drop(module: Sharing, i: int, j: int) -> None:
+    write_tensor(module, i, j)
+    if (tensor := module.choose(i)) is not None:
+        module.kept = [item for item in module.kept if item is not tensor]
+
+
 OPERATIONS: list[Operation] = [
     assign, assign_and_forget, assign_kept, assign_array, assign_parts_of_a_buffer, assign_without_effect, share, swap,
     alias, write_tensor, write_array, write_weight, write_both, load, drop,
+    write_and_drop,
 ]  # fmt: skip
 WRITES: list[Operation] = [write_tensor, write_array]
 """Those that plain training allows between a forward and its backward."""
@@ -156,6 +163,8 @@ def run(path: Path, program: Any, training: Any, states: str | None) -> Sharing 
             seen = []
             for operation, i, j in operations:
                 operation(module, i, j)
+                if j % 2:
+                    continue  # a read takes over changes: some are left to what comes next
                 seen += [torch.tensor(item) if isinstance(item, np.ndarray) else item.clone() for item in module.kept]
                 seen += [module.weight(number).detach().clone() for number in range(4)]
             return seen
@@ -175,7 +184,8 @@ def check(path: Path, program: Any, training: Any, places: tuple[str, ...]) -> N
     for states in places:
         found = run(path, program, training, states)
         if isinstance(found, RuntimeError):
-            assert isinstance(plain, RuntimeError) or "share memory" in str(found), (found, plain)
+            refused = ("share memory", "modified by an inplace operation")  # the second in mixed precision
+            assert isinstance(plain, RuntimeError) or any(text in str(found) for text in refused), (found, plain)
         else:
             assert_same(found, plain)
 
