@@ -270,6 +270,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         make_report,
         render_report,
         replay,
+        simulate,
     )
     from lightning_ssd.planning import large_write_endurance as large_writes
 
@@ -312,6 +313,14 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             plan.save(args.save)
     print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
+    if config is not None:
+        from lightning_ssd.dry_run import plan_as_configured
+
+        seconds = simulate(model, hardware, plan_as_configured(config, model, hardware)).step_seconds
+        print(
+            f"\nThis plan is in force with `callbacks=[SwapPlanner(plan=...)]`. A run without SwapPlanner takes "
+            f"{seconds:.2f} s a step: it recomputes nothing of its own, and its strategy alone places the states."
+        )
     if args.replay:
         print("\nmigration at   throughput, 1 where the GPU never waits")
         for bandwidth, throughput in replay(model, hardware, plan, [2.0**power * 1e9 for power in range(8)]):

@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.planning import HardwareProfile, ModelProfile
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, Settled
+from lightning_ssd.planning.placement import default_window, unplanned
 from lightning_ssd.profiling import TracingError, count_samples, fake_tensors, trace, unit_profiles
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import Unit, find_units
 from lightning_ssd.strategy import SSDOffloadStrategy
+from lightning_ssd.types import InputChoice, Tier
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,30 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
         tokens,
         bool(settings["gradient_clip_val"]) and settings["gradient_clip_algorithm"] != "value",
     )
+
+
+def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
+    """Returns what a run does without `SwapPlanner`: it recomputes nothing, and its strategy's arguments place states.
+
+    Weights and optimizer states are in one tier, as `states="auto"` chooses it without `gpu_memory`. Saved tensors are
+    offloaded as far as a forward's time lets the link carry them; with `offload="none"` they stay.
+
+    Args:
+        config: the recipe as LightningCLI has parsed it.
+        model: its profile.
+        hardware: the machine.
+    """
+    states: Any = _strategy_argument(config, "states") or "auto"
+    nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
+    if states == "auto":
+        fits = nbytes <= 0.6 * hardware.gpu_bytes
+        states = "gpu" if fits else "host" if nbytes <= 0.85 * hardware.host_bytes else "ssd"
+    tiers: tuple[Tier, ...] = (states,) * len(model.units)
+    carried = int(model.forward_seconds * hardware.copy_out)
+    left = hardware.host_bytes - (nbytes if states == "host" else 0)
+    offloads = _strategy_argument(config, "offload") != "none"
+    room: dict[InputChoice, int] = {"host": max(0, min(carried, int(left)))} if offloads else {}
+    return unplanned(model, Settled(tiers, tiers), room, default_window(model, tiers))
 
 
 def parse_batch(hints: Sequence[str]) -> Any:

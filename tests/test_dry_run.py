@@ -1,7 +1,10 @@
 """`lightning-ssd plan` traces any recipe's own training step, without memory, and says why where it can't."""
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_ssd import cli, dry_run
-from lightning_ssd.planning import HardwareProfile, ModelProfile, transformer_profile
+from lightning_ssd.planning import HardwareProfile, ModelProfile, simulate, transformer_profile
 
 ROOT = Path(__file__).parents[1]
 MACHINE = str(ROOT / "configs/machines/h100.json")
@@ -171,3 +174,26 @@ def test_building_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     profile(mine(width=30_000))  # 11 GB of weights
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+
+
+@pytest.mark.parametrize("shape", ["2048x24", pytest.param("3072x34", marks=pytest.mark.thorough)])
+def test_predicts_the_run_without_a_planner(shape: str) -> None:
+    """Steps of full fine-tuning with states in RAM, measured on the machine of `h100.json` with the GPU capped."""
+    measured = json.loads((ROOT / "benchmarks/results/full_finetune.json").read_text())[f"host:{shape}"]
+    hidden, layers = shape.split("x")
+    overrides = [
+        "-c",
+        str(ROOT / "configs/models/gpt-1.3b.yaml"),
+        f"--model.n_embd={hidden}",
+        f"--model.n_layer={layers}",
+        "--model.gradient_checkpointing=true",
+        "--trainer.precision=bf16-true",
+        "--trainer.strategy.states=host",
+        "--trainer.gradient_clip_val=null",
+        "--trainer.strategy.offload=none",
+    ]
+    config = cli._read_recipe(str(ROOT / "recipes/gpt.yaml"), overrides, run=False)
+    machine = replace(H100, gpu_bytes=24 * 2**30)
+    model = dry_run.profile_recipe(config, machine)
+    prediction = simulate(model, machine, dry_run.plan_as_configured(config, model, machine))
+    assert prediction.step_seconds == pytest.approx(median(run["step"] for run in measured), rel=0.15)
