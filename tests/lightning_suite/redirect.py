@@ -8,6 +8,7 @@ run.
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def _choose_ours(connector: _AcceleratorConnector) -> Strategy | str:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "flaky: rerun by pytest-rerunfailures, where that is installed")
     _AcceleratorConnector._choose_strategy = _choose_ours
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, and tests of signals expect the default
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
