@@ -16,8 +16,8 @@ CHUNK_BYTES = 2**29
 def chunked_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor, *, ignored: int) -> Tensor:
     """Returns the mean cross entropy, fp32, of `head(hidden)`; its memory is that of a chunk's logits.
 
-    By `torch.nn.functional.linear_cross_entropy` where torch has it (2.13), which keeps the input alone and computes
-    the logits again in backward; else chunk by chunk with a checkpoint around each.
+    By `torch.nn.functional.linear_cross_entropy` where torch has it (2.13) and autocast is off: it keeps the input
+    alone and computes the logits again in backward. Else chunk by chunk with a checkpoint around each.
 
     Args:
         hidden: Input of the head, (tokens, width).
@@ -27,7 +27,9 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor, *, i
     """
     classes = head.weight.shape[0]
     tokens = max(1, min(len(targets), CHUNK_BYTES // (4 * classes)))
-    if hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear:
+    # Under autocast the head casts its own weight, which is in 16 bits already if it is offloaded.
+    mixed = torch.is_autocast_enabled(hidden.device.type)
+    if hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear and not mixed:
         total = _fused(hidden, head, targets, tokens, ignored)
     else:
         total = _checkpointed(hidden, head, targets, tokens, ignored)
@@ -35,16 +37,14 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor, *, i
 
 
 def _fused(hidden: Tensor, head: nn.Linear, targets: Tensor, tokens: int, ignored: int) -> Tensor:
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     functional: Any = F
     options: Any = torch.nn
     # Of 16-bit inputs every loss has 16 bits. Those of single tokens are summed in fp32, where a mean would be rounded.
     losses: Tensor = functional.linear_cross_entropy(
-        hidden.to(dtype),
-        head.weight.to(dtype),
+        hidden.to(head.weight.dtype),
+        head.weight,
         targets,
-        linear_bias=None if head.bias is None else head.bias.to(dtype),
+        linear_bias=head.bias,
         reduction="none",
         ignore_index=ignored,
         options=options.LinearCrossEntropyOptions(
