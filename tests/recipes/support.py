@@ -9,7 +9,12 @@ from lightning.pytorch.cli import LightningCLI
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-MODELS = sorted((ROOT / "configs" / "models").glob("*.yaml"))
+# Files for several recipes, named after none, have tests of their own: test_llama_configs.py.
+MODELS = [
+    file
+    for file in sorted((ROOT / "configs" / "models").glob("*.yaml"))
+    if (RECIPES / f"{file.stem.partition('-')[0]}.yaml").is_file()
+]
 MACHINES = sorted((ROOT / "configs" / "machines").glob("*.yaml"))
 
 
