@@ -6,6 +6,7 @@ Torch and Lightning are imported inside the functions that need them, so that `-
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -150,8 +151,16 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
             self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
 
         def instantiate_classes(self) -> None:
-            if run:
+            if not run:
+                return
+            try:
                 super().instantiate_classes()
+            except ValueError as error:
+                # jsonargparse wraps a constructor's error in one about type hints, where its remedy is hard to find.
+                cause = error.__cause__
+                if cause is None or _raised_by(cause).startswith("jsonargparse."):
+                    raise
+                raise cause from cause.__cause__
 
         def _run_subcommand(self, subcommand: str) -> None:
             if run:
@@ -166,6 +175,12 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
         save_config_kwargs={"overwrite": True},
     )
     return cli.config["fit"]
+
+
+def _raised_by(error: BaseException) -> str:
+    """Returns the name of the module that raised `error`."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"])
 
 
 def _with_class_path(args: Sequence[str], name: object) -> list[str]:

@@ -17,6 +17,16 @@ _LONGEST = 200
 """Characters of a refused value that its message shows."""
 
 
+def check_least(argument: str, value: float | None, least: float) -> None:
+    """Checks a number that may also be left out, which is None.
+
+    Raises:
+        ValueError: `value` is less than `least`, or NaN; the message names `argument`.
+    """
+    if value is not None and not value >= least:
+        raise ValueError(f"{argument}={value} is out of range: set it to {least} or more")
+
+
 @dataclass(frozen=True)
 class SizeArgument:
     """An argument that is a number of bytes: its legal forms, and the parser of all of them.

@@ -61,6 +61,12 @@ class TestRun:
         assert yaml.safe_load(Path("config.yaml").read_text())["trainer"]["max_steps"] == 3
         assert cli.main(["run", "config.yaml"]) == 0
 
+    def test_error_of_a_constructor_is_the_last_one_shown(self, recipe: str) -> None:
+        with pytest.raises(ValueError, match=r"^data\.batch_size=0 is out of range: set it to 1 or more$"):
+            cli.main(["run", recipe, "--data=lightning_ssd.data.TextDataModule", "--data.batch_size=0"])
+        with pytest.raises(ValueError, match=r"`min_bytes=-1` is not a number of bytes"):
+            cli.main(["run", recipe, "--trainer.strategy.min_bytes=-1"])
+
     def test_resumes_from_a_checkpoint(self, recipe: str) -> None:
         cli.main(["run", recipe])
         checkpoint = "checkpoints/epoch=0-step=2.ckpt"

@@ -17,8 +17,19 @@ IGNORED = -100
 
 
 def input_ids(batch: Batch) -> Tensor:
-    """Returns the token ids of `batch`, int64 (batch, sequence)."""
-    return batch if isinstance(batch, Tensor) else batch["input_ids"]
+    """Returns the token ids of `batch`, int64 (batch, sequence).
+
+    Raises:
+        ValueError: If there are none.
+    """
+    if isinstance(batch, Tensor):
+        return batch
+    if "input_ids" not in batch:
+        raise ValueError(
+            f"The batches have {', '.join(map(repr, batch))} and no 'input_ids': set data.class_path to a data module"
+            f" of texts, such as lightning_ssd.data.TextDataModule"
+        )
+    return batch["input_ids"]
 
 
 def count_samples(batch: Batch) -> int:

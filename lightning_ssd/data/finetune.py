@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer
 
 from lightning_ssd.data.batch import IGNORED
 from lightning_ssd.data.completions import Sample, Templates, library_samples, read_samples
 from lightning_ssd.data.module import RecipeDataModule
+from lightning_ssd.data.tokenizer import read_tokenizer
+from lightning_ssd.sizes import check_least
 
 __all__ = ["CompletionDataModule", "pack"]
 
@@ -60,6 +61,8 @@ class CompletionDataModule(RecipeDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__(batch_size, val_share, seed, num_workers)
+        check_least("data.block_size", block_size, 2)  # the first token alone predicts nothing
+        check_least("data.max_samples", max_samples, 1)
         self.path = None if path is None else Path(path)
         self.tokenizer = None if tokenizer is None else Path(tokenizer)
         self.block_size = block_size
@@ -135,12 +138,8 @@ def load_tokenizer(folder: Path) -> Any:
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"data.tokenizer={folder} is not a folder: set it to one with a Hugging Face tokenizer")
-    files = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "vocab.txt")
     try:
-        # transformers would make up an empty tokenizer from the configuration of the model.
-        if not any((folder / name).is_file() for name in files):
-            raise ValueError(f"it has none of {', '.join(files)}")
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = read_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{folder} holds no tokenizer that can be loaded: save the model's there, or set data.tokenizer to the"

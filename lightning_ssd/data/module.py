@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.data.loader import ResumableDataLoader
+from lightning_ssd.sizes import check_least
 
 
 class RecipeDataModule(pl.LightningDataModule):
@@ -28,7 +29,7 @@ class RecipeDataModule(pl.LightningDataModule):
         val_set: Held-out samples, after `setup`.
 
     Raises:
-        ValueError: If `val_share` is out of range.
+        ValueError: If an argument is out of range.
     """
 
     sampler: ClassVar[type[DistributedSampler[Any]]] = DistributedSampler
@@ -44,6 +45,9 @@ class RecipeDataModule(pl.LightningDataModule):
         super().__init__()
         if not 0 < val_share < 1:
             raise ValueError(f"data.val_share={val_share} is not a share: set it between 0 and 1")
+        check_least("data.batch_size", batch_size, 1)
+        check_least("data.seed", seed, 0)
+        check_least("data.num_workers", num_workers, 0)
         self.batch_size = batch_size
         self.val_share = val_share
         self.seed = seed

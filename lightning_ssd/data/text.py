@@ -15,6 +15,7 @@ from lightning_ssd.data.documents import Document, documents
 from lightning_ssd.data.loader import EpochSampler
 from lightning_ssd.data.module import RecipeDataModule
 from lightning_ssd.data.tokenizer import NO_WORD, ByteTokenizer, LocalTokenizer, Tokenizer
+from lightning_ssd.sizes import check_least
 
 
 class Objective(Protocol):
@@ -107,6 +108,8 @@ class TextDataModule(RecipeDataModule):
         num_workers: int = 0,
     ) -> None:
         super().__init__(batch_size, val_share, seed, num_workers)
+        check_least("data.block_size", block_size, 1)
+        check_least("data.max_bytes", max_bytes, 1)
         self.path = None if path is None else Path(path)
         self.pattern = pattern
         self.field = field

@@ -1,7 +1,7 @@
 """Tokenizer: bytes to token ids, either as they are or through a local Hugging Face tokenizer."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,20 @@ class ByteTokenizer:
         return np.arange(257, 257 + count)
 
 
+def read_tokenizer(folder: Path) -> Any:
+    """Returns the Hugging Face tokenizer of a folder.
+
+    Raises:
+        ValueError: If the folder has no file of a tokenizer, or transformers cannot read it.
+        OSError: If a file cannot be read.
+    """
+    files = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model", "vocab.txt")
+    # transformers would make an empty tokenizer from the configuration of the model.
+    if not any((folder / name).is_file() for name in files):
+        raise ValueError(f"it has none of {', '.join(files)}")
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
 class LocalTokenizer:
     """A Hugging Face tokenizer in a local folder; its end-of-text token (or `sep_token`) separates documents.
 
@@ -106,7 +120,7 @@ class LocalTokenizer:
                 f" saved to, or leave it out to train on bytes"
             )
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer = read_tokenizer(folder)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"data.tokenizer={folder} holds no tokenizer that can be loaded: set it to a folder that a"

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_ssd.extras import import_extra
 from lightning_ssd.models.module import RecipeModule
+from lightning_ssd.sizes import check_least
 
 TIMESTEPS = 1000
 """Steps from an image to noise in training."""
@@ -52,7 +53,7 @@ class DiT(RecipeModule):
         warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
 
     Raises:
-        ValueError: If sizes do not divide each other, or the probability is none.
+        ValueError: If sizes are less than 1 or do not divide each other, or the probability is none.
         ModuleNotFoundError: If the extra `images` is not installed.
     """
 
@@ -78,6 +79,10 @@ class DiT(RecipeModule):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__(gradient_checkpointing, lr, betas, weight_decay, warmup_steps)
+        sizes = {"image_size": image_size, "in_channels": in_channels, "patch_size": patch_size}
+        sizes |= {"hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads}
+        for name, size in {**sizes, "num_classes": num_classes}.items():
+            check_least(f"model.{name}", size, 1)
         if image_size % patch_size:
             raise ValueError(
                 f"model.image_size={image_size} is not a multiple of model.patch_size={patch_size}: change one of them"

@@ -16,8 +16,13 @@ from typing_extensions import override
 
 from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens
 from lightning_ssd.models.module import RecipeModule, exact
+from lightning_ssd.sizes import check_least
 
 __all__ = ["LanguageModule", "labels_of"]
+
+_SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
+_SIZES += ["d_kv", "d_ff", "num_decoder_layers"]
+"""Sizes of a configuration that are 1 or more, by transformers' common names."""
 
 
 class LanguageModule(RecipeModule):
@@ -35,7 +40,7 @@ class LanguageModule(RecipeModule):
 
     Raises:
         FileNotFoundError: If `pretrained` holds no configuration.
-        ValueError: If `pretrained` holds a model of another type.
+        ValueError: If `pretrained` holds a model of another type, or a size is less than 1.
     """
 
     config_class: ClassVar[type[PreTrainedConfig]]
@@ -45,6 +50,8 @@ class LanguageModule(RecipeModule):
         super().__init__(**settings)
         self.pretrained = None if pretrained is None else Path(pretrained)
         self.config: Any = config or self._saved_config(Path(pretrained or ""))
+        for size in _SIZES:  # transformers would make a model without blocks, for one
+            check_least(f"model.{self.config.attribute_map.get(size, size)}", getattr(self.config, size, None), 1)
         self.perplexity = Perplexity(ignore_index=IGNORED)
         self.accuracy = MulticlassAccuracy(
             self.config.vocab_size, average="micro", ignore_index=IGNORED, validate_args=False
@@ -58,14 +65,24 @@ class LanguageModule(RecipeModule):
         """
 
     def build_model(self) -> nn.Module:
-        """Returns the model with random weights, or that of the folder `pretrained`."""
+        """Returns the model with random weights, or that of the folder `pretrained`.
+
+        Raises:
+            FileNotFoundError: If the folder has no weights.
+        """
         model: PreTrainedModel
         if self.pretrained is None:
             model = self.model_class(self.config)
             return model
-        model = self.model_class.from_pretrained(
-            self.pretrained, config=self.config, dtype=torch.get_default_dtype(), local_files_only=True
-        )
+        try:
+            model = self.model_class.from_pretrained(
+                self.pretrained, config=self.config, dtype=torch.get_default_dtype(), local_files_only=True
+            )
+        except OSError as error:
+            raise FileNotFoundError(
+                f"model.pretrained={self.pretrained} holds no weights that can be loaded ({error}): save the model"
+                f" there by transformers' `save_pretrained`"
+            ) from error
         model.train()
         return model
 

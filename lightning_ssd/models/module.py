@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.models.optimizer import adamw_with_cosine
+from lightning_ssd.sizes import check_least
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -32,6 +33,9 @@ class RecipeModule(pl.LightningModule):
         weight_decay: Weight decay of matrices.
         warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
 
+    Raises:
+        ValueError: If an argument is negative.
+
     Attributes:
         model: The model, None until `configure_model`.
         seen: Tokens (or images, see `unit`) trained on, over all devices; saved in checkpoints.
@@ -50,6 +54,9 @@ class RecipeModule(pl.LightningModule):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
+        check_least("model.lr", lr, 0)
+        check_least("model.weight_decay", weight_decay, 0)
+        check_least("model.warmup_steps", warmup_steps, 0)
         self.gradient_checkpointing = gradient_checkpointing
         self.lr = lr
         self.betas = betas

@@ -1,7 +1,7 @@
 """T5: an encoder-decoder that restores left-out spans, as `transformers` has it, to pre-train or to train further."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -50,7 +50,7 @@ class T5(LanguageModule):
         num_layers: int = 6,
         num_decoder_layers: int | None = None,
         num_heads: int = 8,
-        feed_forward_proj: str = "relu",
+        feed_forward_proj: Literal["relu", "gated-gelu"] = "relu",
         tie_word_embeddings: bool = True,
         pretrained: str | Path | None = None,
         dropout: float = 0.0,

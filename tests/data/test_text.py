@@ -123,6 +123,7 @@ def test_counts_for_the_throughput_monitor() -> None:
         ({"a.jsonl": "{oops\n"}, {}, ValueError, r"a\.jsonl:1 is not a line of JSON"),
         ({}, {"tokenizer": "none"}, FileNotFoundError, r"data\.tokenizer=.*none is not a folder"),
         ({"empty/x": ""}, {"tokenizer": "empty"}, ValueError, r"data\.tokenizer=.*empty holds no tokenizer"),
+        ({"empty/config.json": '{"model_type": "gpt2"}'}, {"tokenizer": "empty"}, ValueError, r"it has none of tok"),
         ({}, {"tokenizer": "endless"}, ValueError, r"data\.tokenizer=.*endless has no end-of-text token"),
         ({"a.txt": b"ok \xff"}, {"tokenizer": "good"}, ValueError, r"a\.txt is not UTF-8"),
     ],
@@ -146,7 +147,16 @@ def test_errors_name_the_argument(
         data.setup()
 
 
-@pytest.mark.parametrize("share", [0, 1, -0.5])
-def test_share_out_of_range(share: float) -> None:
-    with pytest.raises(ValueError, match=r"data\.val_share"):
-        TextDataModule(val_share=share)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("val_share", 0), ("val_share", 1), ("val_share", -0.5), ("batch_size", 0), ("seed", -1), ("num_workers", -1)]
+    + [("block_size", 0), ("block_size", -4), ("max_bytes", 0)],
+)
+def test_numbers_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"data\.{name}={value} .*: set it "):
+        TextDataModule(**{name: value})
+
+
+def test_batches_of_other_data_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"have 'images' and no 'input_ids': set data\.class_path"):
+        count_tokens({"images": torch.zeros(3, 1, 8, 8)})

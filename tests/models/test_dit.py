@@ -280,6 +280,9 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     [
         ({"image_size": 9}, r"model\.image_size=9 is not a multiple of model\.patch_size=4"),
         ({"num_heads": 3}, r"model\.hidden_size=16 is not a multiple of 4 and of model\.num_heads=3"),
+        ({"patch_size": 0}, r"model\.patch_size=0 is out of range: set it to 1 or more"),
+        ({"num_heads": 0}, r"model\.num_heads=0 is out of range"),
+        ({"num_layers": -1}, r"model\.num_layers=-1 is out of range"),
         ({"label_dropout": 1.0}, r"model\.label_dropout=1\.0"),
     ],
 )

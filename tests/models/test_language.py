@@ -175,6 +175,30 @@ def test_data_that_does_not_fit_is_refused_at_start(
     assert module.seen == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (GPT, ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")),
+        (BERT, ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")),
+        (T5, ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads")),
+    ],
+)
+def test_sizes_out_of_range_are_refused(kind: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        with pytest.raises(ValueError, match=rf"^model\.{name}=0 is out of range: set it to 1 or more"):
+            kind(**{name: 0})
+    for name in ("lr", "weight_decay", "warmup_steps"):
+        with pytest.raises(ValueError, match=rf"^model\.{name}=-1 is out of range: set it to 0 or more"):
+            kind(**{name: -1})
+
+
+@pytest.mark.parametrize("make", [bert, t5])
+def test_pretrained_folder_without_weights_is_refused(tmp_path: Path, make: Any) -> None:
+    make().config.save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"model\.pretrained=.* holds no weights"):
+        make(pretrained=tmp_path).configure_model()
+
+
 @pytest.mark.parametrize("kind", [BERT, T5])
 def test_missing_pretrained_folder(tmp_path: Path, kind: Any) -> None:
     with pytest.raises(FileNotFoundError, match=r"model\.pretrained=.*none"):
