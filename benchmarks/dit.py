@@ -18,6 +18,7 @@ its error, and no larger batch is tried. Step: median of the time from one step'
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -216,7 +217,9 @@ def draw(results: dict[str, Any], picture: str) -> None:
     axes.set_xticks(range(len(sizes)), list(sizes))
     axes.set_yscale("log")
     axes.set_ylabel("images a second, best batch")
-    axes.legend(ncols=3, fontsize=8)
+    axes.margins(y=0.1)
+    axes.set_ylim(bottom=10 ** math.floor(math.log10(axes.get_ylim()[0])))  # bars begin at a power of ten
+    axes.legend(ncols=len(modes), fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
 

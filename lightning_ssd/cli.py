@@ -148,7 +148,15 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
         def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
             # The base class warns when `sys.argv` is not empty. It must stay as it is: Lightning's launcher
             # starts the other ranks with it.
-            self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
+            try:
+                self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
+            except SystemExit as refused:
+                if refused.code and not Path(defaults).is_file():
+                    sys.stderr.write(
+                        f"note: there is no {defaults}. A copy of one of the package's recipes needs a copy of"
+                        f" recipes/{_DEFAULTS} beside it.\n"
+                    )
+                raise
 
         def instantiate_classes(self) -> None:
             if not run:

@@ -67,6 +67,13 @@ class TestRun:
         with pytest.raises(ValueError, match=r"`min_bytes=-1` is not a number of bytes"):
             cli.main(["run", recipe, "--trainer.strategy.min_bytes=-1"])
 
+    def test_copy_of_a_recipe_without_its_defaults_is_refused_with_the_remedy(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("copy.yaml").write_text((ROOT / "recipes" / "gpt.yaml").read_text())
+        assert _exit(["run", "copy.yaml"]) == 2
+        assert "needs a copy of recipes/defaults.yaml beside it" in capsys.readouterr().err.splitlines()[-1]
+
     def test_resumes_from_a_checkpoint(self, recipe: str) -> None:
         cli.main(["run", recipe])
         checkpoint = "checkpoints/epoch=0-step=2.ckpt"
