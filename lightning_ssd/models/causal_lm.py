@@ -22,6 +22,7 @@ from lightning_ssd.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.models.module import RecipeModule, exact
 from lightning_ssd.models.pretrained import PretrainedFolder, save_new
 from lightning_ssd.models.tiny_llama import cached_tiny_llama
+from lightning_ssd.sizes import check_least
 from lightning_ssd.states import materialize_on
 from lightning_ssd.strategy import SSDOffloadStrategy
 
@@ -119,6 +120,8 @@ class CausalLM(RecipeModule):
         """
         data: Any = getattr(self.trainer, "datamodule", None)
         tokens, block = getattr(data, "vocab_size", 0), getattr(data, "block_size", 0)
+        # A mean over no predicted token would be NaN.
+        check_least("data.block_size", getattr(data, "block_size", None), 2)
         if tokens > self.config.vocab_size:
             raise ValueError(
                 f"The data has {tokens} token ids and the model {self.config.vocab_size}: set data.tokenizer to the"

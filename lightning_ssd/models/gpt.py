@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_ssd.data.batch import IGNORED, Batch, count_tokens, input_ids
 from lightning_ssd.models.language import LanguageModule
+from lightning_ssd.sizes import check_least
 
 
 class GPT(LanguageModule):
@@ -81,6 +82,17 @@ class GPT(LanguageModule):
         if self.config.activation_function == "gelu_new":
             # The same function as one kernel, which keeps one tensor for backward instead of four.
             self.config.activation_function = "gelu_pytorch_tanh"
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Checks that the data fits the model, as `LanguageModule` does, and that blocks have a next token.
+
+        Raises:
+            ValueError: If it does not fit.
+        """
+        super().setup(stage)
+        # A mean over no predicted token would be NaN.
+        check_least("data.block_size", getattr(getattr(self.trainer, "datamodule", None), "block_size", None), 2)
 
     @override
     def forward(self, ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lightning_ssd.models.causal_lm import CausalLM
 from lightning_ssd.models.pretrained import replaced_folder
+from lightning_ssd.sizes import check_least
 
 __all__ = ["LoRACausalLM"]
 
@@ -68,6 +69,8 @@ class LoRACausalLM(CausalLM):
         )
         # The weights of a base from a folder are in the folder.
         self.strict_loading = self.folder is None
+        check_least("model.rank", rank, 1)
+        check_least("model.alpha", alpha, 1)  # adapters of scale 0 learn nothing
         self.rank = rank
         self.alpha = alpha
         self.adapter_dropout = adapter_dropout

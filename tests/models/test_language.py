@@ -41,6 +41,13 @@ def text(folder: Path, kind: Any, **settings: Any) -> Any:
     return kind(path=folder / "text.txt", **{"block_size": 32, "batch_size": 4, **settings})
 
 
+class OneToken(TextDataModule):
+    """Blocks without a token to predict."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "block_size": 1})
+
+
 def trainer(folder: Path, **settings: Any) -> Any:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "limit_val_batches": 2}
     return pl.Trainer(
@@ -162,6 +169,7 @@ def test_checkpoint_round_trip(tmp_path: Path, make: Any) -> None:
         (bert, MaskedTextDataModule, {"vocab_size": 257}, r"258 token ids.*model\.vocab_size=258"),
         (t5, SpanCorruptionDataModule, {"vocab_size": 257}, r"259 token ids.*model\.vocab_size=259"),
         (bert, MaskedTextDataModule, {"max_position_embeddings": 16}, r"32 tokens.*model\.max_position_embeddings"),
+        (lambda: GPT(258, 32, 32, 1, 2), OneToken, {}, r"data\.block_size=1 is out of range: set it to 2 or more"),
         (bert, TextDataModule, {}, r"no `labels`.*lightning_ssd\.data\.MaskedTextDataModule"),
         (t5, TextDataModule, {}, r"no `labels`.*lightning_ssd\.data\.SpanCorruptionDataModule"),
     ],

@@ -125,3 +125,9 @@ def test_random_bases_are_in_checkpoints(tmp_path: Path) -> None:
     train(tmp_path, mine, strategy("ssd")).save_checkpoint(tmp_path / "last.ckpt")
     loaded = LoRACausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
     assert_same_weights(loaded, mine)
+
+
+@pytest.mark.parametrize("name", ["rank", "alpha"])
+def test_adapters_without_rank_or_scale_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^model\.{name}=0 is out of range: set it to 1 or more"):
+        LoRACausalLM(**{name: 0})
