@@ -92,7 +92,11 @@ class Engine:
     def _work(self, lane: _Lane) -> None:
         while (request := lane.get()) is not None:
             if request.set_running_or_notify_cancel():
-                self._serve(lane, request)
+                try:
+                    self._serve(lane, request)
+                except Exception as error:  # of user code that replaced a function: a transfer without an end hangs
+                    if not request.done():
+                        request.set_exception(error)
             del request  # else an idle thread would keep the last one alive
 
     def _serve(self, lane: _Lane, request: _Request) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_ssd.storage import StorageError
+from lightning_ssd.storage.meter import Meter
 from tests.storage.faults import GatedBackend
 from tests.storage.support import KIB, noise, open_store
 
@@ -155,3 +156,19 @@ def test_a_callback_may_close_the_store(tmp_path: Path) -> None:
         store.write(piece, buffer()).add_done_callback(close)
         assert closed.wait(timeout=60)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_outside_of_a_transfer_is_that_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a clock that user code has replaced: the thread lives on, and nobody waits for ever."""
+
+    def fail(meter: Meter) -> None:
+        raise LookupError("no clock")
+
+    with open_store(tmp_path, threads=1) as store:
+        (piece,) = store.allocate(PIECE).pieces
+        with monkeypatch.context() as patch:
+            patch.setattr(Meter, "start", fail)
+            for _ in range(2):
+                with pytest.raises(LookupError, match="no clock"):
+                    store.write(piece, buffer()).result(timeout=60)
+        store.write(piece, buffer()).result(timeout=60)
