@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.data.spans import span_lengths
 from lightning_ssd.models import BERT, GPT, T5, RecipeModule
 from lightning_ssd.storage import PosixBackend
@@ -154,12 +154,12 @@ class Probe(pl.Callback):
         self.result["peak"] = torch.cuda.max_memory_allocated() - states
         self.result["states"] = states
         self.result["loss"] = float(trainer.callback_metrics["train/loss"])
-        if (cache := find_tensor_cache(trainer)) is not None:
+        if (cache := find_offloader(trainer)) is not None:
             self.result["window"] = cache.window_bytes
 
     @staticmethod
     def _totals(trainer: Any) -> dict[str, float]:
-        cache = find_tensor_cache(trainer)
+        cache = find_offloader(trainer)
         if cache is None:
             return {}
         stats = cache.stats()

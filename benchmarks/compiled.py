@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.activation_offload import RandomTokens, quiet_trainer
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.offloader import find_offloader
 
 MODES = ("plain-eager", "plain", "ours-eager", "ours")
 
@@ -114,7 +114,7 @@ def _totals(trainer: Any) -> dict[str, float]:
     """Returns totals since the start: of the offloaded bytes, of stalls, of what Dynamo did."""
     frames = torch._dynamo.utils.counters["frames"]
     totals = {"frames": frames["total"], "frames_ok": frames["ok"]}
-    if (cache := find_tensor_cache(trainer)) is not None:
+    if (cache := find_offloader(trainer)) is not None:
         stats = cache.stats()
         for name in ("saved", "stored", "forwarded", "loaded", "store_stall", "load_stall"):
             totals[name] = getattr(stats, name)

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import GPT2LMHeadModel
 
-from lightning_ssd.activations import OffloadConfig, make_tensor_cache, mark_weights
+from lightning_ssd.activations import OffloadConfig, make_offloader, mark_weights
 from lightning_ssd.models.gpt import GPT
 
 LARGE = 2**16
@@ -72,7 +72,7 @@ def main() -> None:
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         for name, config in CASES.items():
-            cache = make_tensor_cache(OffloadConfig(**config), device, default_path=Path(directory))
+            cache = make_offloader(OffloadConfig(**config), device, default_path=Path(directory))
             cache.window_bytes = 2**22
 
             def cached(cache: Any = cache) -> None:

@@ -33,10 +33,10 @@ from benchmarks.activation_offload import BenchmarkGPT, RandomTokens, quiet_trai
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.planning import (
+    FixedPlacement,
     HardwareProfile,
     ModelProfile,
     Plan,
-    Settled,
     plan_with_coefficient,
     simulate,
     swap_coefficient,
@@ -231,7 +231,9 @@ def plot(results: dict[str, Any], picture: Path) -> None:
         swept.sort(key=lambda row: row["coefficient"])
         model, machine = _profiles(result)
         given = result["settled"]
-        settled = Settled(tuple(given["weights"]), tuple(given["states"]), given["staging_bytes"], given["host_room"])
+        settled = FixedPlacement(
+            tuple(given["weights"]), tuple(given["states"]), given["staging_bytes"], given["host_room"]
+        )
         fine = [step / 20 for step in range(21)]
         curve = [
             simulate(model, machine, plan_with_coefficient(model, machine, share, settled)).step_seconds

@@ -105,7 +105,7 @@ class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
         result = closure()
         skipped = result is None and model.automatic_optimization
         if not skipped and self.states.hold:
-            with self.states.lend_gradients():
+            with self.states.full_grads():
                 self.scaler.unscale_(torch_optimizer)
         elif not skipped:
             self.states.unscale(torch_optimizer, self.scaler)

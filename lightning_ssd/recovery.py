@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd._lightning import fabric, pl
-from lightning_ssd.states import ModelStates, Record, Settings, describe, differences, model_settings
+from lightning_ssd.states import CommitRecord, ModelStates, Settings, describe, differences, model_settings
 from lightning_ssd.states.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.states.settings import show, type_name
 from lightning_ssd.storage import StorageError
@@ -106,7 +106,7 @@ class Recovery:
         self._states = states
         self._path = path.absolute()
         self._resume: deque[_Place] = deque()
-        self._resumed: Record | None = None
+        self._resumed: CommitRecord | None = None
         """What the Trainer restores."""
         self._kept_gradients: dict[str, Tensor] = {}
         self._ahead = 0
@@ -116,7 +116,7 @@ class Recovery:
         self._recorded_step: int | None = None
         """`global_step` of the last record, or of the first batch."""
 
-    def take_up(self, record: Record, settings: Settings) -> None:
+    def take_up(self, record: CommitRecord, settings: Settings) -> None:
         """Has the Trainer restore what was recorded, as if it had been given a checkpoint.
 
         Args:
@@ -143,7 +143,7 @@ class Recovery:
             log.warning("what has changed since: %s", describe(changed))
 
     @staticmethod
-    def _refuse(record: Record, different: list[str]) -> None:
+    def _refuse(record: CommitRecord, different: list[str]) -> None:
         if different:
             raise StorageError(
                 f"{record.file} is of a run that was killed, and this one can't go on from it: {describe(different)}. "

@@ -14,11 +14,11 @@ import torch
 from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
-from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader, mark_weights
 from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
 from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks, remove_default_callbacks
-from lightning_ssd.callbacks.averaging import average_of, averages_weights, lend_weights
-from lightning_ssd.callbacks.tensor_cache import trainer_callbacks
+from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
+from lightning_ssd.callbacks.offloader import trainer_callbacks
 from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_visit
 from lightning_ssd.precision import autocast_dtype, streaming_precision
@@ -27,20 +27,21 @@ from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import (
     Ending,
     Loaded,
+    MetaTensors,
     ModelStates,
     Settings,
     Setup,
     StatesConfig,
-    Unborn,
     bytes_on_device,
     find_replaced,
     is_sharded,
-    leaving_parameters,
     load_sharded,
     loading_to_meta,
     make_model_states,
     materialize_on,
+    meta_to_placeholder,
     move_model_states,
+    offloaded_parameters,
     recording_loads,
     regroup_model_states,
     save,
@@ -48,7 +49,6 @@ from lightning_ssd.states import (
     steps_whole,
     take_in,
     take_initial_values,
-    take_off_meta,
     zeroes_otherwise,
 )
 from lightning_ssd.storage import Backend
@@ -178,7 +178,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         check_choice("checkpoints", checkpoints, ("file", "sharded"))
         self._save = save if checkpoints == "file" else save_sharded
         self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip, recover)
-        self.tensor_cache: TensorCache | None = None
+        self.offloader: ActivationOffloader | None = None
         self.model_states: ModelStates | None = None
         self._streams: bool | None = None
         """Whether states leave the device in the present training or evaluation, once somebody has asked."""
@@ -200,7 +200,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._precision: pl.plugins.Precision | None = None
         """The Trainer's own plugin, while another is in its place."""
         self._leaving: set[torch.nn.Parameter] = set()
-        self._unborn = Unborn(set(), set())
+        self._unborn = MetaTensors(set(), set())
         self._grouping: list[list[list[int]]] = []
         """The optimizers' parameter groups that `model_states` were made for."""
         self._setup: Setup | None = None
@@ -244,7 +244,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             materialize_on(self.model, self.root_device, self._values())
             self.model.to(self.root_device)
             return
-        self._unborn = take_off_meta(self.model)
+        self._unborn = meta_to_placeholder(self.model)
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         self._leaving = self._parameters_to_offload(fitting=fitting)
@@ -256,7 +256,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def _parameters_to_offload(self, *, fitting: bool) -> set[torch.nn.Parameter]:
         assert self.model is not None
-        return leaving_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
+        return offloaded_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
 
     def _values(self) -> Loaded:
         """Returns the values that parameters are to have; those of a checkpoint go first."""
@@ -295,7 +295,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def _summary(self, trainer: pl.Trainer) -> str:
         """Returns what is offloaded, where to, and why the rest is not."""
-        cache, states, device = self.tensor_cache, self.model_states, self.root_device
+        cache, states, device = self.offloader, self.model_states, self.root_device
         assert cache is not None and self.model is not None
         if states is not None:
             of_states = describe_states(states, self.model, device)
@@ -355,7 +355,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._has_left = True
         finally:
             self._leaving = set()
-            self._unborn = Unborn(set(), set())
+            self._unborn = MetaTensors(set(), set())
         if not fitting:
             return
         if self.states_config.recover:
@@ -364,7 +364,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             if (record := self.model_states.recovered) is not None:
                 self.model_states.state_dicts.protected = True
                 self._recovery.take_up(record, self._setup.settings)
-        self._restore_callbacks = [lend_weights(callback, self.whole_weights, self._loaded) for callback in averaging]
+        self._restore_callbacks = [
+            summon_full_params(callback, self.whole_weights, self._loaded) for callback in averaging
+        ]
         self._precision = self.precision_plugin
         self._follow_states()
 
@@ -436,7 +438,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model is not None and self.lightning_module is not None
         if self.model_states.accumulating:
             raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
-        cache, self.tensor_cache = self.tensor_cache, None
+        cache, self.offloader = self.offloader, None
         if cache is not None:
             cache.close()  # it has memory that states may need
         leaving = self._parameters_to_offload(fitting=True)
@@ -464,14 +466,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _make_cache(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         mark_weights(self.model)
-        self.tensor_cache = make_tensor_cache(
+        self.offloader = make_offloader(
             self._left_for_activations(),
             self.root_device,
             default_path=trainer.default_root_dir,
             rank=self.global_rank,
         )
         # Where nothing is offloaded the hooks would only take time.
-        self.tensor_cache.watching = self.model_states is not None or self.config.amount() != "none"
+        self.offloader.watching = self.model_states is not None or self.config.amount() != "none"
 
     def _left_for_activations(self) -> OffloadConfig:
         """Returns what of the budgets the states leave."""
@@ -626,7 +628,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         Raises:
             RuntimeError: they were changed with `recover=True`.
         """
-        with contextlib.nullcontext() if self.model_states is None else self.model_states.lend_weights():
+        with contextlib.nullcontext() if self.model_states is None else self.model_states.summon_full_params():
             yield
 
     @override
@@ -650,9 +652,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._begin("train")
-        if self.tensor_cache is None:  # a loop that runs after `fit`
+        if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)
-        with self.tensor_cache.hooks():
+        with self.offloader.hooks():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -708,7 +710,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        cache, self.tensor_cache = self.tensor_cache, None
+        cache, self.offloader = self.offloader, None
         states, self.model_states = self.model_states, None
         recovery, self._recovery = self._recovery, None
         restores, self._restore_callbacks = self._restore_callbacks, []

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lightning_ssd.activations import OffloadConfig, TensorCache
-from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig
+from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.states import ModelStates
 
@@ -15,7 +15,7 @@ _TIERS = {"host": "host memory", "ssd": "SSD"}
 _IN = {"host": "in host memory", "ssd": "on SSD"}
 
 
-def describe_activations(cache: TensorCache, config: OffloadConfig, *, decided_by: str | None = None) -> str:
+def describe_activations(cache: ActivationOffloader, config: OffloadConfig, *, decided_by: str | None = None) -> str:
     """Returns which activations are offloaded, and where to.
 
     Args:
@@ -81,10 +81,12 @@ def describe_resident(need: int, room: float | None, chosen: str | None, device:
     return f"model states stay on the {name}: they take about {format_bytes(need)} of the {format_bytes(room)} they may"
 
 
-def describe_drives(cache: TensorCache, states: ModelStates | None, config: OffloadConfig, default: str) -> str | None:
+def describe_drives(
+    cache: ActivationOffloader, states: ModelStates | None, config: OffloadConfig, default: str
+) -> str | None:
     """Returns the directories of the scratch files and the backend; None: there are none."""
     store = None if states is None or states.scratch is None else states.scratch.store
-    if isinstance(tier := cache.tiers.get("ssd"), ScratchTier):
+    if isinstance(tier := cache.tiers.get("ssd"), SSDTierBase):
         store = tier.blobs
     if store is None:
         return None

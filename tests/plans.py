@@ -21,7 +21,7 @@ class Watch(pl.Callback):
     """What was moved and made again, in all."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        cache: Any = trainer.strategy.tensor_cache  # type: ignore[attr-defined]
+        cache: Any = trainer.strategy.offloader  # type: ignore[attr-defined]
         self.stats = cache.stats()
 
 

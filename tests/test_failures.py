@@ -261,7 +261,7 @@ def test_a_failed_write_is_reported_even_if_nobody_wants_the_bytes_back(tmp_path
     class Dropping(SmallModel):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             self.losses.append(self.loss(batch).item())
-            staging = self.trainer.strategy.tensor_cache.tiers["ssd"].staging
+            staging = self.trainer.strategy.offloader.tiers["ssd"].staging
             staging.acquire(staging.budget).release()  # when all writes have ended
 
     break_drive = _BreakAt(lambda: _io_error("write", errno.EIO)(backend))

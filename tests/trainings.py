@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.offloader import find_offloader
 
 WIDTH = 32
 ROWS = 16
@@ -79,13 +79,13 @@ class Watch(pl.Callback):
         return self.bytes_read if "ssd" in self.bytes_in else self.bytes_in.get("host", 0)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        cache = find_tensor_cache(trainer)
+        cache = find_offloader(trainer)
         if cache is not None and isinstance(ssd := cache.tiers.get("ssd"), SSDTier):
             # All staging memory is free when no write is left.
             ssd.staging.acquire(ssd.staging.budget).release()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (cache := find_tensor_cache(trainer)) is not None:
+        if (cache := find_offloader(trainer)) is not None:
             for name, tier in cache.tiers.items():
                 self.bytes_out[name] = self.bytes_out.get(name, 0) + tier.bytes_out
                 self.bytes_in[name] = self.bytes_in.get(name, 0) + tier.bytes_in

@@ -1,26 +1,26 @@
 """Saved tensors: what autograd keeps for backward, kept elsewhere. Knows autograd and `storage`, not Lightning."""
 
-from lightning_ssd.activations.cache import BudgetError, CacheStats, TensorCache
-from lightning_ssd.activations.config import OffloadConfig, make_tensor_cache
-from lightning_ssd.activations.director import Director, make_program
-from lightning_ssd.activations.forward import Visit
+from lightning_ssd.activations.config import OffloadConfig, make_offloader
 from lightning_ssd.activations.graph import ForwardGraph, Saved
-from lightning_ssd.activations.placement import Placement, SendAll, SendIfShort
+from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError, OffloadStats
+from lightning_ssd.activations.placement import OffloadAll, OffloadOnPressure, Placement
+from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
+from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.activations.weights import mark_weights
 
 __all__ = [
     "BudgetError",
-    "CacheStats",
-    "Director",
+    "OffloadStats",
+    "PlanMode",
     "ForwardGraph",
     "OffloadConfig",
     "Placement",
     "Saved",
-    "SendAll",
-    "SendIfShort",
-    "TensorCache",
-    "Visit",
-    "make_program",
-    "make_tensor_cache",
+    "OffloadAll",
+    "OffloadOnPressure",
+    "ActivationOffloader",
+    "UnitCall",
+    "make_schedule",
+    "make_offloader",
     "mark_weights",
 ]

@@ -11,13 +11,13 @@ from typing import Literal
 
 import torch
 
-from lightning_ssd.activations.cache import TensorCache
 from lightning_ssd.activations.direct import DirectTier
 from lightning_ssd.activations.host import HostTier
-from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Placement
+from lightning_ssd.activations.offloader import ActivationOffloader
+from lightning_ssd.activations.placement import FixedAmount, KeepAll, Placement, SSDTrainAuto
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import OffloadTier
-from lightning_ssd.device import Copies, available_memory, make_clock, make_copies
+from lightning_ssd.device import CopyEngine, available_memory, make_clock, make_copy_engine
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
@@ -101,9 +101,9 @@ class OffloadConfig:
         return [Path(path).expanduser() for path in paths]
 
 
-def make_tensor_cache(
+def make_offloader(
     config: OffloadConfig, device: torch.device, *, default_path: str | Path, rank: int = 0, processes: int = 1
-) -> TensorCache:
+) -> ActivationOffloader:
     """Makes the tensor cache that `config` asks for; nothing is left behind when it can't.
 
     Args:
@@ -125,7 +125,7 @@ def make_tensor_cache(
         if budget < SMALLEST_TIER and config.tier == "ssd":
             log.warning("no memory is left for a host tier: activations go to the SSD tier alone")
             names.remove("host")
-    copies = make_copies(device)
+    copies = make_copy_engine(device)
     tiers: dict[OffloadTierName, OffloadTier] = {}
     speeds: dict[OffloadTierName, TierSpeed] = {}
     amount = config.amount()
@@ -146,7 +146,7 @@ def make_tensor_cache(
             format_bytes(speed.read),
             tiers[name].describe(),
         )
-    return TensorCache(
+    return ActivationOffloader(
         copies,
         tiers,
         _make_placement(amount, speeds),
@@ -160,7 +160,7 @@ def _make_placement(
     if amount == "none" or not speeds:
         return KeepAll()
     if amount == "auto":
-        return Auto(speeds)
+        return SSDTrainAuto(speeds)
     assert not isinstance(amount, str)
     return FixedAmount(amount, tuple(speeds))
 
@@ -177,7 +177,7 @@ def _tier_names(config: OffloadConfig, device: torch.device) -> list[OffloadTier
     return [name for name in order if host or name == "ssd"]
 
 
-def _make_host_tier(config: OffloadConfig, copies: Copies) -> tuple[HostTier, TierSpeed]:
+def _make_host_tier(config: OffloadConfig, copies: CopyEngine) -> tuple[HostTier, TierSpeed]:
     budget = parse_bytes(config.host_memory, "host_memory")
     slab = min(budget, 2**30)
     if slab < SMALLEST_TIER:
@@ -195,7 +195,7 @@ def _make_host_tier(config: OffloadConfig, copies: Copies) -> tuple[HostTier, Ti
 
 
 def _make_ssd_tier(
-    config: OffloadConfig, copies: Copies, default_path: str | Path, rank: int
+    config: OffloadConfig, copies: CopyEngine, default_path: str | Path, rank: int
 ) -> tuple[OffloadTier, TierSpeed]:
     capacity = None if config.ssd_capacity is None else parse_bytes(config.ssd_capacity, "ssd_capacity")
     store = BlobStore(
@@ -224,13 +224,13 @@ def _make_ssd_tier(
     return SSDTier(store, staging, copies), speed
 
 
-def _copy_speed(copies: Copies, pool: PinnedPool) -> tuple[float, float]:
+def _copy_speed(copies: CopyEngine, pool: PinnedPool) -> tuple[float, float]:
     """Measures copies out and in, in bytes/s: the best of three of one buffer."""
     data = copies.empty(SMALLEST_TIER)
     buffer = pool.acquire(SMALLEST_TIER)
     clock = make_clock(copies.device)
     seconds = []
-    for copy, src, dst in ((copies.out, data, buffer.tensor), (copies.into, buffer.tensor, data)):
+    for copy, src, dst in ((copies.d2h, data, buffer.tensor), (copies.h2d, buffer.tensor, data)):
         best = float("inf")
         for _ in range(3):
             start = clock.now()

@@ -11,12 +11,12 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.storage import Blob
 
 
-class DirectTier(ScratchTier):
+class DirectTier(SSDTierBase):
     """Scratch files as a tier, over a store whose backend takes device buffers; owns `store`."""
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
@@ -24,7 +24,7 @@ class DirectTier(ScratchTier):
         if blob is None:
             return None
         copy = _DirectCopy(self, blob)
-        produced = self._copies.out_done(self._copies.mark(awaited=True))
+        produced = self._copies.on_d2h(self._copies.mark(awaited=True))
         produced.add_done_callback(partial(copy.write, data))
         self.bytes_out += data.numel()
         return copy
@@ -76,7 +76,7 @@ class _DirectLoad(Load):
         self.data = copies.empty(copy.blob.nbytes)
         self._requests: Future[list[Future[None]]] = Future()
         # The memory is the compute stream's until it is done with the last owner: read into it from then on.
-        copies.in_done(copies.mark(awaited=True)).add_done_callback(partial(self._read, copy, urgent))
+        copies.on_h2d(copies.mark(awaited=True)).add_done_callback(partial(self._read, copy, urgent))
 
     @property
     def settled(self) -> bool:

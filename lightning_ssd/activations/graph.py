@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_ssd.activations.forward import Part, Visit
-from lightning_ssd.activations.transients import Transients
+from lightning_ssd.activations.transient_memory import TransientMemory
+from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Buffer:
     nbytes: int
     maker: int | None = None
     position: int = 0
-    visit: Visit | None = None
+    visit: UnitCall | None = None
     changed: bool = False
 
 
@@ -47,8 +47,8 @@ class Operation:
     """
 
     func: Any
-    part: Part
-    visit: Visit
+    part: Segment
+    visit: UnitCall
     where: str
     inputs: tuple[int, ...]
     flops: float
@@ -71,7 +71,7 @@ class Saved:
         inbound: it was there before the visit began.
     """
 
-    visit: Visit
+    visit: UnitCall
     name: str
     buffer: int
     nbytes: int
@@ -87,12 +87,12 @@ class ForwardGraph:
 
     operations: list[Operation] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
-    backward_seconds: dict[Visit, float] = field(default_factory=dict)
+    backward_seconds: dict[UnitCall, float] = field(default_factory=dict)
     """Of each visit, on the device."""
-    transients: Transients = field(default_factory=Transients)
+    transients: TransientMemory = field(default_factory=TransientMemory)
     """What memory it took, and its backward, beside weights, their gradients, and what autograd saves."""
 
-    def visits(self) -> list[Visit]:
+    def visits(self) -> list[UnitCall]:
         """Returns all visits, in the order in which they began."""
         return list(dict.fromkeys(operation.visit for operation in self.operations))
 
@@ -102,7 +102,7 @@ class ForwardGraph:
         Args:
             min_bytes: smaller buffers stay on the device, whatever becomes of the others.
         """
-        taken: dict[tuple[Visit, str], int] = {}
+        taken: dict[tuple[UnitCall, str], int] = {}
         made_by: dict[int, list[int]] = {}
         for number, buffer in enumerate(self.buffers):
             if buffer.maker is not None and buffer.visit is None:
@@ -149,7 +149,7 @@ class ForwardGraph:
             most = max(most, live)
         return most
 
-    def _chain(self, number: int, visit: Visit, min_bytes: int) -> set[int] | None:
+    def _chain(self, number: int, visit: UnitCall, min_bytes: int) -> set[int] | None:
         """Returns what has to be run to make a buffer again in the backward of `visit`; None: it can't be."""
         chain: set[int] = set()
         wanted = [number]

@@ -8,7 +8,7 @@ was waited for by the compute stream (the contract of `StoredCopy.free`), after 
 from torch import Tensor
 
 from lightning_ssd.activations.tier import Load, OffloadTier, StoredCopy
-from lightning_ssd.device import Copies, Mark
+from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import PinnedBuffer, PinnedPool
 
@@ -18,7 +18,7 @@ class HostTier(OffloadTier):
 
     name = "host"
 
-    def __init__(self, pool: PinnedPool, copies: Copies) -> None:
+    def __init__(self, pool: PinnedPool, copies: CopyEngine) -> None:
         self.pool = pool
         self.capacity = pool.budget
         self._copies = copies
@@ -30,7 +30,7 @@ class HostTier(OffloadTier):
         buffer = self.pool.try_acquire(data.numel())
         if buffer is None:
             return None
-        copied = self._copies.out(data, buffer.tensor, after=self._copies.mark())
+        copied = self._copies.d2h(data, buffer.tensor, after=self._copies.mark())
         self.bytes_out += data.numel()
         return _HostCopy(self, buffer, copied, data.numel())
 
@@ -49,7 +49,7 @@ class HostTier(OffloadTier):
     def _load(self, buffer: PinnedBuffer, nbytes: int) -> Load:
         self.bytes_in += nbytes
         data = self._copies.empty(nbytes)
-        arrived = self._copies.into(buffer.tensor, data, after=self._copies.mark())
+        arrived = self._copies.h2d(buffer.tensor, data, after=self._copies.mark())
         return _HostLoad(data, arrived, self._copies)
 
 
@@ -73,7 +73,7 @@ class _HostCopy(StoredCopy):
 class _HostLoad(Load):
     settled = True  # the copy was issued when the load was made
 
-    def __init__(self, data: Tensor, arrived: Mark, copies: Copies) -> None:
+    def __init__(self, data: Tensor, arrived: Mark, copies: CopyEngine) -> None:
         self.data = data
         self._arrived = arrived
         self._copies = copies

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from lightning_ssd.activations.record import Record, State
+from lightning_ssd.activations.record import SavedStorage, State
 from lightning_ssd.device import Clock, Stopwatch
 from lightning_ssd.types import OffloadTierName
 
@@ -87,13 +87,13 @@ class MicroBatch:
         self.stalls: dict[OffloadTierName, tuple[Stopwatch, Stopwatch]] = {
             tier: (Stopwatch(clock), Stopwatch(clock)) for tier in ("host", "ssd")
         }
-        self._records: list[Callable[[], Record | None]] = []
+        self._records: list[Callable[[], SavedStorage | None]] = []
         self._wanted: dict[int, None] = {}  # a set that keeps its order
         self._candidates = list(dict.fromkeys(patterns))
         self._expected: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._cursor = 0
-        self._ahead: deque[tuple[weakref.ref[Record], int]] = deque()  # on their way back, not yet wanted
+        self._ahead: deque[tuple[weakref.ref[SavedStorage], int]] = deque()  # on their way back, not yet wanted
         self._bytes_ahead = 0
         self._early: dict[int, int] = {}  # what `keeps` kept and backward has not wanted yet, index to bytes
         self._early_bytes = 0
@@ -130,11 +130,11 @@ class MicroBatch:
         """Whether its backward has run, and is over."""
         return self.in_backward and self._ended is not None
 
-    def add(self, record: Record) -> None:
+    def add(self, record: SavedStorage) -> None:
         """Takes the next saved storage; `record.index` is `len(sizes)`."""
         self._count(record.nbytes, weakref.ref(record))
 
-    def _count(self, nbytes: int, record: Callable[[], Record | None]) -> None:
+    def _count(self, nbytes: int, record: Callable[[], SavedStorage | None]) -> None:
         index = len(self.sizes)
         self.sizes.append(nbytes)
         self.saved_bytes += nbytes
@@ -143,7 +143,7 @@ class MicroBatch:
         if self._repeated is not None and not self._repeated.has(index, nbytes):
             self._repeated = None
 
-    def keeps(self, record: Record, window_bytes: int) -> bool:
+    def keeps(self, record: SavedStorage, window_bytes: int) -> bool:
         """Whether backward will want `record` so early that it would be fetched back at once: it never leaves."""
         early = any(pattern.is_wanted_early(record.index, window_bytes) for pattern in self._candidates[:1])
         if early:
@@ -156,7 +156,7 @@ class MicroBatch:
         self._turned = self._clock.now()
         self._settle_order()
 
-    def want(self, record: Record) -> None:
+    def want(self, record: SavedStorage) -> None:
         """Notes that backward wants `record` now."""
         if self._turned is None:
             self.begin_backward()
@@ -168,7 +168,7 @@ class MicroBatch:
         if position is not None:
             self._cursor = max(self._cursor, position + 1)
 
-    def next_to_fetch(self, window_bytes: int, window_depth: int | None) -> Record | None:
+    def next_to_fetch(self, window_bytes: int, window_depth: int | None) -> SavedStorage | None:
         """Returns the next record to bring back ahead of its use, if the window has room for it, and steps past it.
 
         What was kept for an early use takes up room in the window until it was used: fetching more at the turn from
@@ -178,7 +178,7 @@ class MicroBatch:
         early = self._early_bytes
         while self._cursor < len(self._expected):
             record = self._records[self._expected[self._cursor]]()
-            if record is not None and record.state is State.AWAY:
+            if record is not None and record.state is State.OFFLOADED:
                 full = early + self._bytes_ahead + record.nbytes > window_bytes or len(self._ahead) == window_depth
                 # One that is larger than the window comes alone.
                 if full and (self._ahead or early or not window_bytes):
@@ -223,7 +223,7 @@ class MicroBatch:
         while self._ahead:
             reference, nbytes = self._ahead[0]
             record = reference()
-            if record is not None and record.state is State.COMING:
+            if record is not None and record.state is State.PREFETCHING:
                 return
             self._ahead.popleft()
             self._bytes_ahead -= nbytes

@@ -51,7 +51,7 @@ class KeepAll(Placement):
         return ()
 
 
-class SendAll(Placement):
+class OffloadAll(Placement):
     """Everything goes out, as far as the tiers have room.
 
     Args:
@@ -68,7 +68,7 @@ class SendAll(Placement):
         return self._tiers
 
 
-class SendIfShort(Placement):
+class OffloadOnPressure(Placement):
     """Everything stays, until the device's memory is short: then the rest of the micro-batch goes out.
 
     Args:
@@ -130,7 +130,7 @@ class FixedAmount(Placement):
         return self._tiers
 
 
-class Auto(Placement):
+class SSDTrainAuto(Placement):
     """SSDTrain's rule: as many bytes as the bandwidth carries while the forward computes (its figure 3).
 
     Until a micro-batch was measured, everything that can leave without holding the training up goes out. Then each tier

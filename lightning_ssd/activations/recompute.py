@@ -1,9 +1,9 @@
 """Saved tensors that are dropped, and computed again when backward wants them.
 
-Not a whole module is run again, as `torch.utils.checkpoint` does, but single operations, below autograd: a `Recipe` is
-an operation with its arguments, of which those that are activations are packed as autograd's are. They may be kept,
-have left, or be made by recipes themselves. So any choice of operations can be computed again, each once, and no graph
-is built anew. Same kernel, same bytes, same strides: same numbers.
+`torch.utils.checkpoint` reruns whole modules. This module reruns single operators, below autograd: a `RecomputeNode` is
+an operator with its arguments, of which activations are packed as autograd's saved tensors are. They may be kept,
+offloaded, or recomputed themselves. So any choice of operators can be recomputed, each once, and no graph is built
+anew. The same kernel on the same bytes with the same strides gives the same results.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from lightning_ssd.activations.graph import is_random, tensors_of
-from lightning_ssd.activations.record import Kept, SavedView, Viewed, forget_original
+from lightning_ssd.activations.record import Kept, RefCountedBytes, SavedHandle, forget_original
 
-Pack = Callable[[Tensor], "Kept | SavedView"]
+Pack = Callable[[Tensor], "Kept | SavedHandle"]
 
 
-class Recipe:
+class RecomputeNode:
     """How to make again what an operation has made.
 
     Args:
@@ -57,7 +57,7 @@ class Recipe:
 
         def pack_argument(tensor: Tensor) -> _Packed:
             packed = forget_original(pack(tensor))  # the operation has read what it was
-            if isinstance(packed, SavedView) and isinstance(packed.record, Recomputed):
+            if isinstance(packed, SavedHandle) and isinstance(packed.record, Recomputed):
                 self._reads.append(packed.record)
             if (recipes := _recipes_of(tensor)) is not None:
                 recipes.add(self)
@@ -150,7 +150,7 @@ def _mapped(argument: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     return argument
 
 
-class Recomputed(Viewed):
+class Recomputed(RefCountedBytes):
     """A storage that is not there until it is made again.
 
     Attributes:
@@ -162,7 +162,7 @@ class Recomputed(Viewed):
 
     __slots__ = ("_recipe", "expired", "nbytes", "position", "version")
 
-    def __init__(self, tensor: Tensor, position: int, recipe: Recipe) -> None:
+    def __init__(self, tensor: Tensor, position: int, recipe: RecomputeNode) -> None:
         super().__init__()
         self.position = position
         self.version = tensor._version
@@ -184,10 +184,10 @@ class Recomputed(Viewed):
         """Shows the storage of `tensor`, if anybody has saved it."""
         if self.views and self.data is None:
             storage = tensor.untyped_storage()
-            self.came_back()
+            self.restored()
             self.data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if not self.expired:
             self.data = None
 
@@ -242,12 +242,12 @@ def before_change(tensors: Sequence[Tensor]) -> None:
             recomputed.adopt(tensor.untyped_storage())
 
 
-def _recipes_of(tensor: Tensor) -> "weakref.WeakSet[Recipe] | None":
+def _recipes_of(tensor: Tensor) -> "weakref.WeakSet[RecomputeNode] | None":
     """Returns the recipes that read the storage of `tensor`, if it has one."""
     if tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
-    recipes: weakref.WeakSet[Recipe] | None = getattr(storage, _RECIPES, None)
+    recipes: weakref.WeakSet[RecomputeNode] | None = getattr(storage, _RECIPES, None)
     if recipes is None:
         recipes = weakref.WeakSet()
         setattr(storage, _RECIPES, recipes)

@@ -1,6 +1,6 @@
-"""One saved storage: where its bytes are, and who may still ask for them.
+"""One saved storage: the location of its bytes, and the handles through which autograd may still ask for them.
 
-autograd holds `SavedView`s, a view holds its `Record`, and a record holds the bytes or the place where they are.
+autograd holds `SavedHandle`s, a handle holds its `SavedStorage`, and that ("record") holds the bytes or their location.
 Nothing else keeps a record alive, so its lifetime is autograd's: when the last node that saved the storage is freed,
 the record dies and its place is given back, whatever became of the graph (run, retained, never run, dropped by an
 exception).
@@ -50,19 +50,19 @@ weight that may be evicted."""
 class State(Enum):
     """Where a record's bytes are."""
 
-    KEPT = auto()
+    RESIDENT = auto()
     """On the device, until the record dies."""
-    LEAVING = auto()
+    OFFLOADING = auto()
     """On the device and on their way out."""
-    AWAY = auto()
+    OFFLOADED = auto()
     """In a tier."""
-    COMING = auto()
+    PREFETCHING = auto()
     """On their way back."""
-    BACK = auto()
+    RESTORED = auto()
     """On the device again, until every view has been asked for."""
 
 
-class Leftover(NamedTuple):
+class PendingFree(NamedTuple):
     """What a dead record leaves to be given back: its stored copy, and a load that nobody waited for."""
 
     copy: StoredCopy
@@ -70,12 +70,15 @@ class Leftover(NamedTuple):
 
 
 _counting = threading.RLock()
-"""Guards the counters of all `Viewed`. A view dies on any thread, autograd's and those that collect garbage among them,
-and also inside a section that this lock guards: sections are few lines, and right if a view dies between any two."""
+"""Guards the counters of all `RefCountedBytes`.
+
+A handle dies on any thread, also in a garbage collection inside a section that this lock guards: sections are a few
+lines long, and right if a handle dies between any two of them.
+"""
 
 
-class Viewed:
-    """Bytes that `SavedView`s show, and that are let go once every view has been asked for.
+class RefCountedBytes:
+    """Bytes that `SavedHandle`s show, and that are let go once every view has been asked for.
 
     Attributes:
         data: the bytes, one-dimensional `uint8`; None while they are not on the device.
@@ -94,7 +97,7 @@ class Viewed:
         self.unseen = 0
         self.times_back = 0
 
-    def came_back(self) -> None:
+    def restored(self) -> None:
         """`data` is about to be set again. Called before, so that views that die meanwhile let nothing go."""
         with _counting:
             self.times_back += 1
@@ -111,21 +114,21 @@ class Viewed:
         with _counting:
             self.views -= 1
             if last_shown != self.times_back:
-                self.seen()
+                self.consumed()
 
-    def seen(self) -> None:
+    def consumed(self) -> None:
         """One more view was handed out, or died, since the bytes came back; after the last one they are let go."""
         with _counting:
             self.unseen -= 1
             if self.unseen <= 0:
-                self.let_go()
+                self.release()
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Nobody wants the bytes for now."""
 
 
-class Record(Viewed):
+class SavedStorage(RefCountedBytes):
     """The bytes of one storage that autograd saved.
 
     Args:
@@ -136,68 +139,68 @@ class Record(Viewed):
             a garbage collection too, so dying takes no lock and calls nobody.
     """
 
-    __slots__ = ("_leftovers", "_storage", "batch", "copy", "index", "load", "nbytes", "state", "tier")
+    __slots__ = ("_pending_frees", "_storage", "batch", "copy", "index", "load", "nbytes", "state", "tier")
 
-    def __init__(self, data: Tensor, batch: "MicroBatch", index: int, leftovers: "deque[Leftover]") -> None:
+    def __init__(self, data: Tensor, batch: "MicroBatch", index: int, pending_frees: "deque[PendingFree]") -> None:
         super().__init__()
         self.data = data
         self._storage: int = data.untyped_storage()._cdata
-        """The storage's C++ object, which `data` keeps alive while the record is `KEPT`."""
+        """The storage's C++ object, which `data` keeps alive while the record is `RESIDENT`."""
         self.nbytes = data.numel()
         self.batch = batch
         self.index = index
-        self.state = State.KEPT
+        self.state = State.RESIDENT
         self.tier: OffloadTierName | None = None
         self.copy: StoredCopy | None = None
         self.load: Load | None = None
-        self._leftovers = leftovers
+        self._pending_frees = pending_frees
 
     def __del__(self) -> None:
         if self.copy is not None:
-            self._leftovers.append(Leftover(self.copy, self.load))
+            self._pending_frees.append(PendingFree(self.copy, self.load))
 
     def is_shared(self) -> bool:
-        """Whether anything but the records of the storage can still reach it (the record is `KEPT`)."""
+        """Whether anything but the records of the storage can still reach it (the record is `RESIDENT`)."""
         assert self.data is not None
         if torch._C._storage_Use_Count(self._storage) > _USE_COUNT_OF_ONE_OWNER:
             return True
         # A storage object that user code holds counts there only.
         return sys.getrefcount(self.data.untyped_storage()) > _REFERENCES_OF_ONE_OWNER
 
-    def leave(self, copy: StoredCopy, tier: OffloadTierName) -> None:
-        """A tier has begun to store the bytes; the device's stay until `gone`."""
-        self.copy, self.tier, self.state = copy, tier, State.LEAVING
+    def offload(self, copy: StoredCopy, tier: OffloadTierName) -> None:
+        """A tier has begun to store the bytes; the device's stay until `evict`."""
+        self.copy, self.tier, self.state = copy, tier, State.OFFLOADING
 
-    def gone(self) -> None:
+    def evict(self) -> None:
         """The device's bytes are no longer read by the copy: drop them."""
-        if self.state is State.LEAVING:
-            self.data, self.state = None, State.AWAY
+        if self.state is State.OFFLOADING:
+            self.data, self.state = None, State.OFFLOADED
 
-    def stay(self) -> None:
+    def cancel_offload(self) -> None:
         """The bytes were wanted before they were gone: keep them, and take the store back."""
         assert self.copy is not None and self.data is not None
-        self._leftovers.append(Leftover(self.copy, None))
-        self.copy, self.tier, self.state = None, None, State.KEPT
+        self._pending_frees.append(PendingFree(self.copy, None))
+        self.copy, self.tier, self.state = None, None, State.RESIDENT
 
-    def come(self, *, urgent: bool) -> None:
+    def prefetch(self, *, urgent: bool) -> None:
         """Starts to bring the bytes back."""
         assert self.copy is not None
         self.load = self.copy.load(urgent=urgent)
-        self.state = State.COMING
+        self.state = State.PREFETCHING
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Orders the compute stream after the load."""
         assert self.load is not None
         self.load.wait()
-        self.came_back()
-        self.data, self.load, self.state = self.load.data, None, State.BACK
+        self.restored()
+        self.data, self.load, self.state = self.load.data, None, State.RESTORED
 
-    def let_go(self) -> None:
-        if self.state is State.BACK:
-            self.data, self.state = None, State.AWAY
+    def release(self) -> None:
+        if self.state is State.RESTORED:
+            self.data, self.state = None, State.OFFLOADED
 
 
-class SavedView:
+class SavedHandle:
     """What autograd keeps in place of a saved tensor: a storage's record, and the view of it that the tensor was.
 
     Its probe is an empty tensor that shares the saved tensor's version counter: it tells in-place changes after the
@@ -206,7 +209,7 @@ class SavedView:
 
     __slots__ = ("_last_shown", "_original", "_probe", "_version", "dtype", "offset", "record", "size", "stride")
 
-    def __init__(self, tensor: Tensor, record: Viewed, empty: Tensor) -> None:
+    def __init__(self, tensor: Tensor, record: RefCountedBytes, empty: Tensor) -> None:
         self.record = record
         self.dtype = tensor.dtype
         self.size = tensor.size()
@@ -250,13 +253,13 @@ class SavedView:
         )
         if self._last_shown != record.times_back:
             self._last_shown = record.times_back
-            record.seen()
+            record.consumed()
         return as_plain_autograd_keeps(tensor, self._original)
 
 
-def forget_original(saved: "Kept | SavedView") -> "Kept | SavedView":
+def forget_original(saved: "Kept | SavedHandle") -> "Kept | SavedHandle":
     """Returns `saved`, which is the tensor as it was saved from here on, also if its `.data` is assigned to."""
-    if isinstance(saved, SavedView):
+    if isinstance(saved, SavedHandle):
         saved._original = _no_original
         return saved
     return saved if isinstance(saved, SavedWeight) else (*saved[:2], _no_original)
@@ -301,14 +304,14 @@ def check_version(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch
         )
 
 
-def find_record(storage: torch.UntypedStorage) -> Record | None:
+def find_saved_storage(storage: torch.UntypedStorage) -> SavedStorage | None:
     """Returns the live record of `storage`, if it has one."""
-    reference: weakref.ref[Record] | None = getattr(storage, _RECORD, None)
+    reference: weakref.ref[SavedStorage] | None = getattr(storage, _RECORD, None)
     return None if reference is None else reference()
 
 
-def attach_record(storage: torch.UntypedStorage, record: Record | None) -> None:
-    """Makes `record` what `find_record` returns for `storage`.
+def attach_saved_storage(storage: torch.UntypedStorage, record: SavedStorage | None) -> None:
+    """Makes `record` what `find_saved_storage` returns for `storage`.
 
     The reference lives on the storage's Python object, which lives as long as the storage: an identity that all views
     share, and that a later storage at the same address does not inherit.
@@ -319,7 +322,7 @@ def attach_record(storage: torch.UntypedStorage, record: Record | None) -> None:
 def _counts_of_one_owner() -> tuple[int, int]:
     """Returns the use count and the references of a storage that one tensor holds: versions of torch differ."""
     owner = torch.empty(1, dtype=torch.uint8, device="cpu")
-    attach_record(owner.untyped_storage(), None)
+    attach_saved_storage(owner.untyped_storage(), None)
     count: int = torch._C._storage_Use_Count(owner.untyped_storage()._cdata)
     return count, sys.getrefcount(owner.untyped_storage())
 

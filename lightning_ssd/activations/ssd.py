@@ -23,14 +23,14 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
-from lightning_ssd.device import Copies, Mark
+from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError
 
 
-class SSDTier(ScratchTier):
+class SSDTier(SSDTierBase):
     """Scratch files as a tier; owns `store` and `staging`.
 
     Args:
@@ -39,7 +39,7 @@ class SSDTier(ScratchTier):
         copies: copies of the device.
     """
 
-    def __init__(self, store: BlobStore, staging: PinnedPool, copies: Copies) -> None:
+    def __init__(self, store: BlobStore, staging: PinnedPool, copies: CopyEngine) -> None:
         super().__init__(store, copies)
         self.staging = staging
         self._error: BaseException | None = None
@@ -63,7 +63,7 @@ class SSDTier(ScratchTier):
         for index, piece in enumerate(blob.pieces):
             buffer = taken[index] if taken else self.staging.acquire(piece.nbytes)
             source = data[piece.start : piece.start + piece.nbytes]
-            copy.begin(piece, buffer, self._copies.out(source, buffer.tensor, after=produced, awaited=True))
+            copy.begin(piece, buffer, self._copies.d2h(source, buffer.tensor, after=produced, awaited=True))
         self.bytes_out += data.numel()
         return copy
 
@@ -133,7 +133,7 @@ class _SSDCopy(StoredCopy):
         write = _PieceWrite(self, piece, buffer)
         self.writes.append(write)
         self.last_copied = copied
-        self.tier._copies.out_done(copied).add_done_callback(write.start)
+        self.tier._copies.on_d2h(copied).add_done_callback(write.start)
 
     def wait_copied(self) -> None:
         self.tier._copies.wait(self.last_copied)
@@ -299,13 +299,13 @@ class _SSDLoad(Load):
         try:
             with self._lock:
                 # Issued and recorded under one lock: `_arrived` is the last copy of all on the copy-in stream.
-                arrived = self._copies.into(buffer.tensor, target, after=self._allocated, awaited=True)
+                arrived = self._copies.h2d(buffer.tensor, target, after=self._allocated, awaited=True)
                 self._arrived = arrived
         except Exception as error:  # a device that is lost: an I/O thread must not keep that to itself
             buffer.release()
             self.fail(error)
         else:
-            self._copies.in_done(arrived).add_done_callback(lambda _: buffer.release())
+            self._copies.on_h2d(arrived).add_done_callback(lambda _: buffer.release())
             self._piece_ended()
 
     def _piece_ended(self) -> None:

@@ -71,6 +71,6 @@ def _is_cast_of_parameter(tensor: Tensor) -> bool:
     return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
-# On the storage's Python object, which lives as long as the storage (see `record.attach_record`).
+# On the storage's Python object, which lives as long as the storage (see `record.attach_saved_storage`).
 _WEIGHT = "_lightning_ssd_weight"
 _OFFLOADED = "_lightning_ssd_offloaded"

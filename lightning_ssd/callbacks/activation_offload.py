@@ -7,7 +7,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache, mark_weights
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader, mark_weights
 from lightning_ssd.callbacks.defaults import add_default_callbacks
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives
@@ -53,11 +53,11 @@ class ActivationOffload(pl.Callback):
         self.config = OffloadConfig(
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
-        self.tensor_cache: TensorCache | None = None
+        self.offloader: ActivationOffloader | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if hasattr(trainer.strategy, "tensor_cache"):
+        if hasattr(trainer.strategy, "offloader"):
             raise ValueError(
                 f"`{type(trainer.strategy).__name__}` offloads activations already. "
                 "Drop the ActivationOffload callback, or choose another strategy."
@@ -70,14 +70,14 @@ class ActivationOffload(pl.Callback):
         strategy = trainer.strategy
         assert strategy.model is not None
         mark_weights(strategy.model)
-        cache = make_tensor_cache(
+        cache = make_offloader(
             self.config,
             strategy.root_device,
             default_path=trainer.default_root_dir,
             rank=trainer.global_rank,
             processes=trainer.num_devices,
         )
-        self.tensor_cache = cache
+        self.offloader = cache
         parts = (
             describe_activations(cache, self.config),
             describe_drives(cache, None, self.config, trainer.default_root_dir),
@@ -101,6 +101,6 @@ class ActivationOffload(pl.Callback):
 
     def _close(self, trainer: pl.Trainer) -> None:
         vars(trainer.strategy).pop("training_step", None)
-        cache, self.tensor_cache = self.tensor_cache, None
+        cache, self.offloader = self.offloader, None
         if cache is not None:
             cache.close()

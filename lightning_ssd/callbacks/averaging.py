@@ -25,7 +25,7 @@ def average_of(callback: pl.Callback) -> torch.nn.Module | None:
     return average
 
 
-def lend_weights(
+def summon_full_params(
     callback: pl.Callback, lend: Callable[[], AbstractContextManager[None]], loaded: Loaded
 ) -> Callable[[], None]:
     """Has the hooks of `callback` that look at weights, or change them, run inside `lend()`.

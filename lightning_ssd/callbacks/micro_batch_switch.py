@@ -6,7 +6,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.offloader import find_offloader
 
 
 @dataclass(frozen=True)
@@ -48,18 +48,18 @@ class MicroBatchSwitch(pl.Callback):
         same_window = self.current is not None and not self.current.is_last and batch_idx > 0
         index = self.current.index + 1 if self.current is not None and same_window else 0
         self.current = MicroBatchInfo(index, is_last=not trainer.fit_loop._should_accumulate())
-        if (cache := find_tensor_cache(trainer)) is not None:
+        if (cache := find_offloader(trainer)) is not None:
             cache.begin_micro_batch()
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Under manual optimization more backwards may follow.
-        if pl_module.automatic_optimization and (cache := find_tensor_cache(trainer)) is not None:
+        if pl_module.automatic_optimization and (cache := find_offloader(trainer)) is not None:
             cache.end_backward()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not pl_module.automatic_optimization and (cache := find_tensor_cache(trainer)) is not None:
+        if not pl_module.automatic_optimization and (cache := find_offloader(trainer)) is not None:
             cache.end_backward()

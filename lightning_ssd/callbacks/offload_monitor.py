@@ -10,8 +10,8 @@ import torch
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import TensorCache
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, offload_config
+from lightning_ssd.activations import ActivationOffloader
+from lightning_ssd.callbacks.offloader import find_offloader, offload_config
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states import ModelStates
@@ -75,7 +75,7 @@ class OffloadMonitor(pl.Callback):
         self._begun = perf_counter()
         self._asked = float("-inf")
         self._shown = {}
-        if self._progress_bar and find_tensor_cache(trainer) is not None:
+        if self._progress_bar and find_offloader(trainer) is not None:
             self._show_in(trainer.progress_bar_callback)
 
     @override
@@ -109,7 +109,7 @@ class OffloadMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        cache = find_tensor_cache(trainer)
+        cache = find_offloader(trainer)
         if cache is None or not trainer._logger_connector.should_update_logs:
             return
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
@@ -129,7 +129,7 @@ class OffloadMonitor(pl.Callback):
             if "ssd_years" in metrics:
                 self._shown["ssd_years"] = metrics["ssd_years"]
 
-    def _drives(self, trainer: pl.Trainer, cache: TensorCache) -> dict[str, float]:
+    def _drives(self, trainer: pl.Trainer, cache: ActivationOffloader) -> dict[str, float]:
         states = getattr(trainer.strategy, "model_states", None)
         on_ssds = "ssd" in cache.tiers or (states is not None and states.ssd_bytes)
         if not on_ssds or perf_counter() - self._asked < ASK_SECONDS:
@@ -146,7 +146,7 @@ class OffloadMonitor(pl.Callback):
             metrics["drive_endurance_used"] = max(used)
         return metrics
 
-    def _metrics(self, cache: TensorCache, states: ModelStates | None) -> dict[str, float]:
+    def _metrics(self, cache: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
         totals = self._caches.add(cache, _totals(cache))
         if states is not None and states.scratch is not None and (io := states.io_stats()) is not None:
             of_states = {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
@@ -195,7 +195,7 @@ class _Counts:
         return dict(self.totals)
 
 
-def _totals(cache: TensorCache) -> dict[str, float]:
+def _totals(cache: ActivationOffloader) -> dict[str, float]:
     """Counts that only grow."""
     stats = cache.stats()
     totals = {
@@ -219,7 +219,7 @@ def _totals(cache: TensorCache) -> dict[str, float]:
     return totals
 
 
-def _levels(cache: TensorCache) -> dict[str, float]:
+def _levels(cache: ActivationOffloader) -> dict[str, float]:
     """Heights, which are logged as they are."""
     levels: dict[str, float] = {"peak_pinned_bytes": cache.peak_pinned_bytes()}
     if cache.device.type == "cuda":

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import TensorCache
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.activations import ActivationOffloader
+from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.sizes import parse_bytes
 
 
@@ -47,7 +47,7 @@ class PrefetchScheduler(pl.Callback):
         self._depth = depth
         self._window: int | None = self._fixed
         self._held: int | None = None
-        self._cache: weakref.ref[TensorCache] | None = None
+        self._cache: weakref.ref[ActivationOffloader] | None = None
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class PrefetchScheduler(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        cache = find_tensor_cache(trainer)
+        cache = find_offloader(trainer)
         if cache is None:
             return
         if self._cache is None or self._cache() is not cache:  # another one, which counts from zero
@@ -87,7 +87,7 @@ class PrefetchScheduler(pl.Callback):
         self._measured = False
         self._settled = False
 
-    def _adapt(self, cache: TensorCache) -> None:
+    def _adapt(self, cache: ActivationOffloader) -> None:
         pattern = cache.last_pattern
         if pattern is None or not pattern.sizes:
             return

@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, trainer_callbacks
+from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import Profiler, count_samples
 from lightning_ssd.states import find_units
@@ -49,7 +49,7 @@ class StepProfiling(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if find_tensor_cache(trainer) is None:
+        if find_offloader(trainer) is None:
             raise ValueError(
                 f"{type(self).__name__} needs `strategy='ssd_offload'`, or an `ActivationOffload` callback."
             )
@@ -66,7 +66,7 @@ class StepProfiling(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
         """Measures the training as it is from now on, after `warm_up` steps."""
-        cache = find_tensor_cache(trainer)
+        cache = find_offloader(trainer)
         assert cache is not None
         config = getattr(trainer.strategy, "states_config", None)
         units = find_units(pl_module, None if config is None else config.units)

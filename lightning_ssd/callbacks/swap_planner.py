@@ -14,20 +14,20 @@ import torch
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import Director, SendAll, SendIfShort, TensorCache, make_program
-from lightning_ssd.activations.scratch_tier import ScratchTier
+from lightning_ssd.activations import ActivationOffloader, OffloadAll, OffloadOnPressure, PlanMode, make_schedule
 from lightning_ssd.activations.ssd import SSDTier
+from lightning_ssd.activations.ssd_base import SSDTierBase
+from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.step_profiling import StepProfiling
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache, offload_config, trainer_callbacks
-from lightning_ssd.device import Busy, device_memory, make_clock
+from lightning_ssd.device import WorkCounter, device_memory, make_clock
 from lightning_ssd.planning import (
     PLANNERS,
+    FixedPlacement,
     HardwareProfile,
     ModelProfile,
     Plan,
     Prediction,
-    Settled,
     correct,
     correct_step_rate,
     make_plan,
@@ -152,7 +152,7 @@ class SwapPlanner(StepProfiling):
         """For it."""
         self.comparison: Comparison | None = None
         """Of its last steps, once there were some."""
-        self._director: Director | None = None
+        self._director: PlanMode | None = None
         self._unwatched = False
         """Whether the plan keeps everything, and nobody has to see what."""
 
@@ -175,7 +175,7 @@ class SwapPlanner(StepProfiling):
         """The most device memory that was allocated in steps before the last validation."""
         self._trying = False
         """Whether the plan in force is there to be measured."""
-        self._stepped = Busy(0, 0.0)
+        self._stepped = WorkCounter(0, 0.0)
         """Of the CPU optimizer, when steps under the plan began to be compared."""
         self._moved = False
         """Whether model states went elsewhere in this training: once is enough."""
@@ -189,7 +189,7 @@ class SwapPlanner(StepProfiling):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
         super()._begin(trainer, pl_module, warm_up)
-        cache = find_tensor_cache(trainer)
+        cache = find_offloader(trainer)
         assert cache is not None
         self._cache = cache
         self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
@@ -328,7 +328,7 @@ class SwapPlanner(StepProfiling):
         self._send_all()
         if plan.keeps_all:  # nobody has to follow the forward
             self._close_director()
-            self._cache.placement = SendIfShort(tuple(self._cache.tiers), self._is_short)
+            self._cache.placement = OffloadOnPressure(tuple(self._cache.tiers), self._is_short)
             # Nor to see what is saved, where there is ample room: but of weights that come and go, and larger batches.
             ample = self.prediction.gpu_peak_bytes <= _AMPLE * self._there()
             self._unwatched = ample and set(self._settled.weights) == {"gpu"}
@@ -341,7 +341,7 @@ class SwapPlanner(StepProfiling):
         self._begun = None
         self._taken.clear()
 
-    def _direct(self, plan: Plan) -> Director:
+    def _direct(self, plan: Plan) -> PlanMode:
         """Returns the director, who has forwards follow the plan from now on."""
         profiler = self._profiler
         assert profiler is not None
@@ -353,9 +353,9 @@ class SwapPlanner(StepProfiling):
                 chains[item.buffer] = item.chain
         if self._director is None:
             modules = [unit.modules for unit in profiler.units]
-            self._director = Director(modules, self._cache.device, self._cache.pack, self._cache.unpack)
+            self._director = PlanMode(modules, self._cache.device, self._cache.pack, self._cache.unpack)
         self._director.pace = self._pace
-        self._director.program = make_program(profiler.graph, choices, chains)
+        self._director.program = make_schedule(profiler.graph, choices, chains)
         return self._director
 
     def _plan_again(self, trainer: pl.Trainer) -> None:
@@ -371,7 +371,7 @@ class SwapPlanner(StepProfiling):
         self._unwatched = False
         self._cache.watching = True
         self._cache.forward_mode = None
-        self._cache.placement = SendAll(tuple(self._cache.tiers))
+        self._cache.placement = OffloadAll(tuple(self._cache.tiers))
 
     def _is_short(self) -> bool:
         """Whether a forward that differs from the recorded one has taken more than there is room for."""
@@ -444,12 +444,12 @@ class SwapPlanner(StepProfiling):
 
     # ---- what there is ----
 
-    def _measure(self, cache: TensorCache) -> HardwareProfile:
+    def _measure(self, cache: ActivationOffloader) -> HardwareProfile:
         machine = self._machine if self._machine is not None else measure_machine(None)
         if cache.device.type == "cuda":
             torch.cuda.empty_cache()  # of what was measured with
         ssd = cache.tiers.get("ssd")
-        if isinstance(ssd, ScratchTier) and self._machine is None:
+        if isinstance(ssd, SSDTierBase) and self._machine is None:
             read, write = ssd.blobs.read_bandwidth, ssd.blobs.write_bandwidth
             machine = replace(machine, ssd_read=read, ssd_write=write, ssd_mixed=mixed_bandwidth(read, write))
         return machine
@@ -463,7 +463,7 @@ class SwapPlanner(StepProfiling):
         ssd = self._cache.tiers.get("ssd")
         return ssd.staging.budget if isinstance(ssd, SSDTier) else 0
 
-    def _budget(self, profile: ModelProfile, settled: Settled) -> HardwareProfile:
+    def _budget(self, profile: ModelProfile, settled: FixedPlacement) -> HardwareProfile:
         """Returns the machine with the bytes of it that this training may take."""
         cache, machine = self._cache, self._measured_machine
         if self._gpu_memory not in ("auto", "least"):
@@ -571,7 +571,7 @@ class SwapPlanner(StepProfiling):
         if comparison.gpu_peak_bytes:
             unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
             self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
-        stepped = Busy(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
+        stepped = WorkCounter(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
         if stepped.amount and stepped.seconds:
             rate = stepped.amount / stepped.seconds
             self.hardware = correct_step_rate(self.profile, self.hardware, self.plan, rate, measured)

@@ -1,21 +1,21 @@
 """Streams, events, copies, threads and futures, and how much memory there is. Knows torch's devices and nothing else.
 
-`Copies` moves bytes between the training device and host memory, `Clock` measures spans of the compute stream,
+`CopyEngine` moves bytes between the training device and host memory, `Clock` measures spans of the compute stream,
 `Worker` runs jobs once the futures that they need are done.
 """
 
 from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
-from lightning_ssd.device.copies import Busy, Copies, CPUCopies, CUDACopies, Mark, make_copies
+from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, Mark, WorkCounter, make_copy_engine
 from lightning_ssd.device.futures import all_of, ended, error_of, finished, then
 from lightning_ssd.device.memory import available_memory, device_memory, usable_memory
 from lightning_ssd.device.worker import Worker
 
 __all__ = [
-    "Busy",
-    "CPUCopies",
-    "CUDACopies",
+    "WorkCounter",
+    "CPUCopyEngine",
+    "CUDACopyEngine",
     "Clock",
-    "Copies",
+    "CopyEngine",
     "Mark",
     "Stopwatch",
     "Worker",
@@ -26,7 +26,7 @@ __all__ = [
     "error_of",
     "finished",
     "make_clock",
-    "make_copies",
+    "make_copy_engine",
     "then",
     "usable_memory",
 ]

@@ -1,9 +1,9 @@
 """Copies between the training device and host memory, ordered on the device's own clock.
 
-`Copies` is what the tiers use: it allocates on the device, copies out and in, and hands out *marks*. A mark stands for
-"everything issued so far on one stream"; the compute stream may wait for it (no host wait), or a future is done once it
-was reached (on a thread of its own). On a GPU a mark is a CUDA event; on the CPU copies are done when the call returns
-and a mark is `None`.
+`CopyEngine` allocates on the device, copies device to host (d2h) and host to device (h2d), and records *marks*. A mark
+stands for everything issued so far on one stream: the compute stream waits for it (`wait`, no host wait), or a future
+is done once it is reached (`on_d2h`, `on_h2d`; a thread completes these futures). On a GPU a mark is a CUDA event; on a
+CPU copies are done when the call returns, and a mark is `None`.
 """
 
 import queue
@@ -25,21 +25,21 @@ from lightning_ssd.spans import COPY_IN, COPY_OUT, span
 Mark = Event | None
 
 
-class Busy(NamedTuple):
+class WorkCounter(NamedTuple):
     """What a direction has carried, in bytes, or an optimizer stepped, in parameters; and the seconds that it took."""
 
     amount: int
     seconds: float
 
-    def plus(self, amount: int, seconds: float) -> "Busy":
-        return Busy(self.amount + amount, self.seconds + seconds)
+    def plus(self, amount: int, seconds: float) -> "WorkCounter":
+        return WorkCounter(self.amount + amount, self.seconds + seconds)
 
-    def since(self, earlier: "Busy") -> "Busy":
+    def since(self, earlier: "WorkCounter") -> "WorkCounter":
         """Returns what was done after `earlier`."""
-        return Busy(self.amount - earlier.amount, self.seconds - earlier.seconds)
+        return WorkCounter(self.amount - earlier.amount, self.seconds - earlier.seconds)
 
 
-class Copies(ABC):
+class CopyEngine(ABC):
     """Moves bytes between one device and host memory.
 
     All tensors are one-dimensional `uint8`. "Compute stream" means the stream that is current when the call is made.
@@ -57,19 +57,19 @@ class Copies(ABC):
         """Returns a mark for everything issued on the compute stream so far.
 
         Args:
-            awaited: it is given to `out_done` or `in_done`, whose thread sleeps until it is reached. Few may be ahead
+            awaited: it is given to `on_d2h` or `on_h2d`, whose thread sleeps until it is reached. Few may be ahead
                 of the device at once (see `Events.record`).
         """
 
     @abstractmethod
-    def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         """Copies device bytes `src` to the beginning of host bytes `dst` once `after` is reached.
 
         The caller keeps both buffers until the returned mark, the copy's, is reached. `awaited`: as in `mark`.
         """
 
     @abstractmethod
-    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         """Fills device bytes `dst` from the beginning of host bytes `src` once `after` is reached.
 
         The caller keeps both buffers until the returned mark, the copy's, is reached. `awaited`: as in `mark`.
@@ -80,7 +80,7 @@ class Copies(ABC):
         """Makes the compute stream wait for `mark`; the host goes on."""
 
     @abstractmethod
-    def out_done(self, mark: Mark) -> "Future[None]":
+    def on_d2h(self, mark: Mark) -> "Future[None]":
         """Returns a future that is done once the copy-out (or compute) `mark` is reached.
 
         Futures are done in the order of the calls, and run their callbacks on one thread, which later ones wait for.
@@ -88,11 +88,11 @@ class Copies(ABC):
         """
 
     @abstractmethod
-    def in_done(self, mark: Mark) -> "Future[None]":
+    def on_h2d(self, mark: Mark) -> "Future[None]":
         """Returns the same for the copy-in (or compute) `mark`, with a thread of its own."""
 
     @abstractmethod
-    def busy(self) -> tuple[Busy, Busy]:
+    def busy(self) -> tuple[WorkCounter, WorkCounter]:
         """Returns what the copies out and the copies in have carried so far."""
 
     def memory_is_short(self, nbytes: int) -> bool:
@@ -108,19 +108,19 @@ class Copies(ABC):
         """Ends the threads, when they are through with what they were given."""
 
 
-class CPUCopies(Copies):
+class CPUCopyEngine(CopyEngine):
     """Copies for a CPU "device": plain `memcpy`, done when the call returns."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         # Copies in run on I/O threads, several at a time: each thread's sum is added under the lock.
         self._lock = threading.Lock()
-        self._out_busy = self._in_busy = Busy(0, 0.0)
+        self._out_busy = self._in_busy = WorkCounter(0, 0.0)
 
     def mark(self, *, awaited: bool = False) -> Mark:
         return None
 
-    def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = perf_counter()
         # No part of the forward that it may be called in.
         with torch._C._DisableTorchDispatch(), span(COPY_OUT):
@@ -129,7 +129,7 @@ class CPUCopies(Copies):
             self._out_busy = self._out_busy.plus(src.numel(), perf_counter() - start)
         return None
 
-    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = perf_counter()
         with torch._C._DisableTorchDispatch(), span(COPY_IN):
             dst.copy_(src[: dst.numel()])
@@ -140,13 +140,13 @@ class CPUCopies(Copies):
     def wait(self, mark: Mark) -> None:
         return None
 
-    def out_done(self, mark: Mark) -> "Future[None]":
+    def on_d2h(self, mark: Mark) -> "Future[None]":
         return finished(None)
 
-    def in_done(self, mark: Mark) -> "Future[None]":
+    def on_h2d(self, mark: Mark) -> "Future[None]":
         return finished(None)
 
-    def busy(self) -> tuple[Busy, Busy]:
+    def busy(self) -> tuple[WorkCounter, WorkCounter]:
         return self._out_busy, self._in_busy
 
     def drain(self) -> None:
@@ -156,35 +156,35 @@ class CPUCopies(Copies):
         return None
 
 
-class CUDACopies(Copies):
+class CUDACopyEngine(CopyEngine):
     """Copies for a CUDA device, on one stream each way beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._events = Events(device)
-        self._out = _Lane("copied-out", device, self._events)
-        self._in = _Lane("copied-in", device, self._events)
+        self._out = _CopyStream("d2h-done", device, self._events)
+        self._in = _CopyStream("h2d-done", device, self._events)
 
     def mark(self, *, awaited: bool = False) -> Mark:
         return self._events.record(self._events.compute_stream(), awaited=awaited)
 
-    def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         return self._out.copy(src, dst, src.numel(), after, awaited)
 
-    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         return self._in.copy(src, dst, dst.numel(), after, awaited)
 
     def wait(self, mark: Mark) -> None:
         if mark is not None:
             self._events.wait(self._events.compute_stream(), mark)
 
-    def out_done(self, mark: Mark) -> "Future[None]":
+    def on_d2h(self, mark: Mark) -> "Future[None]":
         return self._out.done.when_reached(mark)
 
-    def in_done(self, mark: Mark) -> "Future[None]":
+    def on_h2d(self, mark: Mark) -> "Future[None]":
         return self._in.done.when_reached(mark)
 
-    def busy(self) -> tuple[Busy, Busy]:
+    def busy(self) -> tuple[WorkCounter, WorkCounter]:
         return self._out.busy(), self._in.busy()
 
     def memory_is_short(self, nbytes: int) -> bool:
@@ -201,7 +201,7 @@ class CUDACopies(Copies):
         self._in.done.close()
 
 
-class _Lane:
+class _CopyStream:
     """One direction: a stream, and a thread that completes the futures of its copies."""
 
     #: Bytes from which a copy's time is measured: shorter ones say little of the bandwidth.
@@ -212,7 +212,7 @@ class _Lane:
         self._stream = torch.cuda.Stream(device)
         self._events = events
         self._spans: deque[tuple[Event, Event, int]] = deque()
-        self._busy = Busy(0, 0.0)
+        self._busy = WorkCounter(0, 0.0)
 
     def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark, awaited: bool) -> Event:
         # The stream keeps its order, so the marks of earlier copies on it are reached before this one's.
@@ -229,7 +229,7 @@ class _Lane:
             self._spans.append((start, end, nbytes))
         return end
 
-    def busy(self) -> Busy:
+    def busy(self) -> WorkCounter:
         while self._spans and self._spans[0][1].reached():
             start, end, nbytes = self._spans.popleft()
             self._busy = self._busy.plus(nbytes, start.seconds_until(end))
@@ -272,17 +272,17 @@ class _EventThread:
             del item, mark, reached  # an idle thread holds no buffer
 
 
-def make_copies(device: torch.device) -> Copies:
+def make_copy_engine(device: torch.device) -> CopyEngine:
     """Returns the copies for `device`.
 
     Raises:
         ValueError: `device` is neither a CPU nor a CUDA device.
     """
     if device.type == "cpu":
-        return CPUCopies(device)
+        return CPUCopyEngine(device)
     if device.type == "cuda":
         # Threads of its own would have another current device.
-        return CUDACopies(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
+        return CUDACopyEngine(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
     raise ValueError(
         f"activations can be offloaded from CPU and CUDA devices, not from {device}. "
         "Set `accelerator='gpu'` (CUDA) or `accelerator='cpu'`, or use another strategy."

@@ -1,9 +1,9 @@
 """Numbers in, plan out: pure Python, no torch."""
 
 from lightning_ssd.planning.endurance import DRIVES, Drive, endurance_bytes, large_write_endurance
-from lightning_ssd.planning.hardware import HardwareProfile, LaunchCosts
+from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.placement import Settled, plan_with_coefficient, unplanned
+from lightning_ssd.planning.placement import FixedPlacement, plan_with_coefficient, unplanned
 from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, correct, correct_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
@@ -16,13 +16,13 @@ __all__ = [
     "PLANNERS",
     "Drive",
     "HardwareProfile",
-    "LaunchCosts",
+    "HostOverhead",
     "ModelProfile",
     "OperatorProfile",
     "Plan",
     "Prediction",
     "Report",
-    "Settled",
+    "FixedPlacement",
     "TierSpeed",
     "UnitPlan",
     "UnitProfile",

@@ -15,7 +15,7 @@ from lightning_ssd.sizes import format_bytes
 
 
 @dataclass(frozen=True)
-class LaunchCosts:
+class HostOverhead:
     """What a plan costs the host's thread that gives the GPU its work, in seconds.
 
     Attributes:
@@ -38,9 +38,9 @@ class LaunchCosts:
         for field in fields(self):
             check_not_negative(f"launch.{field.name}", getattr(self, field.name))
 
-    def times(self, factor: float) -> "LaunchCosts":
+    def times(self, factor: float) -> "HostOverhead":
         """Returns the costs on a host that takes `factor` times as long."""
-        return LaunchCosts(*(factor * getattr(self, field.name) for field in fields(self)))
+        return HostOverhead(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class HardwareProfile:
     host_bytes: int
     ssd_bytes: int
     ssd_bytes_per_day: float | None = None
-    launch: LaunchCosts = LaunchCosts()
+    launch: HostOverhead = HostOverhead()
     host_memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class HardwareProfile:
         """
         where = f"the hardware profile {path}"
         machine = dict(as_mapping(load_json(path, where), where))
-        machine["launch"] = from_mapping(LaunchCosts, machine.get("launch", {}), f"`launch` of {where}")
+        machine["launch"] = from_mapping(HostOverhead, machine.get("launch", {}), f"`launch` of {where}")
         return from_mapping(cls, machine, where)
 
     def describe(self) -> str:

@@ -9,7 +9,14 @@ from math import inf
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
-from lightning_ssd.planning.placement import Settled, Tensor, assemble_plan, default_window, host_first, tensors_of
+from lightning_ssd.planning.placement import (
+    FixedPlacement,
+    Tensor,
+    assemble_plan,
+    default_window,
+    host_first,
+    tensors_of,
+)
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.simulator import Prediction, count_steps, cut_stages, simulate
@@ -69,7 +76,7 @@ class Candidate:
     host_bytes: int
 
 
-def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: Settled | None = None) -> Plan:
+def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: FixedPlacement | None = None) -> Plan:
     """Returns the best plan found: one that fits if there is one, then the one of least simulated time.
 
     It is never worse than the published planners': they are candidates. Its own begin with everything out of the GPU,
@@ -138,7 +145,7 @@ class _Considered:
 class _Search:
     """The plans that were considered, and what the candidates share."""
 
-    def __init__(self, model: ModelProfile, hardware: HardwareProfile, settled: Settled | None) -> None:
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, settled: FixedPlacement | None) -> None:
         self.model = model
         self.hardware = hardware
         self.settled = settled

@@ -101,7 +101,7 @@ def host_first(tensors: Iterable[Tensor], room: int) -> tuple[dict[tuple[int, in
 
 
 @dataclass(frozen=True)
-class Settled:
+class FixedPlacement:
     """What is not to be planned.
 
     Attributes:
@@ -117,7 +117,7 @@ class Settled:
     host_room: int | None = None
 
     @classmethod
-    def of(cls, plan: Plan) -> "Settled":
+    def of(cls, plan: Plan) -> "FixedPlacement":
         """Returns where a plan has model states."""
         units = plan.units.values()
         return cls(tuple(unit.weights for unit in units), tuple(unit.states for unit in units))
@@ -132,7 +132,7 @@ class Settled:
         return replace(plan, units=units, staging_bytes=staging)
 
 
-def unplanned(model: ModelProfile, settled: Settled, room: Mapping[InputChoice, int], window_bytes: int) -> Plan:
+def unplanned(model: ModelProfile, settled: FixedPlacement, room: Mapping[InputChoice, int], window_bytes: int) -> Plan:
     """Returns what happens where nobody plans: what is saved leaves, but for what backward wants first.
 
     Args:
@@ -160,7 +160,9 @@ def unplanned(model: ModelProfile, settled: Settled, room: Mapping[InputChoice, 
     return settled.apply(assemble_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes))
 
 
-def plan_with_coefficient(model: ModelProfile, hardware: HardwareProfile, coefficient: float, settled: Settled) -> Plan:
+def plan_with_coefficient(
+    model: ModelProfile, hardware: HardwareProfile, coefficient: float, settled: FixedPlacement
+) -> Plan:
     """Returns the plan with a given swap coefficient (Fuyou 5.6): what is not swapped is computed again.
 
     What takes longest to compute again for its bytes is swapped first; to host memory while there is room.

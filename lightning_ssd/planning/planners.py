@@ -7,18 +7,18 @@ from math import log
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import plan_holistic
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.placement import Settled
+from lightning_ssd.planning.placement import FixedPlacement
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.simulator import simulate
 
-Planner = Callable[[ModelProfile, HardwareProfile, Settled | None], Plan]
+Planner = Callable[[ModelProfile, HardwareProfile, FixedPlacement | None], Plan]
 
 
 def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Planner:
     """Returns the planner of a paper, which has its own idea of where states are, for those that are elsewhere."""
 
-    def planner(model: ModelProfile, hardware: HardwareProfile, settled: Settled | None) -> Plan:
+    def planner(model: ModelProfile, hardware: HardwareProfile, settled: FixedPlacement | None) -> Plan:
         made = plan(model, hardware)
         return made if settled is None else settled.apply(made)
 
@@ -60,7 +60,7 @@ PLANNERS: Mapping[str, Planner] = {
 
 
 def make_plan(
-    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", settled: Settled | None = None
+    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", settled: FixedPlacement | None = None
 ) -> Plan:
     """Returns the plan of a named planner.
 
@@ -79,7 +79,7 @@ def make_plan(
 
 
 def plan_for_least_memory(
-    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", settled: Settled | None = None
+    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", settled: FixedPlacement | None = None
 ) -> Plan:
     """Returns the plan that takes least of the GPU's memory, of those that take no more than `SLACK` more time.
 

@@ -11,7 +11,7 @@ from lightning_ssd.planning.endurance import (
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import plan_holistic, safest_plan
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.placement import Settled
+from lightning_ssd.planning.placement import FixedPlacement
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import Prediction, cut_stages, place_states, simulate
 from lightning_ssd.sizes import format_bytes, format_seconds
@@ -79,7 +79,7 @@ def make_report(
     hardware: HardwareProfile,
     plan: Plan,
     *,
-    settled: Settled | None = None,
+    settled: FixedPlacement | None = None,
     endurance: float | None = None,
     price_per_hour: float | None = None,
     ssd_price: float = 0.0,
@@ -166,7 +166,7 @@ def hidden_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan) ->
 
 
 def find_lifts(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, settled: Settled | None = None
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, settled: FixedPlacement | None = None
 ) -> tuple[tuple[str, float], ...]:
     """Returns (change, tokens per second with it) of what would make the step faster, the largest gain first.
 

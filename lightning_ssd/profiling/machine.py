@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import usable_memory
 from lightning_ssd.planning import HardwareProfile
-from lightning_ssd.profiling.launch_costs import measure_launches
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.profiling.host_overhead import measure_host_overhead
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Layout
-from lightning_ssd.states.optimizers import AdamRule
+from lightning_ssd.states.optimizers import AdamOptimizer
 from lightning_ssd.storage import BlobStore
 from lightning_ssd.storage.slab import Slab
 
@@ -76,7 +76,7 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         gpu_bytes=torch.cuda.mem_get_info()[0] if cuda else host,
         host_bytes=host,
         ssd_bytes=ssd_bytes,
-        launch=measure_launches(device),
+        launch=measure_host_overhead(device),
         # As many bytes of copies as would leave nothing of it to the optimizer.
         host_memory_bandwidth=2 * min(copy_in, copy_out, both) / slower if slower > 0 else None,
     )
@@ -173,9 +173,9 @@ def adam_step(numel: int, *, split: bool = False, compiled: bool = True) -> Call
         compiled: by our own kernel, else by torch's.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
-    flat = Flat("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
+    flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)  # a GPU's optimizer is stepped by that kernel
-    rule = AdamRule(flat, compiled=compiled)
+    rule = AdamOptimizer(flat, compiled=compiled)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     layout = Layout(flat, split, rule.state_names(options), steps=True, slots=1)
     weights, rest = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.rest_bytes))

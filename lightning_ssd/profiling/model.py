@@ -13,19 +13,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations import (
-    Director,
+    ActivationOffloader,
     ForwardGraph,
+    PlanMode,
     Saved,
-    TensorCache,
-    Visit,
-    make_program,
+    UnitCall,
+    make_schedule,
 )
-from lightning_ssd.activations.transients import Interval
+from lightning_ssd.activations.transient_memory import Interval
 from lightning_ssd.device import make_clock
-from lightning_ssd.planning import LaunchCosts, ModelProfile, OperatorProfile, Settled, UnitProfile
+from lightning_ssd.planning import FixedPlacement, HostOverhead, ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.model import visit_name
-from lightning_ssd.profiling.launch_costs import measure_launches
-from lightning_ssd.profiling.recorder import Recorder
+from lightning_ssd.profiling.host_overhead import measure_host_overhead
+from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.states import ModelStates, Unit
 from lightning_ssd.types import Tier
 
@@ -52,7 +52,7 @@ class Profiler:
     def __init__(
         self,
         units: Sequence[Unit],
-        cache: TensorCache,
+        cache: ActivationOffloader,
         states: ModelStates | None,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
@@ -72,8 +72,8 @@ class Profiler:
         self._optimizers = optimizers
         self._again = again
         self._saved: list[Saved] = []
-        self._recorder: Recorder | None = None
-        self._director: Director | None = None
+        self._recorder: TraceMode | None = None
+        self._director: PlanMode | None = None
         self._recorded_backward = False
         self._mode_before = cache.forward_mode
         self._clock = make_clock(cache.device)
@@ -81,9 +81,9 @@ class Profiler:
         self._ended: Any = None
         self._begun = self._ahead = 0
         """Steps that began after others, and those of them that the host began before the device was through."""
-        self._launches: dict[Visit, list[float]] = defaultdict(list)
+        self._launches: dict[UnitCall, list[float]] = defaultdict(list)
         """Of visits, the host's seconds until the next one began, but for those in which it sent what is saved."""
-        self._visiting: tuple[Visit, float] | None = None
+        self._visiting: tuple[UnitCall, float] | None = None
         self._entered: Counter[int] = Counter()
         self._handles: list[RemovableHandle] = []
 
@@ -91,7 +91,7 @@ class Profiler:
 
     def begin_recording(self) -> None:
         """The next forward, and its backward, are recorded."""
-        self._recorder = Recorder([unit.modules for unit in self.units], self._cache.device)
+        self._recorder = TraceMode([unit.modules for unit in self.units], self._cache.device)
         self._mode_before = self._cache.forward_mode
         self._cache.forward_mode = self._recorder
         self._cache.observer, self._cache.checker = self._recorder.saved, self._recorder.wanted
@@ -119,11 +119,11 @@ class Profiler:
 
     def begin_checking(self) -> None:
         """The next micro-batch is the one."""
-        director = self._director = Director(
+        director = self._director = PlanMode(
             [unit.modules for unit in self.units], self._cache.device, self._cache.pack, self._cache.unpack
         )
         chains = {item.buffer: item.chain for item in self._saved if item.again}
-        director.program = make_program(self.graph, dict.fromkeys(chains, "recompute"), chains)
+        director.program = make_schedule(self.graph, dict.fromkeys(chains, "recompute"), chains)
         director.checking = True
         self._mode_before = self._cache.forward_mode
         self._cache.forward_mode, self._cache.observer = director, director.saved
@@ -177,7 +177,7 @@ class Profiler:
             self._ahead += self._clock.elapsed(self._ended, self._ended) is None
         self.pause()
         self._entered.clear()
-        self._turn(Visit(0, 0))
+        self._turn(UnitCall(0, 0))
 
     def end_backward(self) -> None:
         """Its backward is over."""
@@ -204,12 +204,12 @@ class Profiler:
     def _begin_visit(self, index: int) -> Callable[[nn.Module, object], None]:
         def begin(module: nn.Module, args: object) -> None:
             if self._visiting is not None:  # and no backward computes forwards again
-                self._turn(Visit(index, self._entered[index]))
+                self._turn(UnitCall(index, self._entered[index]))
                 self._entered[index] += 1
 
         return begin
 
-    def _turn(self, visit: Visit | None) -> None:
+    def _turn(self, visit: UnitCall | None) -> None:
         """The host begins with a visit; None: with a backward."""
         now = perf_counter() - self._cache.sending_seconds
         if self._visiting is not None:
@@ -241,11 +241,11 @@ class Profiler:
 
     # ---- what was found ----
 
-    def visits(self) -> list[Visit]:
+    def visits(self) -> list[UnitCall]:
         """Returns the runs of units, in the order of the forward; units that did not run come last."""
         return _visits(self.units, self.graph)
 
-    def name_of(self, visit: Visit) -> str:
+    def name_of(self, visit: UnitCall) -> str:
         """Returns the name of a run in profiles and plans."""
         return visit_name(self.units[visit.unit].name, visit.time)
 
@@ -253,10 +253,10 @@ class Profiler:
         """Returns what autograd saved in the micro-batch that was recorded, and may leave."""
         return self._saved
 
-    def settled(self) -> Settled:
+    def settled(self) -> FixedPlacement:
         """Returns where model states are."""
         tiers = [self._tiers(self.units[visit.unit]) for visit in self.visits()]
-        return Settled(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers))
+        return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers))
 
     def profile(
         self, name: str, *, steps: int, micro_batches: int, samples: int, tokens: int, clip_norm: bool
@@ -274,7 +274,7 @@ class Profiler:
         if self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)
         saved = self.saved()
-        launches = self._launch_seconds(measure_launches(self._cache.device))
+        launches = self._launch_seconds(measure_host_overhead(self._cache.device))
         units = unit_profiles(self.units, self.graph, saved, launches, self._state_bytes)
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
         waits = 2 * self._ahead <= self._begun
@@ -290,11 +290,11 @@ class Profiler:
             waits=waits,
         )
 
-    def _launch_seconds(self, costs: LaunchCosts) -> Mapping[Visit, float]:
+    def _launch_seconds(self, costs: HostOverhead) -> Mapping[UnitCall, float]:
         """Returns the seconds in which the host gives the device the forwards of visits, where all stays there."""
         counts = Counter(operation.visit for operation in self.graph.operations)
         left = Counter(item.visit for item in self.saved())
-        seconds: dict[Visit, float] = {}
+        seconds: dict[UnitCall, float] = {}
         paces = []
         given = 0
         for visit, count in counts.items():
@@ -349,7 +349,7 @@ def unit_profiles(
     units: Sequence[Unit],
     graph: ForwardGraph,
     saved: Sequence[Saved],
-    launches: Mapping[Visit, float],
+    launches: Mapping[UnitCall, float],
     state_bytes: Callable[[Unit], tuple[int, int, int, int, int]],
 ) -> tuple[UnitProfile, ...]:
     """Returns the profiles of the runs of units, in the order of the forward; units that did not run come last.
@@ -371,15 +371,15 @@ def unit_profiles(
     return tuple(profiles)
 
 
-def _visits(units: Sequence[Unit], graph: ForwardGraph) -> list[Visit]:
+def _visits(units: Sequence[Unit], graph: ForwardGraph) -> list[UnitCall]:
     visits = graph.visits()
     ran = {visit.unit for visit in visits}
-    return visits + [Visit(index, 0) for index in range(len(units)) if index not in ran]
+    return visits + [UnitCall(index, 0) for index in range(len(units)) if index not in ran]
 
 
 def _unit_profile(
     graph: ForwardGraph,
-    visit: Visit,
+    visit: UnitCall,
     name: str,
     saved: Sequence[Saved],
     launch_seconds: float,
@@ -388,7 +388,7 @@ def _unit_profile(
     when_wanted: Mapping[int, int],
     in_backward: Mapping[Interval, int],
 ) -> UnitProfile:
-    """Returns the profile of a visit, with the host's seconds and what `Transients.measure` returns."""
+    """Returns the profile of a visit, with the host's seconds and what `TransientMemory.measure` returns."""
     operations = graph.operations
     left = {number for number, operation in enumerate(operations) if operation.visit == visit}
     forward = sum(operations[number].seconds for number in left)

@@ -29,7 +29,7 @@ from lightning_ssd.activations import ForwardGraph
 from lightning_ssd.activations.graph import tensors_of
 from lightning_ssd.activations.weights import is_weight
 from lightning_ssd.planning import HardwareProfile
-from lightning_ssd.profiling.recorder import Recorder, count_flops
+from lightning_ssd.profiling.trace_mode import TraceMode, count_flops
 from lightning_ssd.states import Unit
 
 FEW, MANY = 2**12, 2**24
@@ -144,7 +144,7 @@ class _View:
         self.saved = saved
 
 
-class _Tracer(Recorder):
+class _Tracer(TraceMode):
     """Records a forward and backward on tensors without memory; its spans are calculated times."""
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], hardware: HardwareProfile) -> None:

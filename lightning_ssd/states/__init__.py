@@ -1,12 +1,12 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
-from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, leaving_parameters, make_model_states
+from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, make_model_states, offloaded_parameters
 from lightning_ssd.states.compile import is_compiled
 from lightning_ssd.states.ending import Ending
-from lightning_ssd.states.journal import Record
+from lightning_ssd.states.journal import CommitRecord
 from lightning_ssd.states.lazy import LazyTensor, save, take_in
 from lightning_ssd.states.loaded import Loaded, exact_value, loading_to_meta, recording_loads, take_initial_values
-from lightning_ssd.states.materialize import Unborn, materialize_on, take_off_meta
+from lightning_ssd.states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states, regroup_model_states
 from lightning_ssd.states.optimizers import register_optimizer, steps_whole, zeroes_otherwise
@@ -20,11 +20,11 @@ __all__ = [
     "LazyTensor",
     "Loaded",
     "ModelStates",
-    "Record",
+    "CommitRecord",
     "Settings",
     "Setup",
     "StatesConfig",
-    "Unborn",
+    "MetaTensors",
     "Unit",
     "bytes_on_device",
     "describe",
@@ -34,7 +34,7 @@ __all__ = [
     "find_units",
     "is_compiled",
     "is_sharded",
-    "leaving_parameters",
+    "offloaded_parameters",
     "load_sharded",
     "loading_to_meta",
     "make_model_states",
@@ -49,6 +49,6 @@ __all__ = [
     "steps_whole",
     "take_in",
     "take_initial_values",
-    "take_off_meta",
+    "meta_to_placeholder",
     "zeroes_otherwise",
 ]

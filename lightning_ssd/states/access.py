@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.record import check_version
 from lightning_ssd.activations.weights import SavedWeight, offloaded_weights
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Home
 from lightning_ssd.states.parameter import (
     Kind,
@@ -35,10 +35,10 @@ from lightning_ssd.states.parameter import (
     offloaded_in,
     ordinary,
 )
+from lightning_ssd.states.prefetcher import ParamPrefetcher
 from lightning_ssd.states.shared_memory import SharedMemory, check_shareable, same_stride
 from lightning_ssd.states.split import write_changed
 from lightning_ssd.states.staged import StagedFlats
-from lightning_ssd.states.stream import WeightStream
 
 _REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
 
@@ -73,7 +73,7 @@ class Source(ABC):
 class Weights(Source):
     """The weights of one parameter."""
 
-    def __init__(self, access: "Access", flat: Flat, index: int) -> None:
+    def __init__(self, access: "Access", flat: FlatParameter, index: int) -> None:
         super().__init__()
         self.access = access
         self.flat = flat
@@ -160,14 +160,14 @@ class Access:
 
     def __init__(
         self,
-        homes: Mapping[Flat, Home],
-        stream: WeightStream,
+        homes: Mapping[FlatParameter, Home],
+        stream: ParamPrefetcher,
         staged: StagedFlats,
         *,
-        begin_change: Callable[[Flat], None],
-        grad_of: Callable[[Flat, int], Tensor | None],
-        set_grad: Callable[[Flat, int, Tensor | None], None],
-        add_grad: Callable[[Flat, int, Tensor], None],
+        begin_change: Callable[[FlatParameter], None],
+        grad_of: Callable[[FlatParameter, int], Tensor | None],
+        set_grad: Callable[[FlatParameter, int, Tensor | None], None],
+        add_grad: Callable[[FlatParameter, int, Tensor], None],
         watched: Callable[[], None],
     ) -> None:
         self.stream = stream
@@ -177,7 +177,7 @@ class Access:
         self._set_grad = set_grad
         self.add_grad = add_grad
         self._watched = watched
-        self.summed_on_host: set[Flat] = set()
+        self.summed_on_host: set[FlatParameter] = set()
         """Flats whose gradients since the last step have a part that backward adds up in fp32 on the host."""
         self._bases: dict[int, Tensor] = {}
         """The values that the running operator reads, by source: several tensors may share one."""
@@ -333,7 +333,7 @@ class Access:
             computing: whether autograd follows the operator.
             matmul: whether autocast would cast its arguments to 16 bits.
         """
-        held: dict[Flat, None] = {}
+        held: dict[FlatParameter, None] = {}
         """Flats whose compute weights the operator is given."""
         for tensor in found.values():
             source = tensor.source

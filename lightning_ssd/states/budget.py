@@ -23,7 +23,7 @@ LANDING_SHARE = 16
 
 
 @dataclass(frozen=True)
-class Places:
+class MemoryPlan:
     """Where the flats' values go.
 
     Attributes:
@@ -52,7 +52,7 @@ def choose_places(
     *,
     shared: bool,
     given: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
-) -> Places:
+) -> MemoryPlan:
     """Returns where flats go: with "auto", to host memory as far as `budget` reaches, compute weights first.
 
     A byte of compute weights is read twice and written once a step, one of the others once each.
@@ -109,7 +109,7 @@ def choose_places(
 
 def _places(
     layouts: Sequence[Layout], weights: Sequence[OffloadTierName], rest: Sequence[OffloadTierName], shared: bool
-) -> Places:
+) -> MemoryPlan:
     window: list[int] = []
     staging: list[int] = []
     host = ssd = 0
@@ -129,4 +129,4 @@ def _places(
     landing = sum(gradients)
     if shared and ssd:
         landing = min(landing, max(landing // LANDING_SHARE, sum(sorted(gradients, reverse=True)[:LANDING_FLATS])))
-    return Places(weights, rest, for_window, for_staging, landing, host + for_window + for_staging + landing, ssd)
+    return MemoryPlan(weights, rest, for_window, for_staging, landing, host + for_window + for_staging + landing, ssd)

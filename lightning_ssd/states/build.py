@@ -14,19 +14,19 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, check_choice, check_flag
-from lightning_ssd.device import Copies, available_memory, device_memory, make_copies, usable_memory
+from lightning_ssd.device import CopyEngine, available_memory, device_memory, make_copy_engine, usable_memory
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
-from lightning_ssd.states.budget import Places, choose_places
-from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.gradient import LandingMemory
+from lightning_ssd.states.budget import MemoryPlan, choose_places
+from lightning_ssd.states.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
+from lightning_ssd.states.flat import FlatParameter
+from lightning_ssd.states.gradient import GradientPool
 from lightning_ssd.states.home import WHOLE_DTYPES, Home, Layout
-from lightning_ssd.states.journal import Journal, Record, has_record, read_record, remove_record
+from lightning_ssd.states.journal import CommitRecord, Journal, has_commit_record, read_commit_record, remove_record
 from lightning_ssd.states.loaded import Loaded, exact_value
-from lightning_ssd.states.masters import MasteredParameter, Masters
-from lightning_ssd.states.materialize import Unborn, born_together, materialize, materialize_buffers
+from lightning_ssd.states.masters import MasteredParameter, MasterWeights
+from lightning_ssd.states.materialize import MetaTensors, born_together, materialize, materialize_buffers
 from lightning_ssd.states.model_states import ModelStates, StepTerms
-from lightning_ssd.states.optimizers import ElementwiseRule, Rule, rule_for
-from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
+from lightning_ssd.states.optimizers import ElementwiseOptimizer, FlatOptimizer, make_flat_optimizer
 from lightning_ssd.states.settings import Settings
 from lightning_ssd.states.shared_memory import check_apart
 from lightning_ssd.states.units import Unit, find_units
@@ -202,16 +202,16 @@ class Setup:
             whole=self.whole,
         )
 
-    def landing(self, places: Places, device: torch.device, undo: contextlib.ExitStack) -> LandingMemory | None:
+    def landing(self, places: MemoryPlan, device: torch.device, undo: contextlib.ExitStack) -> GradientPool | None:
         """Returns the memory that gradients share, if they do; `undo` closes it."""
         if not (self.shared and places.ssd and places.landing):
             return None
-        landing = LandingMemory(places.landing, pin=device.type == "cuda")
+        landing = GradientPool(places.landing, pin=device.type == "cuda")
         undo.callback(landing.close)
         return landing
 
 
-def leaving_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) -> set[nn.Parameter]:
+def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) -> set[nn.Parameter]:
     """Returns the parameters that do not stay on the device: dense ones that are large enough.
 
     Args:
@@ -242,7 +242,7 @@ def make_model_states(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     leaving: set[nn.Parameter],
-    unborn: Unborn,
+    unborn: MetaTensors,
     device: torch.device,
     setup: Setup,
     *,
@@ -256,7 +256,7 @@ def make_model_states(
     Args:
         module: the model; the parameters to leave are whole, anywhere, or unborn.
         optimizers: the model's, none of which has stepped; none: the model is evaluated only.
-        leaving: parameters to take, as `leaving_parameters` finds them. Those that want a gradient and are in no
+        leaving: parameters to take, as `offloaded_parameters` finds them. Those that want a gradient and are in no
             optimizer, or are in two, are moved to the device and stay.
         unborn: parameters and buffers that have no values yet; they get them here.
         device: where the model computes.
@@ -290,14 +290,14 @@ def make_model_states(
         leaving -= resident
         stream_bytes -= taken
     with contextlib.ExitStack() as undo:
-        copies = make_copies(device)
+        copies = make_copy_engine(device)
         undo.callback(copies.close)
         most = FLAT_ELEMENTS if config.states == "host" else STAGED_FLAT_ELEMENTS
         of_units = make_flats(module, units, leaving, groups, device, autocast, most)
         flats = [flat for _, flats in of_units for flat in flats]
         check_apart(((item.name, item.parameter) for flat in flats for item in flat.slices), device)
         of_flats = {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
-        rules = {flat: rule_for(optimizer, flat, setup.whole) for flat, (optimizer, _) in of_flats.items()}
+        rules = {flat: make_flat_optimizer(optimizer, flat, setup.whole) for flat, (optimizer, _) in of_flats.items()}
         two_slots = recover or (setup.gated and config.clip != "deferred")
         layouts = [
             make_layout(flat, rules.get(flat), of_flats.get(flat), config, two_slots=two_slots) for flat in flats
@@ -343,7 +343,7 @@ def make_model_states(
         # Of parameters that stayed for another reason the user's optimizer steps what the model has.
         in_fp32 = {parameter: exact_value(parameter, loaded) for parameter in mastered(resident, groups)}
         values = {p: value.to(p.device, torch.float32, copy=True) for p, value in in_fp32.items() if value is not None}
-        masters = Masters(list(in_fp32), optimizers, values)
+        masters = MasterWeights(list(in_fp32), optimizers, values)
         undo.callback(masters.close)
         journal: Journal | None = None
         if recover and scratch is not None:
@@ -472,10 +472,10 @@ def make_flats(
     device: torch.device,
     autocast: torch.dtype | None,
     most: int,
-) -> list[tuple[Sequence[nn.Module], list[Flat]]]:
+) -> list[tuple[Sequence[nn.Module], list[FlatParameter]]]:
     """Returns, of each unit, its modules and flats, of `most` elements unless a parameter has more."""
     dtypes = _compute_dtypes(module, autocast)
-    of_units: list[tuple[Sequence[nn.Module], list[Flat]]] = []
+    of_units: list[tuple[Sequence[nn.Module], list[FlatParameter]]] = []
     for unit in units:
         members: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
@@ -484,11 +484,11 @@ def make_flats(
                 # Frozen ones apart: a step of the others may begin while backward still needs their weights.
                 kind = dtypes[parameter], id(optimizer), number, parameter.requires_grad
                 members.setdefault(kind, []).append((name, parameter))
-        flats: list[Flat] = []
+        flats: list[FlatParameter] = []
         for chosen in members.values():
             for part in _parts(chosen, most):
                 name = unit.name if not flats else f"{unit.name} (part {len(flats) + 1})"
-                flats.append(Flat(name, part, dtypes[part[0][1]], device))
+                flats.append(FlatParameter(name, part, dtypes[part[0][1]], device))
         of_units.append((unit.modules, flats))
     return of_units
 
@@ -513,13 +513,13 @@ def host_budget(config: StatesConfig, storage: OffloadConfig) -> int | None:
 
 
 def make_scratch(
-    places: Places,
+    places: MemoryPlan,
     storage: OffloadConfig,
     default_path: str | Path,
     device: torch.device,
     *,
     taken: "_Taken | None",
-) -> Scratch | None:
+) -> StateStaging | None:
     """Makes what the flats on SSDs share, if there are any; `taken`: and takes over what a killed run has there.
 
     With `taken` there is a place for the journal also where no flat is.
@@ -540,7 +540,7 @@ def make_scratch(
         undo.callback(store.close, remove=anew)
         if anew:
             store.reserve(places.ssd)
-        scratch = Scratch.make(store, places.window, places.staging, pin=device.type == "cuda")
+        scratch = StateStaging.make(store, places.window, places.staging, pin=device.type == "cuda")
         undo.pop_all()
     return scratch
 
@@ -561,53 +561,58 @@ class _Taken:
         self._start_over = start_over
         self._layouts = layouts
         self._settings = settings
-        self.record: Record | None = None
+        self.record: CommitRecord | None = None
 
     def __call__(self, directories: Sequence[PrivateDirectory]) -> Kept | None:
         if self._start_over:
-            if any(has_record(directory) for directory in directories):
+            if any(has_commit_record(directory) for directory in directories):
                 log.warning("starting from the given checkpoint, and not from where a run was killed")
             for directory in directories:
                 remove_record(directory)
             return None
-        self.record = read_record(directories, self._layouts, self._settings)
+        self.record = read_commit_record(directories, self._layouts, self._settings)
         return None if self.record is None else self.record.kept
 
 
 def make_layout(
-    flat: Flat, rule: Rule | None, group: tuple[Optimizer, int] | None, config: StatesConfig, *, two_slots: bool
+    flat: FlatParameter,
+    rule: FlatOptimizer | None,
+    group: tuple[Optimizer, int] | None,
+    config: StatesConfig,
+    *,
+    two_slots: bool,
 ) -> Layout:
     names = () if rule is None or group is None else rule.state_names(group[0].param_groups[group[1]])
     split = config.state_format == "split" and flat.dtype == torch.bfloat16
-    if config.recover and rule is not None and not isinstance(rule, ElementwiseRule):
+    if config.recover and rule is not None and not isinstance(rule, ElementwiseOptimizer):
         assert group is not None
         raise ValueError(
             f"`recover=True` needs optimizer states that are on SSDs, and those of {type(group[0]).__name__} are in "
             "memory. Take AdamW, Adam or SGD, or set `recover=False`."
         )
-    revertible = two_slots and isinstance(rule, ElementwiseRule)
+    revertible = two_slots and isinstance(rule, ElementwiseOptimizer)
     return Layout(flat, split, names, rule is not None, slots=2 if revertible else 1)
 
 
 def _make_homes(
     layouts: Sequence[Layout],
-    places: Places,
-    scratch: Scratch | None,
-    copies: Copies,
-    recovered: Record | None,
+    places: MemoryPlan,
+    scratch: StateStaging | None,
+    copies: CopyEngine,
+    recovered: CommitRecord | None,
     undo: contextlib.ExitStack,
-) -> dict[Flat, Home]:
+) -> dict[FlatParameter, Home]:
     """Makes the flats' homes, which are empty; `undo` gives their places back, and parameters that have moved in.
 
     With `recovered`, they have that run's blobs.
     """
     blobs = None if recovered is None else iter(recovered.kept.blobs)
-    homes: dict[Flat, Home] = {}
+    homes: dict[FlatParameter, Home] = {}
     pin = copies.device.type == "cuda"
     for layout, of_weights, of_rest in zip(layouts, places.weights, places.rest, strict=True):
         weights = make_place(layout.flat.nbytes, of_weights, scratch, blobs, slots=layout.slots, pin=pin)
         undo.callback(weights.free)
-        rest: Place | None = None
+        rest: StateBuffer | None = None
         if layout.rest_bytes:
             rest = make_place(layout.rest_bytes, of_rest, scratch, blobs, slots=layout.slots, pin=False)
             undo.callback(rest.free)
@@ -619,17 +624,17 @@ def _make_homes(
 def make_place(
     nbytes: int,
     where: Literal["host", "ssd"],
-    scratch: Scratch | None,
+    scratch: StateStaging | None,
     blobs: Iterator[Blob] | None,
     *,
     slots: int,
     pin: bool,
-) -> Place:
+) -> StateBuffer:
     if where == "host":
-        return HostPlace(nbytes, slots=slots, pin=pin)
+        return HostBuffer(nbytes, slots=slots, pin=pin)
     assert scratch is not None
     taken = None if blobs is None else list(islice(blobs, slots))
-    return SSDPlace(nbytes, scratch.store, slots=slots, blobs=taken)
+    return SSDBuffer(nbytes, scratch.store, slots=slots, blobs=taken)
 
 
 def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:

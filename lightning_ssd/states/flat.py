@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Slice:
+class ParamView:
     """One parameter of a flat.
 
     Attributes:
@@ -62,7 +62,7 @@ class Slice:
         return values.as_strided((self.numel,), (1,))
 
 
-class Flat:
+class FlatParameter:
     """The device's side of some parameters of a unit.
 
     Threads: the training thread, and autograd's while the training thread waits in `backward`.
@@ -80,11 +80,11 @@ class Flat:
         self.name = name
         self.dtype = dtype
         self.device = device
-        self.slices: list[Slice] = []
+        self.slices: list[ParamView] = []
         self.numel = 0
         for qualified_name, parameter in parameters:
             shape, stride = parameter.shape, _dense_stride(parameter)
-            self.slices.append(Slice(qualified_name, parameter, self.numel, parameter.dtype, shape, stride))
+            self.slices.append(ParamView(qualified_name, parameter, self.numel, parameter.dtype, shape, stride))
             self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.nbytes = self.numel * dtype.itemsize
         self.mixed = any(item.dtype != dtype for item in self.slices)
@@ -182,7 +182,7 @@ class _SavedView(SavedWeight):
 
     __slots__ = ("_dtype", "_flat", "_index", "_offset", "_size", "_stride", "_version")
 
-    def __init__(self, flat: Flat, index: int, tensor: Tensor) -> None:
+    def __init__(self, flat: FlatParameter, index: int, tensor: Tensor) -> None:
         self._flat = flat
         self._index = index
         self._dtype = tensor.dtype

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lightning_ssd.device import Mark, ended, finished, then
 from lightning_ssd.spans import WAIT, span, wait_for
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.storage import PinnedPool
 from lightning_ssd.storage.slab import Slab
 
 
-class LandingMemory:
+class GradientPool:
     """Host memory that the gradients of flats land in until they are stepped, less than all of them need at once.
 
     Who finds none waits for steps that have begun. If none has, as when each of many flats has a part of its gradient,
@@ -78,7 +78,7 @@ class Gradient:
         memory: what others share that memory with; None: it is this flat's for good.
     """
 
-    def __init__(self, flat: Flat, *, pin: bool, memory: LandingMemory | None) -> None:
+    def __init__(self, flat: FlatParameter, *, pin: bool, memory: GradientPool | None) -> None:
         self._flat = flat
         self._memory = memory
         self._give_back: Callable[[], None] | None = None

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ssd.states.access import Access, Source
-from lightning_ssd.states.flat import Flat, Slice
+from lightning_ssd.states.flat import FlatParameter, ParamView
 from lightning_ssd.states.gradient import Gradient, GradientState
 from lightning_ssd.states.parameter import OffloadedView
 from lightning_ssd.states.split import write_changed
@@ -22,13 +22,13 @@ class GradientSource(Source):
         view: the tensor that `Tensor.grad` has returned.
     """
 
-    def __init__(self, access: Access, gradients: "GradientAccess", flat: Flat, index: int) -> None:
+    def __init__(self, access: Access, gradients: "GradientAccess", flat: FlatParameter, index: int) -> None:
         super().__init__()
         self.access = access
         self._gradients = gradients
         self._flat = flat
         self._index = index
-        self.item: Slice = flat.slices[index]
+        self.item: ParamView = flat.slices[index]
         self.name = f"the gradient of {self.item.name}"
         self.own: Tensor | None = None
         self.view: weakref.ref[OffloadedView] | None = None
@@ -59,14 +59,16 @@ class GradientAccess:
 
     def __init__(
         self,
-        gradients: Mapping[Flat, Gradient],
-        submit_sum: Callable[[Flat], object],
-        changed: Callable[[Flat, int], None],
+        gradients: Mapping[FlatParameter, Gradient],
+        submit_sum: Callable[[FlatParameter], object],
+        changed: Callable[[FlatParameter, int], None],
     ) -> None:
         self._gradients = gradients
         self._submit_sum = submit_sum
         self.changed = changed
-        self._sources: weakref.WeakValueDictionary[tuple[Flat, int], GradientSource] = weakref.WeakValueDictionary()
+        self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
+            weakref.WeakValueDictionary()
+        )
         """Gradients that other code refers to."""
         self.access: Access
         """Set by the owner: what operators on the gradients go through."""
@@ -85,7 +87,7 @@ class GradientAccess:
         """Begins, or ends, what `hidden` does."""
         self._hidden = hide
 
-    def get(self, flat: Flat, index: int) -> Tensor | None:
+    def get(self, flat: FlatParameter, index: int) -> Tensor | None:
         """Returns the gradient of a parameter, as `Tensor.grad` does."""
         own: Tensor | None = flat.slices[index].parameter.grad
         if own is not None or self._hidden or flat not in self._gradients:
@@ -105,7 +107,7 @@ class GradientAccess:
             source.view = weakref.ref(view)
         return view
 
-    def set(self, flat: Flat, index: int, values: Tensor | None) -> None:
+    def set(self, flat: FlatParameter, index: int, values: Tensor | None) -> None:
         """Assigns the gradient of a parameter, as `Tensor.grad` does.
 
         Raises:
@@ -139,7 +141,7 @@ class GradientAccess:
         gradient.summing = any(gradient.summed) or bool(gradient.assigned)
         self.changed(flat, index)
 
-    def add(self, flat: Flat, index: int, values: Tensor) -> None:
+    def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Adds `values` to the gradient of a parameter, in fp32: backward of its master weights."""
         gradient = self._gradients.get(flat)
         if gradient is None:
@@ -157,7 +159,7 @@ class GradientAccess:
         gradient.states[index] = GradientState.PRESENT
         self.changed(flat, index)
 
-    def whole(self, flat: Flat, index: int) -> Tensor:
+    def whole(self, flat: FlatParameter, index: int) -> Tensor:
         """Returns the gradients of `flat` on the host in fp32, that of parameter `index` among them.
 
         Raises:
@@ -172,7 +174,7 @@ class GradientAccess:
         gradient.fold()
         return gradient.accumulated()
 
-    def check(self, flat: Flat, index: int) -> None:
+    def check(self, flat: FlatParameter, index: int) -> None:
         """Raises RuntimeError if a step that has begun has used the gradient of a parameter, and has not kept it."""
         gradient = self._gradients[flat]
         if gradient.states[index] is GradientState.STEPPED and not gradient.kept:
@@ -182,7 +184,9 @@ class GradientAccess:
                 "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
             )
 
-    def zero(self, optimizer_flats: Mapping[Flat, tuple[Optimizer, int]], optimizer: Optimizer, none: bool) -> None:
+    def zero(
+        self, optimizer_flats: Mapping[FlatParameter, tuple[Optimizer, int]], optimizer: Optimizer, none: bool
+    ) -> None:
         """Drops the gradients of the parameters of `optimizer`, or makes them zero where `none` is False."""
         for flat, gradient in self._gradients.items():
             if optimizer_flats[flat][0] is not optimizer:
@@ -200,14 +204,14 @@ class GradientAccess:
                     self.changed(flat, index)
                 gradient.summing = True
 
-    def detach_views(self, flat: Flat, index: int) -> None:
+    def detach_views(self, flat: FlatParameter, index: int) -> None:
         """Gives the tensors that other code has of a gradient their own values: the gradient is about to be another."""
         source = self._sources.pop((flat, index), None)
         if source is not None and source.own is None:
             with contextlib.suppress(RuntimeError):  # gone already: an operator on them says so
                 source.own = source.read()
 
-    def _settle(self, flat: Flat) -> None:
+    def _settle(self, flat: FlatParameter) -> None:
         """Returns when all that has landed of `flat` is in its total."""
         gradient = self._gradients[flat]
         if any(gradient.landed):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import Copies, Mark, all_of, ended, finished
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished
+from lightning_ssd.states.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.loaded import Loaded, exact_value
-from lightning_ssd.states.place import HostPlace, Place, Scratch, SSDPlace
 from lightning_ssd.states.split import join, split
 from lightning_ssd.storage import Blob, PinnedBuffer
 
@@ -92,7 +92,7 @@ class Layout:
         slots: 2 if a step can be taken back, else 1.
     """
 
-    flat: Flat
+    flat: FlatParameter
     split: bool
     state_names: Sequence[str]
     steps: bool
@@ -153,11 +153,16 @@ class Home:
     """
 
     def __init__(
-        self, layout: Layout, weights: Place, rest: Place | None, copies: Copies, scratch: Scratch | None
+        self,
+        layout: Layout,
+        weights: StateBuffer,
+        rest: StateBuffer | None,
+        copies: CopyEngine,
+        scratch: StateStaging | None,
     ) -> None:
         self.flat = layout.flat
         self.layout = layout
-        self._places: tuple[Place, ...] = (weights,) if rest is None else (weights, rest)
+        self._places: tuple[StateBuffer, ...] = (weights,) if rest is None else (weights, rest)
         self._copies = copies
         self.scratch = scratch
         """Memory and threads for what is on SSDs."""
@@ -187,19 +192,19 @@ class Home:
         def arrived(read: "Future[None]", values: Tensor, buffer: PinnedBuffer) -> None:
             try:
                 read.result()
-                mark = self._copies.into(values, target, after, awaited=True)
+                mark = self._copies.h2d(values, target, after, awaited=True)
             except BaseException as error:
                 buffer.release()
                 issued.set_exception(error)
             else:
-                self._copies.in_done(mark).add_done_callback(lambda _: buffer.release())
+                self._copies.on_h2d(mark).add_done_callback(lambda _: buffer.release())
                 issued.set_result(mark)
 
         def go(stepped: "Future[Any]") -> None:
             try:
                 stepped.result()
                 if weights.staging_bytes == 0:
-                    issued.set_result(self._copies.into(weights.open(None, read=True)[0], target, after))
+                    issued.set_result(self._copies.h2d(weights.open(None, read=True)[0], target, after))
                     return
                 assert self.scratch is not None
                 fetched = self.scratch.fetcher.submit(fetch, [weights.settled()])
@@ -284,7 +289,7 @@ class Home:
     def on_ssd(self) -> tuple[bool, bool]:
         """Whether the compute weights are on SSDs, and whether all others are."""
         weights, rest = self._places[0], self._places[-1]
-        return isinstance(weights, SSDPlace), isinstance(rest, SSDPlace)
+        return isinstance(weights, SSDBuffer), isinstance(rest, SSDBuffer)
 
     @property
     def slot(self) -> int:
@@ -293,7 +298,7 @@ class Home:
 
     def blobs(self) -> list[Blob]:
         """Returns the blobs of the places on SSDs, each place's slots in order."""
-        return [blob for place in self._places if isinstance(place, SSDPlace) for blob in place.blobs]
+        return [blob for place in self._places if isinstance(place, SSDBuffer) for blob in place.blobs]
 
     def take_over(self, slot: int) -> None:
         """Has the values that are in `slot` already; points the parameters, whose own memory is freed, to the flat."""
@@ -390,7 +395,7 @@ class Home:
         self.close(values, changed=False)
         return None
 
-    def move(self, weights: Place | None, rest: Place | None) -> None:
+    def move(self, weights: StateBuffer | None, rest: StateBuffer | None) -> None:
         """Takes values to other places, which it owns from then on, and gives those before back.
 
         Nothing is open, and no step under way. If that fails, all is as it was.
@@ -410,7 +415,7 @@ class Home:
             if old is not new:
                 old.free()
 
-    def _copy_to(self, old: Place, new: Place) -> None:
+    def _copy_to(self, old: StateBuffer, new: StateBuffer) -> None:
         staged = max(old.staging_bytes, new.staging_bytes)
         buffer = None
         if staged:
@@ -436,11 +441,11 @@ class Home:
     def free_host_memory(self) -> None:
         """Gives back its places in host memory; those on SSDs go away with the scratch files."""
         for place in self._places:
-            if isinstance(place, HostPlace):
+            if isinstance(place, HostBuffer):
                 place.free()
 
     @property
-    def rest(self) -> Place | None:
+    def rest(self) -> StateBuffer | None:
         """Keeps all but the compute weights; None where there is no more."""
         return self._places[1] if len(self._places) > 1 else None
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ssd.device import Worker
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Home, Layout
-from lightning_ssd.states.optimizers import Rule
+from lightning_ssd.states.optimizers import FlatOptimizer
 from lightning_ssd.states.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.states.settings import Settings, describe, differences
 from lightning_ssd.storage import Blob, BlobStore, Kept, Piece, PrivateDirectory, StorageError, read_manifest
@@ -26,7 +26,7 @@ _FILE = "journal"
 
 
 @dataclass(frozen=True)
-class Record:
+class CommitRecord:
     """A step that was made.
 
     Attributes:
@@ -53,9 +53,9 @@ class Record:
         return f"remove {self.file.removesuffix(f'/{_FILE}')} and what it holds, to begin anew"
 
 
-def read_record(
+def read_commit_record(
     directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: Settings
-) -> Record | None:
+) -> CommitRecord | None:
     """Returns the last record of a run that was killed; None if there is none.
 
     Args:
@@ -74,7 +74,7 @@ def read_record(
     try:
         parts = from_bytes(directory.read_file(_FILE))
         own = decode(parts["journal"])
-        record = Record(
+        record = CommitRecord(
             own["identity"],
             _kept_from(own["kept"]),
             own["slots"],
@@ -101,7 +101,7 @@ def read_record(
     return record
 
 
-def has_record(directory: PrivateDirectory) -> bool:
+def has_commit_record(directory: PrivateDirectory) -> bool:
     """Whether a run that was killed has left a record, readable or not, in its kept directory."""
     return _FILE in directory.names()
 
@@ -133,7 +133,7 @@ def _check_paths(directories: Sequence[PrivateDirectory]) -> None:
     manifests = [read_manifest(directory) for directory in directories]
     for directory, manifest in zip(directories, manifests, strict=True):
         if manifest is None:
-            if has_record(directory):
+            if has_commit_record(directory):
                 raise StorageError(
                     f"{directory.path} has a record of a run that was killed, and not its manifest: it can't be used. "
                     f"Remove {directory.path} and what it holds, and start from a checkpoint or anew."
@@ -141,7 +141,7 @@ def _check_paths(directories: Sequence[PrivateDirectory]) -> None:
             continue
         own = {path: one for path, one, other in zip(given, directories, manifests, strict=True) if other == manifest}
         first = own.get(manifest.paths[0])
-        if first is not None and not has_record(first):
+        if first is not None and not has_commit_record(first):
             continue  # killed before its first record, or after its end
         if list(own) == given == list(manifest.paths):
             continue
@@ -180,7 +180,11 @@ class Journal:
     """
 
     def __init__(
-        self, homes: Mapping[Flat, Home], rules: Mapping[Flat, Rule], store: BlobStore, settings: Settings
+        self,
+        homes: Mapping[FlatParameter, Home],
+        rules: Mapping[FlatParameter, FlatOptimizer],
+        store: BlobStore,
+        settings: Settings,
     ) -> None:
         self._homes = homes
         self._rules = rules

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ssd.states.buffers import HostBuffer, SSDBuffer
 from lightning_ssd.states.home import Home
 from lightning_ssd.states.lazy import LazyTensor
-from lightning_ssd.states.optimizers import Rule
-from lightning_ssd.states.place import HostPlace, SSDPlace
+from lightning_ssd.states.optimizers import FlatOptimizer
 from lightning_ssd.storage import DetachedBlobs
 
 
@@ -30,10 +30,10 @@ class LeftStates:
         self.blobs: DetachedBlobs | None = None
         self.on_ssd = False
 
-    def give(self, home: Home, rule: Rule, optimizer: Optimizer) -> None:
+    def give(self, home: Home, rule: FlatOptimizer, optimizer: Optimizer) -> None:
         """Puts the states of a flat's parameters in `optimizer.state`. Nothing is open, and no step under way."""
         rest = home.rest
-        if isinstance(rest, HostPlace):
+        if isinstance(rest, HostBuffer):
             values, _ = rest.open(None, read=True)
         else:  # of the right shapes and offsets, which is all that is needed of them
             values = torch.empty(home.layout.rest_bytes, dtype=torch.uint8, device="meta")
@@ -58,7 +58,7 @@ class LeftStates:
             return value
         if not value.is_meta:
             return value.clone()
-        assert isinstance(rest, SSDPlace)
+        assert isinstance(rest, SSDBuffer)
         self.on_ssd = True
         blob, nbytes = rest.blobs[rest.slot], value.numel() * value.element_size()
         start = int(value.storage_offset()) * value.element_size()

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.shared_memory import SharedMemory, same_stride
 
 
@@ -16,7 +16,7 @@ class LentWeights:
             that shares memory with tensors of user code, of the same dtype and on the CPU, has that memory instead.
     """
 
-    def __init__(self, flat: Flat, masters: Tensor) -> None:
+    def __init__(self, flat: FlatParameter, masters: Tensor) -> None:
         self.masters = masters
         self._flat = flat
         self._lent: list[Tensor] = []

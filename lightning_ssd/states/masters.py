@@ -70,7 +70,7 @@ class MasteredParameter(TrainedParameter):
         _set_data(self, values)
 
 
-class Masters:
+class MasterWeights:
     """The masters of some parameters.
 
     Args:

@@ -15,7 +15,7 @@ from lightning_ssd.states.units import Unit, find_units
 
 
 @dataclass(frozen=True)
-class Unborn:
+class MetaTensors:
     """What has a shape and no values yet.
 
     Attributes:
@@ -27,7 +27,7 @@ class Unborn:
     buffers: set[tuple[nn.Module, str]]
 
 
-def take_off_meta(module: nn.Module) -> Unborn:
+def meta_to_placeholder(module: nn.Module) -> MetaTensors:
     """Turns parameters and buffers of `module` on `meta` into stand-ins on the CPU, which optimizers take."""
     parameters: set[nn.Parameter] = set()
     for parameter in list(module.parameters()):
@@ -42,7 +42,7 @@ def take_off_meta(module: nn.Module) -> Unborn:
             if buffer is not None and buffer.is_meta:
                 owner._buffers[name] = torch.full_like(buffer, _no_value(buffer), device="cpu")
                 buffers.add((owner, name))
-    return Unborn(parameters, buffers)
+    return MetaTensors(parameters, buffers)
 
 
 def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
@@ -61,7 +61,9 @@ def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
     return [sorted(group) for group in {min(group): group for group in group_of.values()}.values()]
 
 
-def materialize(root: nn.Module, units: Sequence[Unit], unborn: Unborn, device: torch.device, loaded: Loaded) -> None:
+def materialize(
+    root: nn.Module, units: Sequence[Unit], unborn: MetaTensors, device: torch.device, loaded: Loaded
+) -> None:
     """Gives values to what is unborn in `units`.
 
     Where `loaded` has values for all of it, the parameters refer to these and nothing is copied; else the parameters
@@ -114,7 +116,7 @@ def materialize_on(root: nn.Module, device: torch.device, loaded: Loaded) -> Non
     Raises:
         ValueError: as `materialize`.
     """
-    unborn = take_off_meta(root)
+    unborn = meta_to_placeholder(root)
     if unborn.parameters or unborn.buffers:
         units = find_units(root)
         for group in born_together(root, units):
@@ -126,7 +128,7 @@ def materialize_on(root: nn.Module, device: torch.device, loaded: Loaded) -> Non
         materialize_buffers(root, unborn)
 
 
-def materialize_buffers(root: nn.Module, unborn: Unborn) -> None:
+def materialize_buffers(root: nn.Module, unborn: MetaTensors) -> None:
     """Gives values to buffers of modules without parameters of their own; others have them by now.
 
     Raises:

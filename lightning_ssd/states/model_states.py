@@ -25,31 +25,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.device import Busy, Copies, Mark, Worker, all_of, finished, then
+from lightning_ssd.device import CopyEngine, Mark, WorkCounter, Worker, all_of, finished, then
 from lightning_ssd.spans import wait_for
 from lightning_ssd.states.access import Access
+from lightning_ssd.states.buffers import StateStaging
 from lightning_ssd.states.compile import around_calls, compiled_regions, is_compiled
 from lightning_ssd.states.ending import Ending
-from lightning_ssd.states.flat import Flat
-from lightning_ssd.states.gate import Gate
-from lightning_ssd.states.gradient import Gradient, GradientState, LandingMemory
+from lightning_ssd.states.flat import FlatParameter
+from lightning_ssd.states.grad_scale import GradScaleDecision
+from lightning_ssd.states.gradient import Gradient, GradientPool, GradientState
 from lightning_ssd.states.gradient_access import GradientAccess
 from lightning_ssd.states.home import Home
-from lightning_ssd.states.journal import Journal, Record
+from lightning_ssd.states.journal import CommitRecord, Journal
 from lightning_ssd.states.left import LeftStates
 from lightning_ssd.states.lent_weights import LentWeights
-from lightning_ssd.states.masters import Masters
+from lightning_ssd.states.masters import MasterWeights
 from lightning_ssd.states.optimizer_state import check_state, guard_state
-from lightning_ssd.states.optimizers import Rule, WholeRule, parameters_of, zeroes_otherwise
+from lightning_ssd.states.optimizers import FlatOptimizer, WholeOptimizer, parameters_of, zeroes_otherwise
 from lightning_ssd.states.parameter import hook_gradient, ordinary
-from lightning_ssd.states.place import Scratch
 from lightning_ssd.states.plain_data import PlainData
+from lightning_ssd.states.prefetcher import ParamPrefetcher
 from lightning_ssd.states.settings import describe
 from lightning_ssd.states.shared_memory import SharedMemory
 from lightning_ssd.states.staged import StagedFlats
 from lightning_ssd.states.state_dicts import StateDicts
-from lightning_ssd.states.step import Step
-from lightning_ssd.states.stream import WeightStream
+from lightning_ssd.states.step import OptimizerStep
 from lightning_ssd.states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import Clip, Overlap
@@ -71,12 +71,12 @@ class Parts:
         masters: of parameters that stay on the device in 16 bits, their master weights.
     """
 
-    units: Sequence[tuple[Sequence[nn.Module], Sequence[Flat]]]
-    homes: Mapping[Flat, Home]
-    rules: Mapping[Flat, Rule]
-    groups: Mapping[Flat, tuple[Optimizer, int]]
-    copies: Copies
-    scratch: Scratch | None
+    units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]]
+    homes: Mapping[FlatParameter, Home]
+    rules: Mapping[FlatParameter, FlatOptimizer]
+    groups: Mapping[FlatParameter, tuple[Optimizer, int]]
+    copies: CopyEngine
+    scratch: StateStaging | None
     masters: Mapping[nn.Parameter, Tensor]
 
 
@@ -133,21 +133,21 @@ class ModelStates:
     def __init__(
         self,
         module: nn.Module,
-        units: Sequence[tuple[Sequence[nn.Module], Sequence[Flat]]],
-        homes: Mapping[Flat, Home],
-        rules: Mapping[Flat, Rule],
-        groups: Mapping[Flat, tuple[Optimizer, int]],
-        masters: Masters,
-        copies: Copies,
-        scratch: Scratch | None,
-        landing: LandingMemory | None,
+        units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]],
+        homes: Mapping[FlatParameter, Home],
+        rules: Mapping[FlatParameter, FlatOptimizer],
+        groups: Mapping[FlatParameter, tuple[Optimizer, int]],
+        masters: MasterWeights,
+        copies: CopyEngine,
+        scratch: StateStaging | None,
+        landing: GradientPool | None,
         terms: StepTerms,
         *,
         budget: int,
         host_bytes: int,
         ssd_bytes: int,
         journal: Journal | None = None,
-        recovered: Record | None = None,
+        recovered: CommitRecord | None = None,
     ) -> None:
         self.recovered = recovered
         self.units = units
@@ -169,38 +169,38 @@ class ModelStates:
         self._staged = StagedFlats(
             homes, self._drain_flat, self._begin_change, arrived=lambda flat: self._stream.wait(flat)
         )
-        self._stream = WeightStream(
+        self._stream = ParamPrefetcher(
             [flats for _, flats in units], homes, copies, budget, self._staged.unstage, self._staged.pull
         )
         self._order = {flat: index for index, (_, flats) in enumerate(units) for flat in flats}
         self._gradients = {flat: Gradient(flat, pin=copies.device.type == "cuda", memory=landing) for flat in rules}
         self._landing = landing
-        self._expected: dict[tuple[Flat, tuple[bool, ...]], int] = {}
+        self._expected: dict[tuple[FlatParameter, tuple[bool, ...]], int] = {}
         """Landings of a flat in its last backward, by which of its parameters wanted a gradient."""
         self._leaving: deque[tuple[Tensor, Mark]] = deque()
         """Gradients on the device until their copies out were made."""
         self._leaving_bytes = 0
-        self._launched: dict[Flat, Future[None]] = {}
+        self._launched: dict[FlatParameter, Future[None]] = {}
         """Steps that have begun since the last `optimizer.step`."""
-        self._before: dict[Flat, int] = {}
+        self._before: dict[FlatParameter, int] = {}
         """Of flats whose step has begun since then, how many counted before."""
-        self._last: dict[Flat, int] = {}
+        self._last: dict[FlatParameter, int] = {}
         """The same of the last `optimizer.step`."""
         self._committed: Future[None] = finished(None)
         """Done when the last step counts in all flats that have two slots: the next one overwrites the one before."""
         self._journal = journal
         self._recorded: Future[None] = finished(None)
         """Done when the last record is written: what it says counts is overwritten by the step after it."""
-        self._unrecorded: dict[Flat, Future[None]] = {}
+        self._unrecorded: dict[FlatParameter, Future[None]] = {}
         """Steps that are in no record, nor in one that is to be written."""
-        self._sums: dict[Flat, Future[None]] = {}
+        self._sums: dict[FlatParameter, Future[None]] = {}
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._stepping: Optimizer | None = None
-        self._gate = Gate(copies, clip=terms.clip, gated=terms.gated, scaled=terms.scaled)
+        self._gate = GradScaleDecision(copies, clip=terms.clip, gated=terms.gated, scaled=terms.scaled)
         self._lent = False
         self._closed = False
         self._left = LeftStates()
-        self._stepped = Busy(0, 0.0)
+        self._stepped = WorkCounter(0, 0.0)
         """Set, and whole, by the stepper's thread alone: any may read it."""
         self._stepper = Worker("stepper")  # after all that may find no memory: its thread would stay
         self._where = {item.parameter: (flat, index) for flat in homes for index, item in enumerate(flat.slices)}
@@ -246,7 +246,7 @@ class ModelStates:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         for optimizer in optimizers:
             if optimizer in terms.whole:
-                self._restore.append(WholeStep(optimizer, self.lend_gradients).restore)
+                self._restore.append(WholeStep(optimizer, self.full_grads).restore)
             self._watch_zero_grad(optimizer)
         self.state_dicts = StateDicts(
             module,
@@ -295,7 +295,7 @@ class ModelStates:
         """Returns what was written to SSDs and read from them; None: nothing is there."""
         return None if self.scratch is None else self.scratch.store.stats()
 
-    def stepped(self) -> Busy:
+    def stepped(self) -> WorkCounter:
         """Returns what the CPU has stepped so far."""
         return self._stepped
 
@@ -305,7 +305,7 @@ class ModelStates:
         return set(self._where)
 
     @property
-    def groups(self) -> Mapping[Flat, tuple[Optimizer, int]]:
+    def groups(self) -> Mapping[FlatParameter, tuple[Optimizer, int]]:
         """Of each flat that is stepped, its optimizer and the index of its parameter group."""
         return self._groups
 
@@ -389,7 +389,7 @@ class ModelStates:
                 if parameters:
                     torch.nn.utils.clip_grad_value_(parameters, limit)
             return
-        with self.lend_gradients():
+        with self.full_grads():
             parameters = parameters_of(optimizer)
             if algorithm == "norm":
                 torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -397,7 +397,7 @@ class ModelStates:
                 torch.nn.utils.clip_grad_value_(parameters, limit)
 
     @contextlib.contextmanager
-    def lend_gradients(self) -> Iterator[None]:
+    def full_grads(self) -> Iterator[None]:
         """Gives every parameter that has left its master weights as `.data` and its gradient as `.grad`, on the CPU.
 
         What is changed there counts. Nested calls are the outermost one.
@@ -405,7 +405,7 @@ class ModelStates:
         if self._lent:
             yield
             return
-        with self.lend_weights():
+        with self.summon_full_params():
             for flat, gradient in self._gradients.items():
                 if any(gradient.landed):
                     self._submit_sum(flat)
@@ -433,7 +433,7 @@ class ModelStates:
                         item.of(gradient.accumulated()).copy_(grad)
 
     @contextlib.contextmanager
-    def lend_weights(self) -> Iterator[None]:
+    def summon_full_params(self) -> Iterator[None]:
         """Makes every parameter that has left a whole fp32 tensor on the CPU, its master weights.
 
         What is changed there counts. Nested calls are the outermost one.
@@ -624,7 +624,7 @@ class ModelStates:
 
         self._restore.append(around_calls(region, before, after))
 
-    def _give_back(self, ending: Ending) -> dict[Flat, Exception]:
+    def _give_back(self, ending: Ending) -> dict[FlatParameter, Exception]:
         """Makes the parameters whole on the CPU, as the last step that was made left them.
 
         Without a journal, which says whether they are the next run's, the optimizer states, too.
@@ -639,7 +639,7 @@ class ModelStates:
         for begun, ended in ((self._before, False), (self._last, True)):
             ahead += self._take_back_half(begun, ended=ended)
         lost: list[str] = []
-        failed: dict[Flat, Exception] = {}
+        failed: dict[FlatParameter, Exception] = {}
         for flat, home in self.homes.items():
             try:
                 home.drain()
@@ -660,9 +660,9 @@ class ModelStates:
                 ending.failure.add_note(f"After that, {note}.")
         return failed
 
-    def _give_states_back(self, flat: Flat, home: Home, failed: Exception | None, *, kept: bool) -> None:
+    def _give_states_back(self, flat: FlatParameter, home: Home, failed: Exception | None, *, kept: bool) -> None:
         """Gives the user's optimizer what a checkpoint that is saved from now on is to have of it."""
-        if flat not in self.rules or isinstance(self.rules[flat], WholeRule):
+        if flat not in self.rules or isinstance(self.rules[flat], WholeOptimizer):
             return
         optimizer, _ = self._groups[flat]
         if failed is not None:
@@ -675,7 +675,7 @@ class ModelStates:
             except Exception as error:  # such as too little memory: the other flats are given back all the same
                 self._left.refuse(home, optimizer, str(error))
 
-    def _take_back_half(self, begun: Mapping[Flat, int], *, ended: bool) -> list[str]:
+    def _take_back_half(self, begun: Mapping[FlatParameter, int], *, ended: bool) -> list[str]:
         """Takes a step back that was not made everywhere, where it can be: half of a step is none.
 
         Args:
@@ -739,7 +739,7 @@ class ModelStates:
                 "`on_train_batch_start`, or set `states='gpu'`."
             )
 
-    def _landed(self, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+    def _landed(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
         """autograd has accumulated a gradient: it leaves."""
         with torch._C.DisableTorchFunctionSubclass():
             grad, parameter.grad = parameter.grad, None
@@ -781,7 +781,7 @@ class ModelStates:
         if complete:
             self._stream.retire(flat)
         data = flat.slices[index].flatten(grad.detach()).view(torch.uint8)
-        mark = self._copies.out(data, gradient.target(index), self._copies.mark(), awaited=True)
+        mark = self._copies.d2h(data, gradient.target(index), self._copies.mark(), awaited=True)
         gradient.mark = mark
         self._leave(data, mark)
         while self._leaving_bytes > self.WINDOW and len(self._leaving) > 1:
@@ -789,7 +789,7 @@ class ModelStates:
         if complete:
             self._launch(flat)
 
-    def _accumulate_stepped(self, flat: Flat, index: int) -> None:
+    def _accumulate_stepped(self, flat: FlatParameter, index: int) -> None:
         """A gradient is added to one that a step has used, and that nothing has dropped: as in plain training."""
         gradient = self._gradients[flat]
         if not gradient.kept:
@@ -806,7 +806,7 @@ class ModelStates:
         gradient.settled.result()
         gradient.summed[index] = gradient.summing = True
 
-    def _foretold(self, flat: Flat) -> bool:
+    def _foretold(self, flat: FlatParameter) -> bool:
         """Whether each gradient of `flat` surely lands once in its first backward; else that is known at its end.
 
         With shared memory that would be too late. A weight that one call of its module uses lands once.
@@ -825,9 +825,9 @@ class ModelStates:
 
     def _arrival(self, gradient: Gradient) -> "Future[None]":
         """Returns a future that is done when all that has left so far is on the host."""
-        return self._copies.out_done(gradient.mark)
+        return self._copies.on_d2h(gradient.mark)
 
-    def _submit_sum(self, flat: Flat) -> "Future[None]":
+    def _submit_sum(self, flat: FlatParameter) -> "Future[None]":
         """Has what has landed added to what was summed up."""
         gradient = self._gradients[flat]
         landed, gradient.landed = gradient.landed, [False] * len(flat.slices)
@@ -843,13 +843,13 @@ class ModelStates:
         gradient.settle(self._stepper.submit(add, [self._arrival(gradient)]))
         return gradient.settled
 
-    def _measure(self, flat: Flat, index: int) -> None:
+    def _measure(self, flat: FlatParameter, index: int) -> None:
         """Takes the norm of a gradient that is summed up on the host."""
         gradient, item = self._gradients[flat], flat.slices[index]
         if gradient.summed[index]:
             self._norms[item.parameter] = torch._foreach_norm([item.of(gradient.accumulated())])[0]
 
-    def _gradient_changed(self, flat: Flat, index: int) -> None:
+    def _gradient_changed(self, flat: FlatParameter, index: int) -> None:
         """Other code has changed a gradient, which is summed up or assigned."""
         if not self._gate.gated:
             return
@@ -967,7 +967,7 @@ class ModelStates:
         with self._shown.hidden():
             self._gate.clip(parameters_of(optimizer), self._norms, limit)
 
-    def _launch(self, flat: Flat) -> None:
+    def _launch(self, flat: FlatParameter) -> None:
         """Hands the step of `flat` to the CPU."""
         gradient, home = self._gradients[flat], self.homes[flat]
         self._staged.unstage()
@@ -991,7 +991,7 @@ class ModelStates:
             if gradient.states[index] is GradientState.PRESENT:
                 gradient.states[index] = GradientState.STEPPED
                 torch.autograd.graph.increment_version(item.parameter)  # as the optimizer does
-        step = Step(
+        step = OptimizerStep(
             home,
             self.rules[flat],
             options,
@@ -1031,13 +1031,13 @@ class ModelStates:
 
     # ---- other code ----
 
-    def _drain_flat(self, flat: Flat) -> None:
+    def _drain_flat(self, flat: FlatParameter) -> None:
         """Returns when the step of `flat` that has begun is made, before its values are read on the host."""
         if flat in self._launched and not self._gate.known.done():
             self._stream.check(flat)  # it waits for the end of backward
         self.homes[flat].drain()
 
-    def _begin_change(self, flat: Flat) -> None:
+    def _begin_change(self, flat: FlatParameter) -> None:
         """Other code is about to change weights of `flat`."""
         if self._journal is not None:
             raise RuntimeError(
@@ -1056,6 +1056,6 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _wants(flat: Flat) -> tuple[bool, ...]:
+def _wants(flat: FlatParameter) -> tuple[bool, ...]:
     """Returns of each parameter whether it wants a gradient now."""
     return tuple(item.parameter.requires_grad for item in flat.slices)

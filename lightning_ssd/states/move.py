@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_ssd.device import Copies
-from lightning_ssd.states.budget import Places, choose_places
+from lightning_ssd.device import CopyEngine
+from lightning_ssd.states.budget import MemoryPlan, choose_places
+from lightning_ssd.states.buffers import StateBuffer, StateStaging
 from lightning_ssd.states.build import (
     STAGED_FLAT_ELEMENTS,
     Groups,
@@ -29,12 +30,11 @@ from lightning_ssd.states.build import (
     of_residents,
     off_device,
 )
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Home, Layout, Opened
-from lightning_ssd.states.masters import Masters
+from lightning_ssd.states.masters import MasterWeights
 from lightning_ssd.states.model_states import ModelStates, Parts
-from lightning_ssd.states.optimizers import Rule, WholeRule, rule_for
-from lightning_ssd.states.place import Place, Scratch
+from lightning_ssd.states.optimizers import FlatOptimizer, WholeOptimizer, make_flat_optimizer
 from lightning_ssd.states.shared_memory import check_apart
 from lightning_ssd.states.units import find_units
 from lightning_ssd.storage import StorageFullError
@@ -87,7 +87,7 @@ def move_model_states(
     wanted: list[list[_Wanted]] = []
     for unit, (_, flats) in zip(units, states.units, strict=True):
         off = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
-        parts_of_unit: list[tuple[Layout, Rule | None]] = []
+        parts_of_unit: list[tuple[Layout, FlatOptimizer | None]] = []
         if off and flats:
             parts_of_unit = [(states.homes[flat].layout, states.rules.get(flat)) for flat in flats]
         elif off:
@@ -140,14 +140,14 @@ def regroup_model_states(
     gradients: dict[nn.Parameter, Tensor] = {}
     unstepped = [item.parameter for flat in states.homes if flat not in states.rules for item in flat.slices]
     if states.accumulating or any(parameter.grad is not None for parameter in unstepped):
-        with states.lend_gradients():
+        with states.full_grads():
             gradients = {p: p.grad.float().cpu() for p in offloaded if p.grad is not None and p in groups}
             gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
     resident = {parameter for parameter in module.parameters() if parameter in states.masters}
     of_masters = {parameter: parameter.grad for parameter in resident}
     remade = _remake(states, module, optimizers, groups, resident | set(offloaded), wanted, device, setup)
     if gradients:
-        with remade.lend_gradients():
+        with remade.full_grads():
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
     for parameter in resident & remade.masters.keys():
@@ -156,7 +156,7 @@ def regroup_model_states(
 
 
 @contextlib.contextmanager
-def _as_built(flats: Sequence[Flat]) -> Iterator[None]:
+def _as_built(flats: Sequence[FlatParameter]) -> Iterator[None]:
     """While it lasts, the parameters of flats have the dtypes that the model was built with, and no values."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
@@ -169,7 +169,7 @@ def _as_built(flats: Sequence[Flat]) -> Iterator[None]:
             flat.attach()
 
 
-def _stepped_alike(states: ModelStates, flat: Flat, groups: Groups) -> bool:
+def _stepped_alike(states: ModelStates, flat: FlatParameter, groups: Groups) -> bool:
     """Whether the optimizer and group of all parameters of a flat are still those that the flat was made for."""
     return all(groups.get(item.parameter) == states.groups.get(flat) for item in flat.slices)
 
@@ -216,7 +216,7 @@ def _remake(
         scratch = move.end(places)
         groups, _ = groups_of(optimizers)
         in_flats = {item.parameter for flat in move.homes for item in flat.slices}
-        masters = Masters(mastered(movable - in_flats, groups), optimizers, move.masters)
+        masters = MasterWeights(mastered(movable - in_flats, groups), optimizers, move.masters)
         undo.callback(masters.close)
         flats = [item.layout.flat for of_unit in wanted for item in of_unit]
         moved = ModelStates(
@@ -247,20 +247,22 @@ class _Wanted:
     """A flat, and where it is to be."""
 
     layout: Layout
-    rule: Rule | None
+    rule: FlatOptimizer | None
     weights: OffloadTierName
     rest: OffloadTierName
 
 
-def _lay_out(flat: Flat, groups: Groups, setup: Setup, states: ModelStates) -> tuple[Layout, Rule | None]:
+def _lay_out(
+    flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates
+) -> tuple[Layout, FlatOptimizer | None]:
     """Returns how the values of a new flat lie in memory, and how it is stepped."""
     group = groups.get(flat.slices[0].parameter)
-    rule = None if group is None else rule_for(group[0], flat, setup.whole)
+    rule = None if group is None else make_flat_optimizer(group[0], flat, setup.whole)
     two_slots = any(home.layout.slots == 2 for home in states.homes.values())
     return make_layout(flat, rule, group, setup.config, two_slots=two_slots), rule
 
 
-def _places(wanted: Sequence[Sequence[_Wanted]], budget: int | None, *, shared: bool) -> Places:
+def _places(wanted: Sequence[Sequence[_Wanted]], budget: int | None, *, shared: bool) -> MemoryPlan:
     every = [item for of_unit in wanted for item in of_unit]
     tiers = [(item.weights, item.rest) for item in every]
     return choose_places([item.layout for item in every], "auto", budget, shared=shared, given=tiers)
@@ -285,7 +287,7 @@ class _Move:
     def __init__(
         self,
         parts: Parts,
-        scratch: Scratch | None,
+        scratch: StateStaging | None,
         groups: Groups,
         device: torch.device,
         undo: contextlib.ExitStack,
@@ -301,7 +303,7 @@ class _Move:
         self._scratch = scratch
         for home in self.homes.values():
             home.scratch = scratch
-        self._copies: Copies = parts.copies
+        self._copies: CopyEngine = parts.copies
         self._groups = groups
         self._device = device
         self._pin = device.type == "cuda"
@@ -335,7 +337,7 @@ class _Move:
                 self._leave_device(number, of_unit)
         self._device = device
 
-    def end(self, places: Places) -> Scratch | None:
+    def end(self, places: MemoryPlan) -> StateStaging | None:
         """Returns the scratch space of flats that are where they belong, if any is on SSDs."""
         self.take_memory(places.staging, places.window)
         if self._scratch is not None and not places.ssd:
@@ -366,7 +368,7 @@ class _Move:
         """Takes a unit that is on the device to where it is to be."""
         if self.flats[number] or not wanted:
             return
-        homes: dict[Flat, Home] = {}
+        homes: dict[FlatParameter, Home] = {}
         with contextlib.ExitStack() as undo:
             for item in wanted:
                 layout = item.layout
@@ -384,19 +386,19 @@ class _Move:
                 parameter = slice_.parameter
                 parameter.grad = None
                 self.masters.pop(parameter, None)
-                if parameter in self._groups and not isinstance(rules[flat], WholeRule):
+                if parameter in self._groups and not isinstance(rules[flat], WholeOptimizer):
                     self._groups[parameter][0].state.pop(parameter, None)
             flat.adopt()
         self.homes |= homes
         self.flats[number] = list(wanted)
 
-    def _fill(self, home: Home, rule: Rule | None) -> None:
+    def _fill(self, home: Home, rule: FlatOptimizer | None) -> None:
         """Puts what the device has of a flat into its home, which is empty; returns when it is there."""
         parameters = [slice_.parameter for slice_ in home.flat.slices]
 
         def load_states(values: Opened) -> None:
             for index, parameter in enumerate(parameters):
-                if rule is not None and not isinstance(rule, WholeRule):
+                if rule is not None and not isinstance(rule, WholeOptimizer):
                     kept = self._groups[parameter][0].state.get(parameter, {})
                     rule.load_state(index, _to(kept, torch.device("cpu")), values)
 
@@ -462,7 +464,7 @@ class _Move:
 
     def _place(
         self, layout: Layout, nbytes: int, where: OffloadTierName, undo: contextlib.ExitStack, *, of_weights: bool
-    ) -> Place | None:
+    ) -> StateBuffer | None:
         """Makes a place, if there is anything for it, which `undo` gives back."""
         if not nbytes:
             return None

@@ -20,7 +20,7 @@ from lightning_ssd.states.adam import (
     settings_of,
     torchs_step,
 )
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Opened
 from lightning_ssd.states.split import join, split
 
@@ -28,14 +28,14 @@ Options = Mapping[str, Any]
 """A parameter group without its parameters."""
 
 
-class Rule(ABC):
+class FlatOptimizer(ABC):
     """How one optimizer class steps a flat.
 
     Args:
         flat: what it steps.
     """
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatParameter) -> None:
         self.flat = flat
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Rule(ABC):
         """Takes a state over that torch's optimizer (or `state_of`) made."""
 
 
-class ElementwiseRule(Rule):
+class ElementwiseOptimizer(FlatOptimizer):
     """AdamW, Adam and SGD, whose step of one element does not depend on others: in chunks, with torch's bits.
 
     The implementation that torch would take (for-loop, foreach or fused) is followed, so that on a CPU the numbers are
@@ -90,7 +90,7 @@ class ElementwiseRule(Rule):
     #: Elements of a chunk: 4 MiB of fp32. A multiple of every vector width.
     CHUNK = 2**20
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: FlatParameter) -> None:
         super().__init__(flat)
         self._steps = [0] * len(flat.slices)
         self._steps_before = self._steps
@@ -187,10 +187,10 @@ class ElementwiseRule(Rule):
         return {"step": torch.tensor(float(step), dtype=torch.float32)}
 
 
-class AdamRule(ElementwiseRule):
+class AdamOptimizer(ElementwiseOptimizer):
     """`torch.optim.Adam` and `AdamW`: in one pass by our own kernel (adam.c), where that gives torch's bits."""
 
-    def __init__(self, flat: Flat, *, compiled: bool = True) -> None:
+    def __init__(self, flat: FlatParameter, *, compiled: bool = True) -> None:
         super().__init__(flat)
         self._compiled = compiled
         self._items: dict[tuple[AdamKernel, tuple[int, ...]], Tensor] = {}
@@ -241,7 +241,7 @@ class AdamRule(ElementwiseRule):
         torchs_step(options, weights, gradient, states, steps + 1)
 
 
-class SGDRule(ElementwiseRule):
+class SGDOptimizer(ElementwiseOptimizer):
     """`torch.optim.SGD`."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
@@ -269,13 +269,13 @@ class SGDRule(ElementwiseRule):
 _SGD_OPTIONS = ("foreach", "fused", "weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
 
 
-class OwnStepRule(Rule):
+class GenericOptimizer(FlatOptimizer):
     """Any other optimizer that steps each parameter on its own: its own `step`, on the flat's host tensors.
 
     Its states, whatever they are, stay in host memory, and a step can't be taken back.
     """
 
-    def __init__(self, flat: Flat, optimizer: Optimizer) -> None:
+    def __init__(self, flat: FlatParameter, optimizer: Optimizer) -> None:
         super().__init__(flat)
         self._parameters = [nn.Parameter(torch.empty(0, dtype=torch.float32)) for _ in flat.slices]
         # Not a copy: `Optimizer.__getstate__` would leave out what subclasses keep.
@@ -310,7 +310,7 @@ class OwnStepRule(Rule):
         self._optimizer.state[self._parameters[index]] = dict(state)
 
 
-class WholeRule(Rule):
+class WholeOptimizer(FlatOptimizer):
     """Of an optimizer that is stepped whole (see `WholeStep`): its states are in host memory, in `Optimizer.state`."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
@@ -404,13 +404,13 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def rule_for(optimizer: Optimizer, flat: Flat, whole: Container[Optimizer] = ()) -> Rule:
+def make_flat_optimizer(optimizer: Optimizer, flat: FlatParameter, whole: Container[Optimizer] = ()) -> FlatOptimizer:
     """Returns how `optimizer` steps `flat`; `whole`: optimizers that are stepped whole."""
     if optimizer in whole:
-        return WholeRule(flat)
+        return WholeOptimizer(flat)
     cls = registered_class(type(optimizer))
     if cls in (torch.optim.AdamW, torch.optim.Adam):
-        return AdamRule(flat)
+        return AdamOptimizer(flat)
     if cls is torch.optim.SGD:
-        return SGDRule(flat)
-    return OwnStepRule(flat, optimizer)
+        return SGDOptimizer(flat)
+    return GenericOptimizer(flat, optimizer)

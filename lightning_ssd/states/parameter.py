@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from lightning_ssd.states.access import Access, Source
-    from lightning_ssd.states.flat import Flat
+    from lightning_ssd.states.flat import FlatParameter
 
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
@@ -103,7 +103,7 @@ class OffloadedParameter(TrainedParameter):
         source: its weights as plain Lightning has them.
     """
 
-    flat: "Flat"
+    flat: "FlatParameter"
     source: "Source"
 
     @classmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.lent_weights import LentWeights
 from lightning_ssd.states.shared_memory import same_bits
@@ -48,37 +48,37 @@ class StagedFlats:
 
     def __init__(
         self,
-        homes: Mapping[Flat, Home],
-        drain: Callable[[Flat], None],
-        begin_change: Callable[[Flat], None],
-        arrived: Callable[[Flat], None],
+        homes: Mapping[FlatParameter, Home],
+        drain: Callable[[FlatParameter], None],
+        begin_change: Callable[[FlatParameter], None],
+        arrived: Callable[[FlatParameter], None],
     ) -> None:
         self._homes = homes
         self._drain = drain
         self._begin_change = begin_change
         self._arrived = arrived
-        self._staged: dict[Flat, StagedFlat] = {}
+        self._staged: dict[FlatParameter, StagedFlat] = {}
         self._pulling = False
 
-    def stage(self, flat: Flat, *, keep: Collection[Flat] = ()) -> StagedFlat:
+    def stage(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> StagedFlat:
         """Returns the values of `flat`; other flats are given back, but those in `keep`."""
         self.pull(flat, keep=keep)
         return self._stage(flat, keep=keep)
 
-    def lend(self, flat: Flat, *, keep: Collection[Flat] = ()) -> None:
+    def lend(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
         """Makes the parameters of `flat` its staged master weights, to be changed until `take_back`."""
         staged = self.stage(flat, keep=keep)
         staged.changed = True
         staged.lent = LentWeights(flat, staged.masters)
         staged.lent.lend()
 
-    def take_back(self, flat: Flat) -> None:
+    def take_back(self, flat: FlatParameter) -> None:
         """Evicts the parameters of `flat`, which were lent, unless it was given back since."""
         if (staged := self._staged.get(flat)) is not None and staged.lent is not None:
             lent, staged.lent = staged.lent, None
             lent.take_back()
 
-    def pull(self, flat: Flat, *, keep: Collection[Flat] = ()) -> None:
+    def pull(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
         """Takes over what user code has written to memory that it shares with parameters of `flat`.
 
         Raises:
@@ -99,7 +99,7 @@ class StagedFlats:
         for index in last:
             del flat.shared[index]
 
-    def _take_over(self, flat: Flat, changed: Mapping[int, Tensor], keep: Collection[Flat]) -> None:
+    def _take_over(self, flat: FlatParameter, changed: Mapping[int, Tensor], keep: Collection[FlatParameter]) -> None:
         self._begin_change(flat)
         self._arrived(flat)  # a copy to the device reads the host memory that is written now
         staged = self._stage(flat, keep=keep)
@@ -113,7 +113,7 @@ class StagedFlats:
                 if flat.mixed:  # a backward to come wants the values that the forward has cast, which are gone
                     torch.autograd.graph.increment_version(flat.slices[index].parameter)
 
-    def differing(self, flat: Flat, *, keep: Collection[Flat] = ()) -> dict[int, Tensor]:
+    def differing(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> dict[int, Tensor]:
         """Returns, by parameter, the memory that user code shares with those of `flat`, where it has other values."""
         masters = self._stage(flat, keep=keep).masters
         found: dict[int, Tensor] = {}
@@ -124,7 +124,7 @@ class StagedFlats:
                     found[index] = tensor
         return found
 
-    def push(self, flat: Flat) -> None:
+    def push(self, flat: FlatParameter) -> None:
         """Writes the weights of `flat`, which have changed, to memory that user code shares with parameters."""
         if not flat.shared:
             return
@@ -134,7 +134,7 @@ class StagedFlats:
                 if (tensor := flat.memory(index)) is not None:
                     tensor.copy_(item.of(masters))
 
-    def _stage(self, flat: Flat, *, keep: Collection[Flat] = ()) -> StagedFlat:
+    def _stage(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> StagedFlat:
         self.unstage(keep={flat, *keep})
         if flat not in self._staged:
             self._drain(flat)
@@ -143,7 +143,7 @@ class StagedFlats:
                 self._staged[flat] = StagedFlat(values, values.masters())
         return self._staged[flat]
 
-    def unstage(self, *, keep: Collection[Flat] = ()) -> None:
+    def unstage(self, *, keep: Collection[FlatParameter] = ()) -> None:
         """Gives staged flats back; what was changed there counts."""
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)

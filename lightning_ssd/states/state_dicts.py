@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.hooks import ModuleHook
 from lightning_ssd.states.lazy import LazyTensors
-from lightning_ssd.states.masters import Masters
-from lightning_ssd.states.optimizers import Rule, parameters_of
+from lightning_ssd.states.masters import MasterWeights
+from lightning_ssd.states.optimizers import FlatOptimizer, parameters_of
 from lightning_ssd.states.staged import StagedFlats
 
 
@@ -36,12 +36,12 @@ class StateDicts:
         self,
         module: nn.Module,
         staged: StagedFlats,
-        rules: Mapping[Flat, Rule],
-        where: Mapping[nn.Parameter, tuple[Flat, int]],
-        masters: Masters,
+        rules: Mapping[FlatParameter, FlatOptimizer],
+        where: Mapping[nn.Parameter, tuple[FlatParameter, int]],
+        masters: MasterWeights,
         optimizers: list[Optimizer],
         *,
-        release: Callable[[Flat], None],
+        release: Callable[[FlatParameter], None],
         changing: Callable[[], None],
     ) -> None:
         self._staged = staged
@@ -56,7 +56,7 @@ class StateDicts:
         self._without = False
         self.protected = False
         """Whether what has left is to stay as it is until training begins."""
-        self._loading: set[Flat] = set()
+        self._loading: set[FlatParameter] = set()
         """Flats whose parameters are their staged master weights until `load_state_dict` is through with a module."""
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
@@ -171,14 +171,14 @@ class StateDicts:
                 }
         self._staged.unstage()
 
-    def _shown(self, value: Any, flat: Flat, index: int, name: str) -> Any:
+    def _shown(self, value: Any, flat: FlatParameter, index: int, name: str) -> Any:
         if not isinstance(value, Tensor):
             return value
         if self.lazy.wanted and value.dim():
             return self.lazy.make((flat, index, name), value, self._reader(flat, index, name))
         return value.clone()
 
-    def _reader(self, flat: Flat, index: int, state: str | None = None) -> Callable[[], Tensor]:
+    def _reader(self, flat: FlatParameter, index: int, state: str | None = None) -> Callable[[], Tensor]:
         """Returns what reads the master weights, or a state, of a parameter."""
 
         def read() -> Tensor:
@@ -214,12 +214,12 @@ class StateDicts:
                     self._load_state(flat, index, state)
         self._staged.unstage()
 
-    def _load_state(self, flat: Flat, index: int, state: Mapping[str, Any]) -> None:
+    def _load_state(self, flat: FlatParameter, index: int, state: Mapping[str, Any]) -> None:
         staged = self._staged.stage(flat)
         staged.changed = True
         self._rules[flat].load_state(index, state, staged.values)
 
-    def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, Flat, int]]:
+    def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, FlatParameter, int]]:
         """Yields, of the optimizer's parameters that have left, the number in its state dict, and flat and index."""
         for number, parameter in enumerate(parameters_of(optimizer)):
             if parameter in self._where:

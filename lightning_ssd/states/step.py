@@ -10,11 +10,11 @@ from lightning_ssd.device import Worker, all_of, finished, then
 from lightning_ssd.spans import OPTIMIZER, span
 from lightning_ssd.states.gradient import Gradient
 from lightning_ssd.states.home import Home, Opened
-from lightning_ssd.states.optimizers import Options, Rule
+from lightning_ssd.states.optimizers import FlatOptimizer, Options
 
 
 @dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """What one step needs. Its methods return a future that is done when the step counts, or was skipped.
 
     Who owns what until when: the gradient's memory is the step's until that future is done, which is the gradient's
@@ -35,7 +35,7 @@ class Step:
     """
 
     home: Home
-    rule: Rule
+    rule: FlatOptimizer
     options: Options
     gradient: Gradient
     landed: Sequence[bool] | None

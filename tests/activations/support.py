@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations import OffloadConfig, TensorCache, make_tensor_cache
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader
 from lightning_ssd.activations.ssd import SSDTier
 
 CPU = torch.device("cpu")
@@ -21,10 +21,10 @@ Forward = Callable[..., Tensor]
 
 
 @contextmanager
-def open_cache(path: Path, **arguments: Any) -> Iterator[TensorCache]:
+def open_cache(path: Path, **arguments: Any) -> Iterator[ActivationOffloader]:
     """A cache that offloads all it may: its window keeps back only what backward wants first. Closed at the end."""
     defaults = {"offload": 1.0, "min_bytes": 1, "staging_memory": "16MiB", "ssd_capacity": "4MiB"}
-    cache = make_tensor_cache(OffloadConfig(**{**defaults, **arguments}), CPU, default_path=path)
+    cache = make_offloader(OffloadConfig(**{**defaults, **arguments}), CPU, default_path=path)
     cache.window_bytes = 0
     try:
         yield cache
@@ -32,13 +32,13 @@ def open_cache(path: Path, **arguments: Any) -> Iterator[TensorCache]:
         cache.close()
 
 
-def ssd(cache: TensorCache) -> SSDTier:
+def ssd(cache: ActivationOffloader) -> SSDTier:
     tier = cache.tiers["ssd"]
     assert isinstance(tier, SSDTier)
     return tier
 
 
-def wait_for_writes(cache: TensorCache) -> None:
+def wait_for_writes(cache: ActivationOffloader) -> None:
     """Returns when no store holds staging memory any more: what is wanted back from here on is read from the file."""
     staging = ssd(cache).staging
     staging.acquire(staging.budget).release()
@@ -66,7 +66,7 @@ def gradients(forward: Forward, leaves: Sequence[Tensor], hooks: Hooks = nullcon
     return [leaf.grad for leaf in fresh if leaf.grad is not None]
 
 
-def assert_same_gradients(cache: TensorCache, forward: Forward, *leaves: Tensor) -> int:
+def assert_same_gradients(cache: ActivationOffloader, forward: Forward, *leaves: Tensor) -> int:
     """Proves that a micro-batch of `forward` has plain autograd's gradients; returns the bytes that it stored."""
     torch.manual_seed(0)
     expected = gradients(forward, leaves)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.activations import TensorCache
+from lightning_ssd.activations import ActivationOffloader
 from tests.activations.support import Hooks, gradients, open_cache
 
 pytestmark = pytest.mark.timeout(180)
@@ -236,7 +236,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     params=[("ssd", 1.0), ("host", 1.0), ("host", 0.5)],
     ids=lambda param: f"{param[0]} {param[1]}",
 )
-def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorCache]:
+def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloader]:
     tier, offload = request.param
     host_memory = 0 if tier == "ssd" else "64MiB"
     path: Path = tmp_path_factory.mktemp("scratch")
@@ -244,7 +244,7 @@ def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield cache
 
 
-def check(cache: TensorCache, program: Program, window: int, survivors: int = 0) -> None:
+def check(cache: ActivationOffloader, program: Program, window: int, survivors: int = 0) -> None:
     expected, told = run(program, nullcontext, survivors)
     cache.window_bytes = window
     for _ in range(2):  # the second time with the order of the first
@@ -261,20 +261,20 @@ WINDOWS = st.sampled_from([0, 100, 10_000])
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2))
-def test_random_programs(cache: TensorCache, program: Program, window: int, survivors: int) -> None:
+def test_random_programs(cache: ActivationOffloader, program: Program, window: int, survivors: int) -> None:
     check(cache, program, window, survivors)
 
 
 @pytest.mark.thorough
 @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2))
-def test_many_random_programs(cache: TensorCache, program: Program, window: int, survivors: int) -> None:
+def test_many_random_programs(cache: ActivationOffloader, program: Program, window: int, survivors: int) -> None:
     check(cache, program, window, survivors)
 
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
 @pytest.mark.parametrize("early", [False, True], ids=["before", "after"])
-def test_a_change_through_every_alias(cache: TensorCache, alias: str, early: bool) -> None:
+def test_a_change_through_every_alias(cache: ActivationOffloader, alias: str, early: bool) -> None:
     """Saved, changed through an alias that was made before or after the save, saved again, and deleted."""
     make = ("alias", alias, 3, 0)
     saves = [("save", "sigmoid", 3, 0), ("save", "mul", 3, 0)]
@@ -294,7 +294,7 @@ def test_the_table_of_changes_is_large() -> None:
     assert {"add_", "mul_", "sigmoid_", "masked_fill_", "index_fill_", "copy_", "t_", "tanh_"} <= names
 
 
-def test_programs_are_worth_running(cache: TensorCache) -> None:
+def test_programs_are_worth_running(cache: ActivationOffloader) -> None:
     """Most steps are legal, bytes are stored and come back, and a change through an alias shows in gradients."""
     before = cache.stats()
     program: Program = [("save", "sin", 0, 0), ("save", "mul", 3, 1), ("save", "tanh", 4, 1)]
@@ -343,7 +343,7 @@ def input_of(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_that_write_to_parts_of_a_storage(cache: TensorCache, name: str) -> None:
+def test_modules_that_write_to_parts_of_a_storage(cache: ActivationOffloader, name: str) -> None:
     torch.manual_seed(0)
     forward, x = MODULES[name](), input_of(name)
     torch.manual_seed(1)

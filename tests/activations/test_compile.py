@@ -217,7 +217,7 @@ def test_tensors_saved_by_a_compiled_region_are_offloaded(tmp_path: Path) -> Non
         stored = 0
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            stats = trainer.strategy.tensor_cache.stats()
+            stats = trainer.strategy.offloader.stats()
             assert stats.stored == stats.loaded
             self.stored = stats.stored
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.activations import config
-from lightning_ssd.device import CPUCopies, Mark
+from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.storage import BackendFile, PosixBackend
 from tests.activations.support import open_cache, wait_for_writes
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class LateCopies(CPUCopies):
+class LateCopies(CPUCopyEngine):
     """Copies out are done on a thread, and not before `drain` is called: a device behind the host."""
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class LateCopies(CPUCopies):
         self._reached = threading.Event()
         self._queued: list[Future[None]] = []
 
-    def out_done(self, mark: Mark) -> "Future[None]":
+    def on_d2h(self, mark: Mark) -> "Future[None]":
         done: Future[None] = Future()
         if self._reached.is_set():
             done.set_result(None)
@@ -50,7 +50,7 @@ class LateCopies(CPUCopies):
 
 def test_closing_before_the_device_has_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an exception in forward: what the device still copies out finds no closed store."""
-    monkeypatch.setattr(config, "make_copies", LateCopies)
+    monkeypatch.setattr(config, "make_copy_engine", LateCopies)
     with open_cache(tmp_path) as cache:
         cache.begin_micro_batch()
         with cache.hooks():
@@ -60,17 +60,17 @@ def test_closing_before_the_device_has_caught_up(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-class LostDevice(CPUCopies):
+class LostDevice(CPUCopyEngine):
     """Copies in fail where no user code can catch it: on the I/O threads."""
 
-    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("the device is lost")
-        return super().into(src, dst, after, awaited=awaited)
+        return super().h2d(src, dst, after, awaited=awaited)
 
 
 def test_an_error_on_an_io_thread_reaches_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "make_copies", LostDevice)
+    monkeypatch.setattr(config, "make_copy_engine", LostDevice)
     with open_cache(tmp_path) as cache:
         cache.begin_micro_batch()
         with cache.hooks():

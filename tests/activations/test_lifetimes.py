@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations.record import Record, SavedView, State
+from lightning_ssd.activations.record import SavedHandle, SavedStorage, State
 from lightning_ssd.activations.tier import Load, StoredCopy
 
 EMPTY = torch.empty(0)
@@ -37,16 +37,16 @@ class Copy(StoredCopy):
         return None
 
 
-def interrupted(attribute: str, views: list[SavedView]) -> type[Record]:
+def interrupted(attribute: str, views: list[SavedHandle]) -> type[SavedStorage]:
     """Returns a record in which a view dies just when `attribute` is set, as in a garbage collection there."""
-    slot: Any = getattr(Record, attribute)
+    slot: Any = getattr(SavedStorage, attribute)
 
-    def assign(self: Record, value: Any) -> None:
+    def assign(self: SavedStorage, value: Any) -> None:
         slot.__set__(self, value)
         if len(views) > 1:
             views.pop()
 
-    return type("Interrupted", (Record,), {"__slots__": (), attribute: property(slot.__get__, assign)})
+    return type("Interrupted", (SavedStorage,), {"__slots__": (), attribute: property(slot.__get__, assign)})
 
 
 @pytest.mark.parametrize("attribute", ["times_back", "unseen", "state", "data", "load"])
@@ -54,21 +54,21 @@ def interrupted(attribute: str, views: list[SavedView]) -> type[Record]:
 def test_a_view_that_dies_while_bytes_come_back(attribute: str, shown_before: bool) -> None:
     saved = torch.arange(4.0)
     data = torch.empty(0, dtype=torch.uint8).set_(saved.untyped_storage())
-    views: list[SavedView] = []
+    views: list[SavedHandle] = []
     record = interrupted(attribute, views)(data, None, 0, deque())  # type: ignore[arg-type]
-    record.leave(Copy(data.clone()), "host")
-    record.gone()
-    first = [SavedView(saved, record, EMPTY) for _ in range(3)]
+    record.offload(Copy(data.clone()), "host")
+    record.evict()
+    first = [SavedHandle(saved, record, EMPTY) for _ in range(3)]
     if shown_before:
-        record.come(urgent=True)
-        record.arrive()
+        record.prefetch(urgent=True)
+        record.wait()
         for index in range(3):
             first[index].show()
-        assert record.state is State.AWAY
+        assert record.state is State.OFFLOADED
     views += first
     del first
-    record.come(urgent=True)
-    record.arrive()
+    record.prefetch(urgent=True)
+    record.wait()
     while views:
         assert record.data is not None
         assert torch.equal(views.pop().show(), saved)

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.offloader import find_offloader
 from tests.activations.support import KIB, MIB
 from tests.parity import Checkpointing, Model, Run, SharedStorages, TinyGPT, assert_same, train
 
@@ -31,16 +31,16 @@ class Moved(pl.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._host_room is not None:
-            tensor_cache = find_tensor_cache(trainer)
-            assert tensor_cache is not None
-            tensor_cache.tiers["host"].pool.acquire(64 * MIB - self._host_room)  # type: ignore[attr-defined]
+            offloader = find_offloader(trainer)
+            assert offloader is not None
+            offloader.tiers["host"].pool.acquire(64 * MIB - self._host_room)  # type: ignore[attr-defined]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        tensor_cache = find_tensor_cache(trainer)
-        assert tensor_cache is not None
-        self.out = {name: tier.bytes_out for name, tier in tensor_cache.tiers.items()}
-        self.back = {name: tier.bytes_in for name, tier in tensor_cache.tiers.items()}
-        stats = tensor_cache.stats()
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        self.out = {name: tier.bytes_out for name, tier in offloader.tiers.items()}
+        self.back = {name: tier.bytes_in for name, tier in offloader.tiers.items()}
+        stats = offloader.stats()
         self.stored, self.saved = stats.stored, stats.saved
 
 

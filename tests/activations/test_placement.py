@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
-from lightning_ssd.activations.placement import Auto, FixedAmount, KeepAll, Placement, SendIfShort
+from lightning_ssd.activations.placement import FixedAmount, KeepAll, OffloadOnPressure, Placement, SSDTrainAuto
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.types import OffloadTierName
 
@@ -23,8 +23,8 @@ def place_all(
 def profile(
     plan: int,
     *,
-    forward: float = 1.0 / Auto.MARGIN,
-    backward: float = 2.0 / Auto.MARGIN,
+    forward: float = 1.0 / SSDTrainAuto.MARGIN,
+    backward: float = 2.0 / SSDTrainAuto.MARGIN,
     saved: int = 1000,
     **stalls: tuple[float, float],
 ) -> MicroBatchProfile:
@@ -33,10 +33,10 @@ def profile(
     return MicroBatchProfile(forward, backward, none | stalls, saved, plan)  # type: ignore[operator]
 
 
-def measured(speeds: dict[OffloadTierName, TierSpeed], saved: int = 1000) -> Auto:
-    """`Auto` after the micro-batches that it measures."""
-    auto = Auto(speeds)
-    for _ in range(Auto.WARM_UP + 1):
+def measured(speeds: dict[OffloadTierName, TierSpeed], saved: int = 1000) -> SSDTrainAuto:
+    """`SSDTrainAuto` after the micro-batches that it measures."""
+    auto = SSDTrainAuto(speeds)
+    for _ in range(SSDTrainAuto.WARM_UP + 1):
         auto.observe(profile(auto.plan, saved=saved))
     return auto
 
@@ -63,9 +63,9 @@ def test_all_and_nothing_are_exact(sizes: list[int]) -> None:
 
 def test_what_is_beyond_the_memory_goes_out() -> None:
     """It asks first, and after every so many bytes; what comes after "yes" goes out, until the micro-batch ends."""
-    half = SendIfShort.ASKED_EVERY // 2
+    half = OffloadOnPressure.ASKED_EVERY // 2
     answers = iter((False, False, True, False))
-    placement = SendIfShort(("host", "ssd"), lambda: next(answers))
+    placement = OffloadOnPressure(("host", "ssd"), lambda: next(answers))
     placement.begin(0)
     assert [placement.keeps(half) for _ in range(6)] == [True] * 4 + [False] * 2
     assert placement.place(half) == ("host", "ssd")
@@ -101,13 +101,13 @@ def test_bytes_are_spread_over_the_forward() -> None:
 def test_fixed_amounts_must_fit_and_may_wait() -> None:
     """What a user has asked for is not dropped silently."""
     assert FixedAmount(0.5, ("ssd",)).must_fit and FixedAmount(0.5, ("ssd",)).may_wait
-    assert not Auto({"ssd": TierSpeed(1, 1)}).must_fit
+    assert not SSDTrainAuto({"ssd": TierSpeed(1, 1)}).must_fit
 
 
 def test_auto_tries_everything_until_it_has_measured() -> None:
     """First everything goes out that needs no waiting; the first micro-batches are not measured."""
-    auto = Auto({"host": TierSpeed(100, 100), "ssd": TierSpeed(10, 10)})
-    for _ in range(Auto.WARM_UP):
+    auto = SSDTrainAuto({"host": TierSpeed(100, 100), "ssd": TierSpeed(10, 10)})
+    for _ in range(SSDTrainAuto.WARM_UP):
         assert place_all(auto, [10, 20, 30]) == [("host", "ssd")] * 3
         assert not auto.may_wait
         auto.observe(profile(auto.plan))
@@ -143,10 +143,10 @@ def test_auto_fills_tiers_by_their_shares() -> None:
 
 def test_auto_measures_without_stalls() -> None:
     """Time that was lost to a tier hides nothing: 1 s of forward with 0.4 s of waiting carries 0.6 s of bytes."""
-    auto = Auto({"ssd": TierSpeed(500, 500)})
-    for _ in range(Auto.WARM_UP + 1):
+    auto = SSDTrainAuto({"ssd": TierSpeed(500, 500)})
+    for _ in range(SSDTrainAuto.WARM_UP + 1):
         auto.observe(profile(auto.plan, forward=1.0, ssd=(0.4, 0.0)))
-    assert place_all(auto, [10] * 100).count(("ssd",)) == round(30 * Auto.MARGIN)
+    assert place_all(auto, [10] * 100).count(("ssd",)) == round(30 * SSDTrainAuto.MARGIN)
 
 
 def test_auto_shrinks_the_tier_that_stalls() -> None:
@@ -160,7 +160,9 @@ def test_auto_shrinks_the_tier_that_stalls() -> None:
         for _ in range(2):  # the first of a plan does not count
             auto.observe(profile(auto.plan, forward=1.0, backward=2.0, ssd=(0.03, 0.03)))  # a fiftieth
     assert counts == sorted(counts, reverse=True)
-    assert abs(counts[0] - 30) <= 1 and abs(counts[1] - 30 * (1 - Auto.SHRINK / 50)) <= 1 and counts[3] < counts[1]
+    assert (
+        abs(counts[0] - 30) <= 1 and abs(counts[1] - 30 * (1 - SSDTrainAuto.SHRINK / 50)) <= 1 and counts[3] < counts[1]
+    )
 
 
 def test_auto_grows_back() -> None:

@@ -13,18 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.activations import Director, ForwardGraph, Saved, TensorCache, make_program
-from lightning_ssd.profiling import Recorder
+from lightning_ssd.activations import ActivationOffloader, ForwardGraph, PlanMode, Saved, make_schedule
+from lightning_ssd.profiling import TraceMode
 from lightning_ssd.types import Choice
 from tests.activations.support import CPU, Forward, gradients, open_cache
+from tests.activations.test_offloader import FORWARDS
 from tests.activations.test_record import STEPS, run
-from tests.activations.test_tensor_cache import FORWARDS
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorCache]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloader]:
     path: Path = tmp_path_factory.mktemp("scratch")
     with open_cache(path, host_memory="64MiB") as cache:
         yield cache
@@ -38,13 +38,13 @@ class Directed:
         modules: the units.
     """
 
-    def __init__(self, cache: TensorCache, modules: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, cache: ActivationOffloader, modules: Sequence[nn.Module] = ()) -> None:
         self.cache = cache
         self.units = [[module] for module in modules]
         self.graph = ForwardGraph()
 
     def record(self) -> AbstractContextManager[None]:
-        self.recorder = Recorder(self.units, CPU)
+        self.recorder = TraceMode(self.units, CPU)
         self.cache.begin_micro_batch()
         self.cache.forward_mode, self.cache.observer = self.recorder, self.recorder.saved
         return self.cache.hooks()
@@ -79,8 +79,8 @@ class Directed:
     def _make_director(self, choices: dict[int, Choice]) -> None:
         chains = {item.buffer: item.chain for item in self.graph.saved(self.cache.min_bytes)
                   if choices.get(item.buffer) == "recompute"}  # fmt: skip
-        self.director = Director(self.units, CPU, self.cache.pack, self.cache.unpack)
-        self.director.program = make_program(self.graph, choices, chains)
+        self.director = PlanMode(self.units, CPU, self.cache.pack, self.cache.unpack)
+        self.director.program = make_schedule(self.graph, choices, chains)
         self.cache.begin_micro_batch()
         self.cache.forward_mode = self.director
 
@@ -98,7 +98,7 @@ def draw(saved: Sequence[Saved], seed: int, recompute: float) -> dict[int, Choic
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, losses=st.integers(1, 3), seed=st.integers(0, 9), recompute=st.sampled_from([0.4, 1.0]))
 def test_random_programs(
-    cache: TensorCache, steps: list[tuple[str, int, int]], losses: int, seed: int, recompute: float
+    cache: ActivationOffloader, steps: list[tuple[str, int, int]], losses: int, seed: int, recompute: float
 ) -> None:
     expected, error, _ = run(steps, losses, nullcontext)
     directed = Directed(cache)
@@ -115,7 +115,7 @@ def test_random_programs(
 
 @pytest.mark.parametrize("forward", FORWARDS)
 @pytest.mark.parametrize("recompute", [0.5, 1.0])
-def test_hard_forwards(cache: TensorCache, forward: Forward, recompute: float) -> None:
+def test_hard_forwards(cache: ActivationOffloader, forward: Forward, recompute: float) -> None:
     leaves = [torch.randn(32, 32), torch.randn(32, 32)]
     directed = Directed(cache)
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def everything(saved: Sequence[Saved]) -> dict[int, Choice]:
     return draw(saved, 0, 1.0)
 
 
-def test_random_numbers_are_drawn_once(cache: TensorCache) -> None:
+def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
     """What is computed again draws what it drew, and the next one draws what it would have drawn."""
     x = torch.randn(64, requires_grad=True)
 
@@ -166,7 +166,7 @@ def test_random_numbers_are_drawn_once(cache: TensorCache) -> None:
         assert torch.equal(one, other)
 
 
-def test_what_is_changed_in_place_is_not_made_again(cache: TensorCache) -> None:
+def test_what_is_changed_in_place_is_not_made_again(cache: ActivationOffloader) -> None:
     """Neither itself, nor what is read from it."""
     x = torch.randn(100, requires_grad=True)
     directed = Directed(cache)
@@ -181,7 +181,7 @@ def test_what_is_changed_in_place_is_not_made_again(cache: TensorCache) -> None:
     assert found == {"mul": False, "add": False, "sin": False, "cos": True}
 
 
-def test_each_is_made_once_and_let_go(cache: TensorCache) -> None:
+def test_each_is_made_once_and_let_go(cache: ActivationOffloader) -> None:
     """A chain of which every member is saved runs again once, and leaves no memory behind."""
     x = torch.randn(1000, requires_grad=True)
     ran: list[str] = []
@@ -213,7 +213,7 @@ def test_each_is_made_once_and_let_go(cache: TensorCache) -> None:
     assert ran.count("aten::sin") == 1 and ran.count("aten::tanh") == 1
     del loss
     gc.collect()
-    assert not [one for one in gc.get_objects() if type(one).__name__ in ("Recipe", "Recomputed")]
+    assert not [one for one in gc.get_objects() if type(one).__name__ in ("RecomputeNode", "Recomputed")]
 
 
 class Blocks(nn.Module):
@@ -227,7 +227,7 @@ class Blocks(nn.Module):
         return self.blocks[0](x)  # once more, as where weights are tied
 
 
-def test_a_graph_tells_what_belongs_to_what(cache: TensorCache) -> None:
+def test_a_graph_tells_what_belongs_to_what(cache: ActivationOffloader) -> None:
     module = Blocks()
     x = torch.randn(8, 16)
     directed = Directed(cache, list(module.blocks))
@@ -247,7 +247,7 @@ def test_a_graph_tells_what_belongs_to_what(cache: TensorCache) -> None:
     assert all((operation.seconds > 0) != operation.func.is_view for operation in directed.graph.operations)
 
 
-def test_retained_graphs(cache: TensorCache) -> None:
+def test_retained_graphs(cache: ActivationOffloader) -> None:
     """A second backward computes again what the first one had computed again."""
     x = torch.randn(100, requires_grad=True)
     directed = Directed(cache)
@@ -263,7 +263,7 @@ def test_retained_graphs(cache: TensorCache) -> None:
     directed.end_direct()
 
 
-def test_backward_fetches_ahead_while_it_is_at_what_stays(cache: TensorCache) -> None:
+def test_backward_fetches_ahead_while_it_is_at_what_stays(cache: ActivationOffloader) -> None:
     """What has left is on its way when backward begins, though it begins with what was kept."""
     value = torch.randn(1024, requires_grad=True)
 
@@ -292,7 +292,7 @@ def test_backward_fetches_ahead_while_it_is_at_what_stays(cache: TensorCache) ->
     directed.end_direct()
 
 
-def test_a_forward_that_changes_what_the_recorded_one_did_not(cache: TensorCache) -> None:
+def test_a_forward_that_changes_what_the_recorded_one_did_not(cache: ActivationOffloader) -> None:
     """A change through an alias with a version counter of its own shows in backward, as in plain autograd."""
 
     def forward(x: Tensor, changes: bool) -> Tensor:
@@ -313,7 +313,7 @@ def test_a_forward_that_changes_what_the_recorded_one_did_not(cache: TensorCache
         assert torch.equal(actual, expected)
 
 
-def test_data_that_is_assigned_after_an_operation_is_not_what_it_read(cache: TensorCache) -> None:
+def test_data_that_is_assigned_after_an_operation_is_not_what_it_read(cache: ActivationOffloader) -> None:
     """The operation is recomputed from its argument as it was."""
     alive = []
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_ssd.activations import TensorCache
+from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.types import Choice
 from tests.activations.support import Hooks, gradients, open_cache
 from tests.activations.test_aliases import MODULES, PROGRAMS, Program, input_of, run, same
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorCache]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloader]:
     path: Path = tmp_path_factory.mktemp("scratch")
     with open_cache(path, host_memory="64MiB") as cache:
         yield cache
@@ -226,7 +226,7 @@ def _autocast(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
-def test_operators(cache: TensorCache, name: str) -> None:
+def test_operators(cache: ActivationOffloader, name: str) -> None:
     """All that is declared to be recomputable, tried or not, is as it was, twice in a row."""
 
     def forward(x: Tensor, y: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def test_operators(cache: TensorCache, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules(cache: TensorCache, name: str) -> None:
+def test_modules(cache: ActivationOffloader, name: str) -> None:
     """Recurrent modules write to chunks of a storage, and oneDNN's LSTM returns a workspace where gradients are on."""
     torch.manual_seed(0)
     forward, x = MODULES[name](), input_of(name)
@@ -271,7 +271,7 @@ def test_modules(cache: TensorCache, name: str) -> None:
         directed.end_direct()
 
 
-def check(cache: TensorCache, program: Program, survivors: int) -> None:
+def check(cache: ActivationOffloader, program: Program, survivors: int) -> None:
     expected, told = run(program, nullcontext, survivors)
     directed = Directed(cache)
     choices = planned(directed, lambda hooks: run(program, hooks, survivors), tried=True)
@@ -284,7 +284,7 @@ def check(cache: TensorCache, program: Program, survivors: int) -> None:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, survivors=st.integers(0, 2))
-def test_random_programs(cache: TensorCache, program: Program, survivors: int) -> None:
+def test_random_programs(cache: ActivationOffloader, program: Program, survivors: int) -> None:
     """Storages that are shared and changed in every way: what a trial has proved is recomputed."""
     check(cache, program, survivors)
 
@@ -292,5 +292,5 @@ def test_random_programs(cache: TensorCache, program: Program, survivors: int) -
 @pytest.mark.thorough
 @settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, survivors=st.integers(0, 2))
-def test_many_random_programs(cache: TensorCache, program: Program, survivors: int) -> None:
+def test_many_random_programs(cache: ActivationOffloader, program: Program, survivors: int) -> None:
     check(cache, program, survivors)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.activations import TensorCache
+from lightning_ssd.activations import ActivationOffloader
 from tests.activations.support import Hooks, open_cache
 
 pytestmark = pytest.mark.timeout(120)
@@ -107,7 +107,7 @@ def run(steps: list[tuple[str, int, int]], losses: int, hooks: Hooks) -> tuple[l
 
 
 @pytest.fixture(scope="module", params=["ssd", "host"])
-def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TensorCache]:
+def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloader]:
     path: Path = tmp_path_factory.mktemp("scratch")
     with open_cache(path, tier=request.param, host_memory=0 if request.param == "ssd" else "64MiB") as cache:
         yield cache
@@ -115,7 +115,9 @@ def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, losses=st.integers(1, 4), window=st.sampled_from([0, 200, 10_000]))
-def test_random_programs(cache: TensorCache, steps: list[tuple[str, int, int]], losses: int, window: int) -> None:
+def test_random_programs(
+    cache: ActivationOffloader, steps: list[tuple[str, int, int]], losses: int, window: int
+) -> None:
     """Gradients are equal bit for bit, errors are raised where PyTorch raises them, twice in a row."""
     expected, error, legal = run(steps, losses, nullcontext)
     cache.window_bytes = window
@@ -129,7 +131,7 @@ def test_random_programs(cache: TensorCache, steps: list[tuple[str, int, int]], 
             assert one is None or other is None or torch.equal(one, other)
 
 
-def test_programs_are_worth_running(cache: TensorCache) -> None:
+def test_programs_are_worth_running(cache: ActivationOffloader) -> None:
     """The machinery of the test above sees gradients, and sees PyTorch's errors."""
     before = cache.stats().loaded
     cache.window_bytes = 0

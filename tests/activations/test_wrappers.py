@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
-from lightning_ssd.activations import TensorCache
+from lightning_ssd.activations import ActivationOffloader
 from tests.activations.support import Hooks, open_cache
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[TensorCache]:
+def cache(tmp_path: Path) -> Iterator[ActivationOffloader]:
     with open_cache(tmp_path, checksum=True) as cache:
         yield cache
 
@@ -69,7 +69,7 @@ def train(model: nn.Module, hooks: Hooks) -> list[Tensor]:
     return found
 
 
-def check_tensor_parallelism(cache: TensorCache, mesh: DeviceMesh) -> None:
+def check_tensor_parallelism(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
     model = parallel(mesh)
     expected = train(model, nullcontext)
     for _ in range(3):
@@ -83,7 +83,7 @@ def check_tensor_parallelism(cache: TensorCache, mesh: DeviceMesh) -> None:
         assert saved - stored <= 8 * (16 + 64 // mesh.size()) * 4  # the batch, and what backward wants first
 
 
-def test_tensor_parallelism(cache: TensorCache, mesh: DeviceMesh) -> None:
+def test_tensor_parallelism(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
     """The local tensors of DTensors are offloaded, and gradients are plain PyTorch's, bit for bit."""
     check_tensor_parallelism(cache, mesh)
 
@@ -104,7 +104,7 @@ def test_tensor_parallelism_of_two_ranks(tmp_path: Path) -> None:
     multiprocessing.spawn(_rank, (str(tmp_path),), nprocs=2)
 
 
-def test_every_kind_of_dtensor_is_rebuilt(cache: TensorCache, mesh: DeviceMesh) -> None:
+def test_every_kind_of_dtensor_is_rebuilt(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
     """Placement, shape, strides and dtype are those of the saved tensor."""
     for placement in (Shard(0), Shard(1), Replicate()):
         x = distribute_tensor(torch.randn(6, 8), mesh, [placement]).requires_grad_()
@@ -126,7 +126,9 @@ def test_every_kind_of_dtensor_is_rebuilt(cache: TensorCache, mesh: DeviceMesh) 
 
 
 @pytest.mark.parametrize("through", ["itself", "view", "detach"])
-def test_a_changed_wrapper_fails_where_pytorch_fails(cache: TensorCache, mesh: DeviceMesh, through: str) -> None:
+def test_a_changed_wrapper_fails_where_pytorch_fails(
+    cache: ActivationOffloader, mesh: DeviceMesh, through: str
+) -> None:
     """The counter of changes is the wrapper's: that of the wrapped tensor does not move."""
     for hooks in (nullcontext, cache.hooks):
         x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
@@ -144,7 +146,7 @@ def test_a_changed_wrapper_fails_where_pytorch_fails(cache: TensorCache, mesh: D
             loss.backward()
 
 
-def test_sharded_weights_stay(cache: TensorCache, mesh: DeviceMesh) -> None:
+def test_sharded_weights_stay(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
     weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]))
     cache.begin_micro_batch()
     with cache.hooks():
@@ -154,7 +156,7 @@ def test_sharded_weights_stay(cache: TensorCache, mesh: DeviceMesh) -> None:
     assert weight.grad is not None
 
 
-def test_a_subclass_of_two_tensors(cache: TensorCache) -> None:
+def test_a_subclass_of_two_tensors(cache: ActivationOffloader) -> None:
     """Both are offloaded, and both have their gradient."""
     grads = []
     for hooks in (nullcontext, cache.hooks):
@@ -170,7 +172,7 @@ def test_a_subclass_of_two_tensors(cache: TensorCache) -> None:
     assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
 
 
-def test_jagged_tensors_stay(cache: TensorCache) -> None:
+def test_jagged_tensors_stay(cache: ActivationOffloader) -> None:
     """Their sizes are tied to their offsets, which must be the same object in backward."""
     grads = []
     for hooks in (nullcontext, cache.hooks):

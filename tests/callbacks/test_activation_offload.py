@@ -96,7 +96,7 @@ def test_after_an_exception_nothing_is_left_and_it_trains_again(tmp_path: Path, 
     with pytest.raises(KeyError, match="deliberate"):
         trainer.fit(small_model(kind=kind), batches())
     assert "training_step" not in vars(trainer.strategy)
-    assert callback.tensor_cache is None
+    assert callback.offloader is None
     assert scratch_directories(tmp_path) == []
     assert package_threads() == []
     model, plain = small_model(), small_model()

@@ -19,7 +19,7 @@ from tests.trainings import (
 )
 
 
-class Recorder(pl.Callback):
+class TraceMode(pl.Callback):
     """Notes, batch by batch, what a switch says, and whether the optimizer then stepped."""
 
     def __init__(self, switch: MicroBatchSwitch) -> None:
@@ -45,9 +45,9 @@ class Recorder(pl.Callback):
         self.stepped.append(trainer.global_step > self._steps)
 
 
-def _record(root: Path, count: int, *others: pl.Callback, strategy: Any = None, **arguments: Any) -> Recorder:
+def _record(root: Path, count: int, *others: pl.Callback, strategy: Any = None, **arguments: Any) -> TraceMode:
     switch = MicroBatchSwitch()
-    recorder = Recorder(switch)
+    recorder = TraceMode(switch)
     model = arguments.pop("model", None) or small_model()
     trainer = make_trainer(
         root, strategy or offloading(), callbacks=[*others, switch, recorder], num_sanity_val_steps=0, **arguments
@@ -106,7 +106,7 @@ def test_an_epoch_that_ends_in_the_middle_of_a_window(tmp_path: Path) -> None:
             return -1 if batch_idx == 1 else None
 
     switch = MicroBatchSwitch()
-    recorder = Recorder(switch)
+    recorder = TraceMode(switch)
     make_trainer(tmp_path, offloading(), callbacks=[switch, recorder], accumulate_grad_batches=3, max_epochs=2).fit(
         small_model(kind=Skipping), batches(6)
     )
@@ -128,7 +128,7 @@ def test_a_resumed_run_begins_a_window_also_where_the_one_before_was_cut_off(tmp
         make_trainer(tmp_path, offloading(), callbacks=[switch, checkpoint], **arguments).fit(
             small_model(kind=Failing), batches(6)
         )
-    recorder = Recorder(switch)
+    recorder = TraceMode(switch)
     make_trainer(tmp_path, offloading(), callbacks=[switch, recorder], **arguments).fit(
         small_model(), batches(6), ckpt_path=checkpoint.best_model_path, weights_only=False
     )
@@ -150,7 +150,7 @@ def test_a_batch_without_backward_has_a_record_of_its_own(tmp_path: Path) -> Non
 
     class Count(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            begun.append(trainer.strategy.tensor_cache.stats().micro_batches)
+            begun.append(trainer.strategy.offloader.stats().micro_batches)
 
     trainer = make_trainer(tmp_path, offloading(), callbacks=[Count()], limit_val_batches=0)
     trainer.fit(Skipping(), batches(4))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy, cli
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import model as profiler
@@ -23,7 +23,7 @@ class Saved(pl.Callback):
     """Bytes that a micro-batch saves."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        cache = find_tensor_cache(trainer)
+        cache = find_offloader(trainer)
         assert cache is not None
         self.nbytes = cache.stats().saved / cache.stats().micro_batches
 

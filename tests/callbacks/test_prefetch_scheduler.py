@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_ssd import MicroBatchSwitch, PrefetchScheduler
-from lightning_ssd.callbacks.tensor_cache import find_tensor_cache
+from lightning_ssd.callbacks.offloader import find_offloader
 from tests.storage.faults import ThrottledBackend
 from tests.trainings import (
     MIN_BYTES,
@@ -31,7 +31,7 @@ class WindowRecorder(pl.Callback):
         self.bytes_out: list[int] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        cache = find_tensor_cache(trainer)
+        cache = find_offloader(trainer)
         assert cache is not None
         self.windows.append(cache.window_bytes)
         self.depths.append(cache.window_depth)

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
-from lightning_ssd.activations import cache
+from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import swap_planner
 from lightning_ssd.device import clock
@@ -246,7 +246,7 @@ def test_what_the_user_keeps_holds_nothing_else() -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            cache = trainer.strategy.tensor_cache
+            cache = trainer.strategy.offloader
             cache._collect()
             used.append(cache.tiers["host"].pool.used_bytes)
 
@@ -286,7 +286,7 @@ def test_a_plan_that_keeps_all_does_not_follow_the_forward() -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            cache = trainer.strategy.tensor_cache
+            cache = trainer.strategy.offloader
             found.append((cache.forward_mode, cache.stats().stored))
 
     first = planner(tolerance=1e9)
@@ -304,7 +304,7 @@ class Looks(pl.Callback):
         self.found: list[bool] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.found.append(trainer.strategy.tensor_cache.watching)
+        self.found.append(trainer.strategy.offloader.watching)
 
 
 def test_who_keeps_all_looks_after_larger_batches_only() -> None:
@@ -487,7 +487,7 @@ def test_sending_is_no_part_of_what_a_forward_takes_the_host(monkeypatch: pytest
         return store(self, *args, **kwargs)
 
     monkeypatch.setattr(SSDTier, "store", slow)
-    for module in (cache, profiler):
+    for module in (offloader, profiler):
         monkeypatch.setattr(module, "perf_counter", made.perf_counter)
     first = planner()
     train(SSDOffloadStrategy(**BOTH | {"host_memory": 0}), callbacks=[first], steps=8, recorded=False)
@@ -591,7 +591,7 @@ def test_the_window_is_the_plans(tmp_path: Path) -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            windows.append(trainer.strategy.tensor_cache.window_bytes)
+            windows.append(trainer.strategy.offloader.window_bytes)
 
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()], steps=24)

@@ -153,9 +153,9 @@ class _Recorder(pl.Callback):
             pl_module.seen = []
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if isinstance(chosen := trainer.strategy, SSDOffloadStrategy) and chosen.tensor_cache is not None:
+        if isinstance(chosen := trainer.strategy, SSDOffloadStrategy) and chosen.offloader is not None:
             flats = 0 if chosen.model_states is None else len(chosen.model_states.homes)
-            self.run.offloaded.append((chosen.tensor_cache.stats().stored, flats))
+            self.run.offloaded.append((chosen.offloader.stats().stored, flats))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.run.losses.extend(value.detach().clone() for _, value in sorted(trainer.callback_metrics.items()))

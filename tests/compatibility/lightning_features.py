@@ -245,7 +245,7 @@ class StateDicts(Plain):
             self.kept = {name: value.detach().clone() for name, value in state.items()}
 
 
-class Copies(Plain):
+class CopyEngine(Plain):
     """The module is copied and saved amid the training."""
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -550,7 +550,7 @@ CASES = [
     case("`reset_parameters` amid training", ResetAmid),
     case("Weights read after steps", Reads),
     case("`state_dict` and `load_state_dict` amid training", StateDicts),
-    case("`copy.deepcopy` and `torch.save` of a module amid training", Copies),
+    case("`copy.deepcopy` and `torch.save` of a module amid training", CopyEngine),
     case("`on_before_optimizer_step` that changes gradients", Looks),
     case("`on_after_backward` that reads gradients", LooksAfterBackward),
     case("`configure_gradient_clipping`, `nn.utils.clip_grad_norm_`", ClipsItself),

@@ -43,7 +43,7 @@ def test_user_code_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return Toy("on_train_batch_end", act, lr=2**-5)
 
     expected = fit(tmp_path, make(), "auto", precision)
-    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     strategy = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", offload="none")
     assert_same(fit(tmp_path, make(), strategy, precision), expected)
 
@@ -73,6 +73,6 @@ def test_tensors_that_are_assigned_share_memory(
         return module
 
     expected = fit(tmp_path, make(), "auto", precision)
-    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     strategy = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", offload="none")
     assert_same(fit(tmp_path, make(), strategy, precision), expected)

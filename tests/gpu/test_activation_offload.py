@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.activations import OffloadConfig, config, make_tensor_cache
-from lightning_ssd.device import CUDACopies, Mark, make_clock, make_copies
+from lightning_ssd.activations import OffloadConfig, config, make_offloader
+from lightning_ssd.device import CUDACopyEngine, Mark, make_clock, make_copy_engine
 from lightning_ssd.storage import Backend, BackendFile, PosixBackend
 from tests.parity import SharedStorages, TinyGPT, assert_same, train
 
@@ -39,7 +39,7 @@ class Moved(pl.Callback):
         self.stored = 0
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.stored = trainer.strategy.tensor_cache.stats().stored
+        self.stored = trainer.strategy.offloader.stats().stored
 
 
 @pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
@@ -60,7 +60,7 @@ def test_numbers_are_those_of_plain_lightning(model: Any, precision: str, accumu
         assert moved.stored > 0
 
 
-class SlowCopies(CUDACopies):
+class SlowCopies(CUDACopyEngine):
     """Every copy, and every wait of the compute stream, is held up for a random time on the GPU."""
 
     def mark(self, *, awaited: bool = False) -> Mark:
@@ -68,13 +68,13 @@ class SlowCopies(CUDACopies):
             torch.cuda._sleep(random.randrange(2_000_000))  # the compute stream is late
         return super().mark(awaited=awaited)
 
-    def out(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         self._hold(self._out._stream)
-        return super().out(src, dst, after, awaited=awaited)
+        return super().d2h(src, dst, after, awaited=awaited)
 
-    def into(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+    def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         self._hold(self._in._stream)
-        return super().into(src, dst, after, awaited=awaited)
+        return super().h2d(src, dst, after, awaited=awaited)
 
     @staticmethod
     def _hold(stream: torch.cuda.Stream) -> None:
@@ -112,17 +112,17 @@ class SlowBackend(Backend):
 
 def test_what_is_ahead_of_the_device_does_not_hold_the_host_up() -> None:
     """Marks of the compute stream, points in time, and copies; and some that a thread waits for."""
-    copies, clock = make_copies(torch.device("cuda")), make_clock(torch.device("cuda"))
+    copies, clock = make_copy_engine(torch.device("cuda")), make_clock(torch.device("cuda"))
     source = torch.ones(2**22, dtype=torch.uint8, device="cuda")
     target = torch.zeros(2**22, dtype=torch.uint8, pin_memory=True)
     torch.cuda.synchronize()
     ran: list[int] = []
     torch.cuda._sleep(2_000_000_000)  # a second
     for _ in range(300):
-        mark = copies.out(source, target, copies.mark())
+        mark = copies.d2h(source, target, copies.mark())
         now = clock.now()
     for index in range(30):
-        done = copies.out_done(copies.out(source, target, mark, awaited=True))
+        done = copies.on_d2h(copies.d2h(source, target, mark, awaited=True))
         done.add_done_callback(lambda _, index=index: ran.append(index))
     assert mark is not None and not mark.reached() and not ran
     assert clock.elapsed(now, now) is None
@@ -139,7 +139,7 @@ def test_numbers_do_not_move_with_the_timing(
 ) -> None:
     plain = train("auto", device="cuda", model=model)
     random.seed(seed)
-    monkeypatch.setattr(config, "make_copies", SlowCopies)
+    monkeypatch.setattr(config, "make_copy_engine", SlowCopies)
     slow = arguments if arguments.get("tier") == "host" else arguments | {"backend": SlowBackend(), "checksum": True}
     assert_same(plain, train(SSDOffloadStrategy(**slow), device="cuda", model=model))
 
@@ -152,7 +152,7 @@ def _chain(width: int, depth: int) -> nn.Sequential:
 def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path) -> None:
     """With everything offloaded, the peak is the window's, and not the activations'."""
     model, rows, width, depth = _chain(1024, 24), 16384, 1024, 24
-    cache = make_tensor_cache(OffloadConfig(offload=1.0, **arguments), torch.device("cuda"), default_path=tmp_path)
+    cache = make_offloader(OffloadConfig(offload=1.0, **arguments), torch.device("cuda"), default_path=tmp_path)
     one = rows * width * 4
     cache.window_bytes = 2 * one
     x = torch.randn(rows, width, device="cuda")
@@ -186,7 +186,7 @@ def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path)
 def test_memory_that_a_dead_graph_held_comes_back(tmp_path: Path) -> None:
     """Graphs that never run backward, and prefetched tensors that nobody wants, leave nothing behind."""
     model = _chain(512, 8)
-    cache = make_tensor_cache(
+    cache = make_offloader(
         OffloadConfig(offload=1.0, min_bytes=1, tier="host"), torch.device("cuda"), default_path=tmp_path
     )
     x = torch.randn(4096, 512, device="cuda", requires_grad=True)

@@ -89,7 +89,7 @@ def test_numbers_do_not_move_with_the_timing(
     how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": limit, "model": model, "recorded": False}
     how["accumulate"] = 1 if gpu_memory == 1 else 2
     expected = train(streamed(gpu_memory=gpu_memory, overlap="none", clip="deferred"), **how)
-    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     for seed in range(2):
         random.seed(seed)
         slow = streamed(states=states, gpu_memory=gpu_memory, clip=clip, backend=SlowBackend(), checksum=True)
@@ -123,7 +123,7 @@ def test_states_that_move_amid_a_training(
     how: dict[str, Any] = {"device": "cuda", "precision": precision, "model": exact(model), "recorded": False}
     how["accumulate"] = accumulate
     expected = train(streamed(overlap="none"), **how)
-    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     for seed in range(2):
         random.seed(seed)
         mover = Mover(seed)
@@ -136,7 +136,7 @@ def test_a_training_that_failed_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     """With `recover=True`, as one that did not, with dropout on the device and delays in every copy."""
     how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": None}
     expected = fit(recovering(tmp_path), **how)
-    monkeypatch.setattr(build, "make_copies", SlowCopies)
+    monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     random.seed(0)
     for batch in (5, 12, 24):
         with pytest.raises(Failure):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import config
 from lightning_ssd.models.gpt import GPT
-from lightning_ssd.planning import HardwareProfile, Settled, simulate, unplanned
+from lightning_ssd.planning import FixedPlacement, HardwareProfile, simulate, unplanned
 from lightning_ssd.states import StatesConfig
 from tests.gpu.test_activation_offload import SlowCopies
 from tests.gpu.test_model_states import exact, same
@@ -56,7 +56,7 @@ def test_numbers_stay_under_any_plan_and_timing(
     first = planner(machine=None)
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], **how))
     assert first.plan is not None and first.profile is not None
-    monkeypatch.setattr(config, "make_copies", SlowCopies)
+    monkeypatch.setattr(config, "make_copy_engine", SlowCopies)
     for seed, recompute in ((0, 1.0), (1, 0.5), (2, 0.0)):
         random.seed(seed)
         watch = Watch()
@@ -132,5 +132,5 @@ def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
         assert measured == pytest.approx(predicted, rel=0.1)
     # Not than "auto" took: where the CPU bounds the step, as with other tests beside this one, that may be as little.
     assert swaps.profile is not None and swaps.hardware is not None and swaps.plan is not None
-    kept = simulate(swaps.profile, swaps.hardware, unplanned(swaps.profile, Settled.of(swaps.plan), {}, 0))
+    kept = simulate(swaps.profile, swaps.hardware, unplanned(swaps.profile, FixedPlacement.of(swaps.plan), {}, 0))
     assert measured < 0.9 * kept.gpu_peak_bytes

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import HardwareProfile, LaunchCosts, ModelProfile, OperatorProfile, UnitProfile
+from lightning_ssd.planning import HardwareProfile, HostOverhead, ModelProfile, OperatorProfile, UnitProfile
 
 GB, GIB = 10**9, 2**30
 
@@ -137,6 +137,6 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         draw(st.integers(GB, 100 * GB)),
         draw(st.integers(0, 200 * GB)),
         draw(st.integers(0, 1000 * GB)),
-        launch=LaunchCosts(*(draw(st.floats(0, 1e-4)) for _ in range(6))),
+        launch=HostOverhead(*(draw(st.floats(0, 1e-4)) for _ in range(6))),
         host_memory_bandwidth=draw(st.one_of(st.none(), st.floats(1e10, 1e12))),
     )

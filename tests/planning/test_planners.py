@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from lightning_ssd.planning import (
     PLANNERS,
+    FixedPlacement,
     HardwareProfile,
-    LaunchCosts,
+    HostOverhead,
     ModelProfile,
     Plan,
     Prediction,
-    Settled,
     UnitPlan,
     correct,
     correct_step_rate,
@@ -24,9 +24,9 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.placement import default_window
-from lightning_ssd.planning.plan import Choice
 from lightning_ssd.planning.planners import CAUTION
 from lightning_ssd.planning.transformer import transformer_profile
+from lightning_ssd.types import Choice
 from tests.planning.profiles import GB, GIB, H100, machines, make_model, models
 from tests.products import combinations
 
@@ -100,7 +100,7 @@ def test_the_window_is_no_wider_than_it_needs(hidden: int, layers: int, batch: i
     model = transformer_profile(
         H100, hidden=hidden, layers=layers, heads=hidden // 128, sequence=1024, batch=batch, vocabulary=50304
     )
-    settled = Settled(("gpu",) * len(model.units), ("gpu",) * len(model.units))
+    settled = FixedPlacement(("gpu",) * len(model.units), ("gpu",) * len(model.units))
     most = simulate(model, H100, make_plan(model, H100, settled=settled)).gpu_peak_bytes
     plan = make_plan(model, replace(H100, gpu_bytes=int(share * most)), settled=settled)
     default = default_window(model, settled.weights)
@@ -155,7 +155,7 @@ def test_holistic_against_a_sweep(gpu_bytes: int, host_bytes: int, shape: tuple[
 def test_what_may_be_written_in_a_day() -> None:
     """What would wear the SSDs is computed again instead; where even that is too much, the plan does not fit."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, gpu_bytes=20 * GB, host_bytes=20 * GB, ssd_write=30e9, ssd_read=30e9, ssd_mixed=30e9)
     free = simulate(model, machine, make_plan(model, machine, settled=settled))
     assert free.ssd_written_bytes > 0 and free.excess_bytes(machine) == 0
@@ -171,7 +171,7 @@ def test_what_may_be_written_in_a_day() -> None:
 def test_memory_that_holds_little_is_used() -> None:
     """Host memory too small to pass data through: what has room on the GPU is kept, the rest computed again."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, gpu_bytes=26 * GB, host_bytes=2 * GB)
     prediction = simulate(model, machine, make_plan(model, machine, settled=settled))
     assert prediction.excess_bytes(machine) == 0
@@ -181,7 +181,7 @@ def test_memory_that_holds_little_is_used() -> None:
 def test_least_memory() -> None:
     """It takes less, and next to no more time."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     fastest = simulate(model, H100, make_plan(model, H100, settled=settled))
     least = simulate(model, H100, plan_for_least_memory(model, H100, settled=settled))
     assert fastest.gpu_peak_bytes == 40 * GB
@@ -192,8 +192,8 @@ def test_least_memory() -> None:
 def test_a_host_that_is_busy_gets_no_more_to_do() -> None:
     """Where launches bound the step, less memory would take longer: all stays, unless it has no room."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=2.0, operations=9)
-    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, launch=LaunchCosts(0.1, 0.1, 0.1, 0.1, 0.1, 0.1))
+    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, launch=HostOverhead(0.1, 0.1, 0.1, 0.1, 0.1, 0.1))
     least = plan_for_least_memory(model, machine, settled=settled)
     assert simulate(model, machine, least).gpu_peak_bytes == 40 * GB
     assert simulate(model, H100, plan_for_least_memory(model, H100, settled=settled)).gpu_peak_bytes < 20 * GB
@@ -215,8 +215,8 @@ def test_what_bounds_the_step_is_corrected(model: ModelProfile, machine: Hardwar
 def test_a_slow_host_is_corrected() -> None:
     """Where the host bounds the step, it is the host that takes longer, also with what a plan adds, if it adds any."""
     model = make_model(4, parameters=0, launch=4.0)
-    machine = replace(H100, launch=LaunchCosts(1, 2, 3, 4, 5, 6))
-    settled = Settled(("gpu",) * 4, ("gpu",) * 4)
+    machine = replace(H100, launch=HostOverhead(1, 2, 3, 4, 5, 6))
+    settled = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
     for plan, factor in ((make_plan(model, machine), 1.0), (plan_with_coefficient(model, machine, 0.0, settled), 1.2)):
         corrected = correct(model, machine, plan, 1.2 * simulate(model, machine, plan).step_seconds)
         assert corrected is not None
@@ -228,9 +228,9 @@ def test_a_slow_host_is_corrected() -> None:
 def test_a_late_host_or_a_slow_gpu() -> None:
     """Whichever is less surprising: what following a plan costs the host is known least, but not by any factor."""
     model = make_model(4, parameters=0, launch=1.0, operations=9)
-    settled = Settled(("gpu",) * 4, ("gpu",) * 4)
+    settled = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
     for cost, slow in ((0.05, "host"), (0.004, "gpu")):
-        machine = replace(H100, launch=LaunchCosts(*6 * [cost]))
+        machine = replace(H100, launch=HostOverhead(*6 * [cost]))
         plan = plan_with_coefficient(model, machine, 0.0, settled)
         before = simulate(model, machine, plan)
         assert before.bound == "compute"
@@ -265,7 +265,7 @@ def test_the_rate_of_a_cpu_that_is_busy_for_a_part_of_the_step(micro_batches: in
     """Copies of the rest of the step take nothing from it."""
     model = replace(make_model(8, parameters=10**9, forward=0.5), micro_batches=micro_batches)
     machine = replace(H100, host_memory_bandwidth=60e9, cpu_step_rate=4e9, host_bytes=300 * GB)
-    states = Settled(("host",) * 8, ("host",) * 8)
+    states = FixedPlacement(("host",) * 8, ("host",) * 8)
     plan = plan_with_coefficient(model, machine, 0.0, states)
     before = simulate(model, machine, plan)
     alone = 8e9 / 4e9
@@ -281,7 +281,7 @@ def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None
     """Whatever share of its time is that of copies."""
     model = make_model(8, parameters=10**9, forward=0.01)
     machine = replace(H100, host_memory_bandwidth=bandwidth, host_bytes=300 * GB)
-    plan = plan_with_coefficient(model, machine, 0.0, Settled(("host",) * 8, ("host",) * 8))
+    plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("host",) * 8, ("host",) * 8))
     before = simulate(model, machine, plan)
     assert before.bound == "cpu"
     corrected = correct(model, machine, plan, factor * before.step_seconds)
@@ -292,10 +292,10 @@ def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None
 def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
     """Where following a plan would just cost nothing, all stays: it would if the host took but a third longer."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
-    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
 
     def least(cost: float) -> tuple[Prediction, Prediction]:
-        machine = replace(H100, launch=LaunchCosts(follow=cost))
+        machine = replace(H100, launch=HostOverhead(follow=cost))
         plan = plan_for_least_memory(model, machine, settled=settled)
         return simulate(model, machine, plan), simulate(model, machine.with_launches(CAUTION), plan)
 
@@ -310,8 +310,8 @@ def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
 def test_less_memory_where_not_all_fits() -> None:
     """The plan that is quickest is followed, too: less memory is compared with that, on a host as slow."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
-    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, launch=LaunchCosts(follow=0.15), gpu_bytes=38 * GB)
+    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    machine = replace(H100, launch=HostOverhead(follow=0.15), gpu_bytes=38 * GB)
     best = simulate(model, machine, make_plan(model, machine, settled=settled))
     least = simulate(model, machine, plan_for_least_memory(model, machine, settled=settled))
     assert least.gpu_peak_bytes < 20 * GB < 30 * GB < best.gpu_peak_bytes
@@ -321,10 +321,10 @@ def test_less_memory_where_not_all_fits() -> None:
 def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
     """The GPU bounds the step, and the host is late: where a step takes less, the GPU is no faster than it was."""
     model = make_model(4, parameters=0, launch=1.0, operations=9)
-    machine = replace(H100, launch=LaunchCosts(0.05, 0.05, 0.05, 0.05, 0.05, 0.05))
-    plan = plan_with_coefficient(model, machine, 0.0, Settled(("gpu",) * 4, ("gpu",) * 4))
+    machine = replace(H100, launch=HostOverhead(0.05, 0.05, 0.05, 0.05, 0.05, 0.05))
+    plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
     late = simulate(model, machine, plan)
-    alone = simulate(model.with_launches(0.0), replace(machine, launch=LaunchCosts()), plan).step_seconds
+    alone = simulate(model.with_launches(0.0), replace(machine, launch=HostOverhead()), plan).step_seconds
     assert late.bound == "compute" and alone < 0.9 * late.step_seconds
     for share in (0.9, 0.6):
         seconds = alone + share * (late.step_seconds - alone)
@@ -337,17 +337,17 @@ def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
 
 def test_settled_states_stay() -> None:
     model = make_model(4)
-    settled = Settled(("host", "ssd", "gpu", "host"), ("ssd", "ssd", "gpu", "host"))
+    settled = FixedPlacement(("host", "ssd", "gpu", "host"), ("ssd", "ssd", "gpu", "host"))
     for planner in PLANNERS:
         plan = make_plan(model, H100, planner, settled)
         plan.check(model)
-        assert Settled.of(plan) == settled
+        assert FixedPlacement.of(plan) == settled
 
 
 def test_coefficients_are_kept_to() -> None:
     """What is swapped is at least the share that was asked for, and no more than an operator beyond it."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    settled = Settled(("gpu",) * 8, ("gpu",) * 8)
+    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, host_bytes=10 * GB)
     for count in range(9):
         plan = plan_with_coefficient(model, machine, count / 8, settled)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_ssd.planning import (
     HardwareProfile,
-    LaunchCosts,
+    HostOverhead,
     ModelProfile,
     OperatorProfile,
     Plan,
@@ -138,7 +138,7 @@ def test_the_gpu_computes_what_it_is_given(forward: float, waits: bool, seconds:
 )
 def test_plans_take_the_host_time(work: str, seconds: float) -> None:
     model = make_model(4, parameters=0, operations=2)
-    machine = replace(FAST, launch=LaunchCosts(1, 10, 100, 1000, 1e4, 1e5))
+    machine = replace(FAST, launch=HostOverhead(1, 10, 100, 1000, 1e4, 1e5))
     prediction = simulate(model, machine, plan_of(model, "gpu", "gpu", "keep", work))
     assert prediction.busy_seconds["launch"] == pytest.approx(seconds)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_ssd.states.budget import AHEAD, _places, choose_places
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Layout
 
 sizes = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
@@ -17,7 +17,7 @@ def layouts(numels: list[int], slots: int, halves: bool) -> list[Layout]:
     made = []
     for numel in numels:
         parameter = nn.Parameter(torch.empty(()).expand(numel))
-        flat = Flat(str(numel), [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
+        flat = FlatParameter(str(numel), [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
         made.append(Layout(flat, halves, ("exp_avg", "exp_avg_sq"), steps=True, slots=slots))
     return made
 

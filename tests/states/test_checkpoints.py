@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import load_sharded, save_sharded, sharded
 from lightning_ssd.states.lazy import LazyTensor, LazyTensors, save
-from tests.states.test_places import ssd
+from tests.states.test_buffers import ssd
 from tests.states.test_training import Block, Model, assert_same, host, loader, train
 
 

@@ -19,8 +19,8 @@ from lightning_ssd.states import load_sharded
 from lightning_ssd.states.lazy import LazyTensor
 from lightning_ssd.storage import StorageError
 from tests.products import thorough
+from tests.states.test_buffers import ssd
 from tests.states.test_checkpoints import tree_equal
-from tests.states.test_places import ssd
 from tests.states.test_training import Model, adamw, assert_same, host, loader, train
 from tests.storage.faults import FaultyBackend
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.states.masters import MasteredParameter, Masters
+from lightning_ssd.states.masters import MasteredParameter, MasterWeights
 from tests.products import thorough
-from tests.states.test_places import some_stay, ssd
+from tests.states.test_buffers import some_stay, ssd
 from tests.states.test_training import Model, assert_same, train
 
 Write = Callable[[nn.Parameter], object]
@@ -161,7 +161,7 @@ def test_writes_to_masters_in_the_optimizers_groups_count(tmp_path: Path, data: 
 def _masters() -> tuple[MasteredParameter, torch.optim.Optimizer]:
     parameter = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4).bfloat16())
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    Masters([parameter], [optimizer])
+    MasterWeights([parameter], [optimizer])
     assert isinstance(parameter, MasteredParameter)
     return parameter, optimizer
 
@@ -188,7 +188,7 @@ def test_a_closure_that_is_called_again_sees_what_the_step_has_changed() -> None
     """And the step sees what the closure writes to the parameter."""
     parameter = nn.Parameter(torch.full((4,), 3.0).bfloat16())
     optimizer = torch.optim.LBFGS([parameter], lr=1.0, max_iter=10)
-    masters = Masters([parameter], [optimizer])
+    masters = MasterWeights([parameter], [optimizer])
 
     def closure() -> Tensor:
         optimizer.zero_grad()

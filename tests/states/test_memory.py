@@ -9,9 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_ssd.states.gradient import LandingMemory
+from lightning_ssd.states.gradient import GradientPool
+from tests.states.test_buffers import ssd
 from tests.states.test_checkpoints import Large, memory
-from tests.states.test_places import ssd
 from tests.states.test_training import loader
 
 
@@ -49,7 +49,7 @@ def test_the_end_of_a_training_takes_no_more_memory(tmp_path: Path, states: str)
 
 def test_who_finds_no_memory_for_a_gradient_waits_for_steps() -> None:
     """As long as any is under way, and no longer."""
-    landing = LandingMemory(4 * 4096, pin=False)
+    landing = GradientPool(4 * 4096, pin=False)
     taken = [landing.take(4096, list) for _ in range(4)]
 
     class Steps(list["Future[None]"]):

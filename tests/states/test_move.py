@@ -203,7 +203,7 @@ def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            watched.append((trainer.strategy.model_states, trainer.strategy.tensor_cache))
+            watched.append((trainer.strategy.model_states, trainer.strategy.offloader))
 
     auto: Any = {"min_bytes": 1, "host_memory": "32MiB"}
     actual = train(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_ssd.states import adam, compiled
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Layout, Opened
-from lightning_ssd.states.optimizers import AdamRule
-from lightning_ssd.states.optimizers import rule_for as make_rule
+from lightning_ssd.states.optimizers import AdamOptimizer
+from lightning_ssd.states.optimizers import make_flat_optimizer as make_rule
 from lightning_ssd.states.split import join, split
 
 CPU = torch.device("cpu")
@@ -52,11 +52,11 @@ def test_split_is_exact(bits: list[int]) -> None:
     assert_round_trip(as_floats(bits))
 
 
-def make(parts: list[int], dtype: torch.dtype, halves: bool, slots: int) -> tuple[Flat, Opened]:
+def make(parts: list[int], dtype: torch.dtype, halves: bool, slots: int) -> tuple[FlatParameter, Opened]:
     """A flat of parameters of these sizes, and values for it, with a second slot or without."""
     generator = torch.Generator().manual_seed(0)
     parameters = [(str(index), nn.Parameter(torch.empty(size))) for index, size in enumerate(parts)]
-    flat = Flat("flat", parameters, dtype, torch.device("cpu"))
+    flat = FlatParameter("flat", parameters, dtype, torch.device("cpu"))
     layout = Layout(flat, halves, NAMES, steps=True, slots=slots)
 
     def values() -> Opened:
@@ -126,7 +126,9 @@ def follow_torch(
     all_has: list[list[bool]],
 ) -> None:
     """Steps a flat, and fp32 parameters with torch's own class, and compares master weights and states."""
-    flat = Flat("flat", [(str(i), nn.Parameter(torch.empty(size))) for i, size in enumerate(parts)], dtype, CPU)
+    flat = FlatParameter(
+        "flat", [(str(i), nn.Parameter(torch.empty(size))) for i, size in enumerate(parts)], dtype, CPU
+    )
     generator = torch.Generator().manual_seed(1)
     parameters = [nn.Parameter(torch.randn(size, generator=generator)) for size in parts]
     # A group each: torch's fused SGD fails where one parameter of a group has a buffer and another has none.
@@ -249,7 +251,7 @@ def _off_by_a_bit(settings_of: Any) -> Any:
 
 
 def test_momentum_that_begins_later_is_refused() -> None:
-    flat = Flat("flat", [("weight", nn.Parameter(torch.empty(64)))], torch.float32, CPU)
+    flat = FlatParameter("flat", [("weight", nn.Parameter(torch.empty(64)))], torch.float32, CPU)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(64))], lr=0.1)
     rule = make_rule(optimizer, flat)
     how = dict(optimizer.param_groups[0])
@@ -262,7 +264,7 @@ def test_momentum_that_begins_later_is_refused() -> None:
 def test_parameters_without_gradient_stay(tmp_path: Any) -> None:
     flat, opened = make([64, 128], torch.bfloat16, False, 2)
     before = opened.masters().clone()
-    AdamRule(flat).step(options(), opened, torch.ones(flat.numel), [False, True], 1.0)
+    AdamOptimizer(flat).step(options(), opened, torch.ones(flat.numel), [False, True], 1.0)
     assert torch.equal(opened.out.masters()[:64], before[:64])
     assert not torch.equal(opened.out.masters()[64:], before[64:])
     assert torch.equal(opened.out.weights, opened.out.masters().bfloat16())

@@ -21,7 +21,7 @@ from lightning_ssd.data.loader import ResumableDataLoader
 from lightning_ssd.states.plain_data import DamagedError, from_bytes
 from lightning_ssd.storage import StorageError, Volume
 from tests.states.killed import Model, fit, outcome, recovering, same
-from tests.states.test_places import assert_nothing_is_left
+from tests.states.test_buffers import assert_nothing_is_left
 from tests.storage.faults import FaultyBackend, ThrottledBackend
 
 KEPT = "lightning_ssd-kept-rank0"

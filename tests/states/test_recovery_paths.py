@@ -19,7 +19,7 @@ from lightning_ssd.states.plain_data import encode
 from lightning_ssd.states.settings import Settings
 from lightning_ssd.storage import BlobStore, StorageError
 from tests.states.killed import fit, outcome, recovering, same
-from tests.states.test_places import assert_nothing_is_left
+from tests.states.test_buffers import assert_nothing_is_left
 from tests.states.test_recovery import KEPT, FailAt, Failure
 
 REFUSED = "refused"
@@ -258,9 +258,9 @@ def test_a_kill_at_any_moment_asks_for_no_other_paths(
                 if before == "record":
                     record(store)
         killed = killed_before_call(number, partial(whole_run, paths, start_over=start_over))
-        has_record = (paths[0] / KEPT / "journal").exists()
+        has_commit_record = (paths[0] / KEPT / "journal").exists()
         outcome = begin(paths)
-        assert outcome == ("goes on" if has_record else "anew"), number
+        assert outcome == ("goes on" if has_commit_record else "anew"), number
         found.add(outcome)
         if not killed:
             break

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.states.step import Step
-from lightning_ssd.states.stream import WeightStream
+from lightning_ssd.states.prefetcher import ParamPrefetcher
+from lightning_ssd.states.step import OptimizerStep
 from tests.states.test_access import Block, loader
 
 UNITS = 4
@@ -58,11 +58,11 @@ def events_of(path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> 
     def unit(flat: Any) -> int:
         return int(flat.slices[0].name.split(".")[1])
 
-    told(Step, "_make", lambda step, *_: ("step", unit(step.home.flat)))
+    told(OptimizerStep, "_make", lambda step, *_: ("step", unit(step.home.flat)))
     for kind in ("early", "late", "naive"):
-        told(Step, kind, lambda step, *_, kind=kind: (kind, unit(step.home.flat)))
-    told(WeightStream, "_fetch", lambda stream, index: ("want", index))
-    told(WeightStream, "release", lambda stream, flat: ("release", unit(flat)))
+        told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.home.flat)))
+    told(ParamPrefetcher, "_fetch", lambda stream, index: ("want", index))
+    told(ParamPrefetcher, "release", lambda stream, flat: ("release", unit(flat)))
     strategy = SSDOffloadStrategy(states="host", min_bytes=1, **({"gpu_memory": "1B"} | arguments))
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, default_root_dir=path, max_epochs=1, logger=False,
@@ -133,10 +133,10 @@ class TwoThreads(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         states = trainer.strategy.model_states  # type: ignore[union-attr]
-        stream: WeightStream = states._stream
+        stream: ParamPrefetcher = states._stream
         stream.release_all()
         first, *others = states.homes
-        into, again = states._copies.into, threading.Event()
+        into, again = states._copies.h2d, threading.Event()
 
         def held(*args: Any, **kwargs: Any) -> Any:
             self.fetches += 1
@@ -149,7 +149,7 @@ class TwoThreads(pl.Callback):
 
         other = threading.Thread(target=stream.want, args=(first,))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(states._copies, "into", held)
+            patch.setattr(states._copies, "h2d", held)
             stream.want(first)
             other.join()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig
-from lightning_ssd.states import Setup, StatesConfig, Unborn, find_units, make_model_states
+from lightning_ssd.states import MetaTensors, Setup, StatesConfig, find_units, make_model_states
 
 STEPS = 12
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -389,7 +389,7 @@ def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clippe
         model,
         [optimizer],
         set(model.parameters()),
-        Unborn(set(), set()),
+        MetaTensors(set(), set()),
         torch.device("cpu"),
         Setup(
             config=StatesConfig("host", "auto", None, "optimized", "fp32", "deferred", False),

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tests.products import combinations
-from tests.states.test_places import ssd
+from tests.states.test_buffers import ssd
 from tests.states.test_training import host
 
 SIZES: dict[str, Any] = dict(vocab_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)

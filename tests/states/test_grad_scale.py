@@ -8,28 +8,28 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_ssd.device import CPUCopies, Mark
+from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.states import build
-from lightning_ssd.states.gate import Gate
+from lightning_ssd.states.grad_scale import GradScaleDecision
 from tests.trainings import batches, make_trainer, offloading, small_model
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(60)
 
 
-class LateCopies(CPUCopies):
+class LateCopies(CPUCopyEngine):
     """Copies out whose ends are told when the test says so: a device that is behind the host."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
         self.pending: list[Future[None]] = []
 
-    def out_done(self, mark: Mark) -> "Future[None]":
+    def on_d2h(self, mark: Mark) -> "Future[None]":
         self.pending.append(Future())
         return self.pending[-1]
 
 
-def opened(gate: Gate, norm: float) -> "Future[float | None]":
+def opened(gate: GradScaleDecision, norm: float) -> "Future[float | None]":
     """Returns the factor of a step whose gradient has the given norm, clipped to 1."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     gate.begin(hold=False)
@@ -40,8 +40,8 @@ def opened(gate: Gate, norm: float) -> "Future[float | None]":
 
 def test_factors_of_many_steps_may_be_on_their_way_at_once() -> None:
     copies = LateCopies()
-    gate = Gate(copies, clip="deferred", gated=True, scaled=False)
-    norms = [2.0 + step for step in range(Gate.SLOTS)]
+    gate = GradScaleDecision(copies, clip="deferred", gated=True, scaled=False)
+    norms = [2.0 + step for step in range(GradScaleDecision.SLOTS)]
     factors = [opened(gate, norm) for norm in norms]
     assert not any(factor.done() for factor in factors)
     for copied in copies.pending:
@@ -50,17 +50,17 @@ def test_factors_of_many_steps_may_be_on_their_way_at_once() -> None:
     gate.close()
 
 
-class LostDevice(CPUCopies):
+class LostDevice(CPUCopyEngine):
     """The device is lost while it copies: ends of copies out are errors from the `after`-th one on."""
 
     def __init__(self, device: torch.device, after: int) -> None:
         super().__init__(device)
         self.left = after
 
-    def out_done(self, mark: Mark) -> "Future[None]":
+    def on_d2h(self, mark: Mark) -> "Future[None]":
         self.left -= 1
         if self.left >= 0:
-            return super().out_done(mark)
+            return super().on_d2h(mark)
         lost: Future[None] = Future()
         lost.set_exception(RuntimeError("CUDA error: the device is lost"))
         return lost
@@ -72,7 +72,7 @@ def test_a_device_that_is_lost_at_any_copy_ends_training_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any, after: int
 ) -> None:
     """The norm's copy among them: jobs that wait for it do not wait for ever."""
-    monkeypatch.setattr(build, "make_copies", lambda device: LostDevice(device, after))
+    monkeypatch.setattr(build, "make_copy_engine", lambda device: LostDevice(device, after))
     strategy = offloading(states="host", min_bytes=1, offload="none", **({} if clip is None else {"clip": clip}))
     trainer: pl.Trainer = make_trainer(tmp_path, strategy, gradient_clip_val=None if clip is None else 0.01)
     with pytest.raises(RuntimeError, match="the device is lost"):

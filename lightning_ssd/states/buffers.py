@@ -14,7 +14,7 @@ from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, align_up
 
 
-class Place(ABC):
+class StateBuffer(ABC):
     """Keeps `nbytes` bytes, which are zero at first, in one slot or in two, of which one counts.
 
     Attributes:
@@ -67,7 +67,7 @@ class Place(ABC):
         """Gives the place back."""
 
 
-class HostPlace(Place):
+class HostBuffer(StateBuffer):
     """Host memory.
 
     Args:
@@ -100,7 +100,7 @@ class HostPlace(Place):
             slab.close()
 
 
-class SSDPlace(Place):
+class SSDBuffer(StateBuffer):
     """A blob for each slot.
 
     Args:
@@ -170,7 +170,7 @@ class SSDPlace(Place):
 
 
 @dataclass(frozen=True)
-class Scratch:
+class StateStaging:
     """What the flats on SSDs share.
 
     Two threads with memory of their own, so that neither waits for the other: weights on their way to the device are
@@ -191,7 +191,7 @@ class Scratch:
     opener: Worker
 
     @classmethod
-    def make(cls, store: BlobStore, window: int, staging: int, *, pin: bool) -> "Scratch":
+    def make(cls, store: BlobStore, window: int, staging: int, *, pin: bool) -> "StateStaging":
         """Returns one with memory and threads; the caller closes the store if that fails.
 
         Args:
@@ -208,7 +208,7 @@ class Scratch:
             undo.pop_all()
         return scratch
 
-    def with_memory(self, window: int, staging: int, *, pin: bool) -> "Scratch":
+    def with_memory(self, window: int, staging: int, *, pin: bool) -> "StateStaging":
         """Returns the same with memory of other sizes, as in `make`; what it had is in nobody's use, and given back."""
         pools = _make_pools(window, staging, pin=pin)  # first: else all is as it was
         self.window.close()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 
-class Part(NamedTuple):
+class Segment(NamedTuple):
     """A stretch of a forward in which no unit begins or ends.
 
     Attributes:
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     time: int
 
 
-class Visit(NamedTuple):
+class UnitCall(NamedTuple):
     """A run of a unit's forward, with what follows it until the next unit begins.
 
     Attributes:
@@ -42,7 +42,7 @@ class Visit(NamedTuple):
     time: int
 
 
-class ForwardMode(TorchDispatchMode):
+class UnitDispatchMode(TorchDispatchMode):
     """Is told of every operation of the forwards that run inside it; those of backwards are let through.
 
     It belongs to the training thread. Autograd's threads take it over for the time of a backward that begins inside.
@@ -57,9 +57,9 @@ class ForwardMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._handles: list[RemovableHandle] = []
         self._entered = 0
-        self._open: list[Visit] = []
+        self._open: list[UnitCall] = []
         self._times: Counter[tuple[str, int]] = Counter()
-        self.visit = Visit(0, 0)
+        self.visit = UnitCall(0, 0)
         """The innermost one that is under way, or the last one."""
         self.elapsed: float | None = None
         """Seconds that the forward takes as far as it has come, if that is known."""
@@ -76,8 +76,8 @@ class ForwardMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         self._open.clear()
         self._times.clear()
-        self.visit = Visit(0, 0)
-        self.begin_part(Part("start", 0, 0))
+        self.visit = UnitCall(0, 0)
+        self.begin_part(Segment("start", 0, 0))
         self._entered += 1
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -91,20 +91,20 @@ class ForwardMode(TorchDispatchMode):
         return self.operation(func, args, kwargs or {})
 
     @abstractmethod
-    def begin_part(self, part: Part) -> None:
+    def begin_part(self, part: Segment) -> None:
         """What follows belongs to `part`."""
 
     @abstractmethod
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation and returns what it returns."""
 
-    def left(self, visit: Visit, output: object) -> None:  # noqa: B027  # most modes have nothing to do here
+    def left(self, visit: UnitCall, output: object) -> None:  # noqa: B027  # most modes have nothing to do here
         """A visit is over, and has returned `output`."""
 
     def _hook(self, index: int, module: nn.Module) -> None:
         def before(module: nn.Module, args: object) -> None:
             if self._entered and not in_backward():
-                self._open.append(Visit(index, self._times["enter", index]))
+                self._open.append(UnitCall(index, self._times["enter", index]))
                 self._turn("enter", index)
 
         def after(module: nn.Module, args: object, output: object) -> None:
@@ -119,7 +119,7 @@ class ForwardMode(TorchDispatchMode):
     def _turn(self, event: Literal["enter", "exit"], index: int) -> None:
         if self._open:
             self.visit = self._open[-1]
-        self.begin_part(Part(event, index, self._times[event, index]))
+        self.begin_part(Segment(event, index, self._times[event, index]))
         self._times[event, index] += 1
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ssd.activations import BudgetError, OffloadConfig, TensorCache, make_tensor_cache, mark_weights
-from lightning_ssd.activations.placement import SendIfShort
-from lightning_ssd.activations.record import Record, find_record
+from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadConfig, make_offloader, mark_weights
+from lightning_ssd.activations.placement import OffloadOnPressure
+from lightning_ssd.activations.record import SavedStorage, find_saved_storage
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from tests.activations.support import (
     CPU,
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(60)  # a deadlock fails fast
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[TensorCache]:
+def cache(tmp_path: Path) -> Iterator[ActivationOffloader]:
     """A cache over real files, every byte checked."""
     with open_cache(tmp_path, checksum=True) as cache:
         yield cache
@@ -49,7 +49,7 @@ def randn(*size: int, seed: int = 0, **arguments: Any) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), **arguments)
 
 
-def allocated(cache: TensorCache) -> int:
+def allocated(cache: ActivationOffloader) -> int:
     return ssd(cache).blobs.stats().allocated_bytes
 
 
@@ -175,7 +175,7 @@ FORWARDS = [
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_gradients_are_plain_autograds(cache: TensorCache, forward: Forward) -> None:
+def test_gradients_are_plain_autograds(cache: ActivationOffloader, forward: Forward) -> None:
     """Every kind of saved tensor comes back as it was, in a first micro-batch and in one that knows the order."""
     for _ in range(3):
         assert assert_same_gradients(cache, forward, randn(32, 32) / 4, randn(32, 32, seed=1) / 4) > 0
@@ -196,7 +196,7 @@ def test_empty_storages_stay(tmp_path: Path, tier: str) -> None:
         assert cache.stats().saved == 0
 
 
-def test_memory_that_is_not_torchs_stays(cache: TensorCache) -> None:
+def test_memory_that_is_not_torchs_stays(cache: ActivationOffloader) -> None:
     """NumPy may write to its memory at any time, and backward sees it, as in plain autograd."""
     weight = torch.ones(64, 64, requires_grad=True)
     array = randn(64, 64).numpy()
@@ -208,7 +208,7 @@ def test_memory_that_is_not_torchs_stays(cache: TensorCache) -> None:
     assert weight.grad is not None and torch.equal(weight.grad, torch.full((64, 64), 3.0))
 
 
-def test_a_storage_that_grew_is_saved_again(cache: TensorCache) -> None:
+def test_a_storage_that_grew_is_saved_again(cache: ActivationOffloader) -> None:
     """Resizing changes no version counter: a view beyond the bytes that were stored is another storage's."""
     weight = torch.ones(64, requires_grad=True)
     x = randn(16)
@@ -224,7 +224,7 @@ def test_a_storage_that_grew_is_saved_again(cache: TensorCache) -> None:
     assert weight.grad is not None and torch.equal(weight.grad, expected)
 
 
-def test_a_storage_that_is_changed_between_two_saves_is_stored_once(cache: TensorCache) -> None:
+def test_a_storage_that_is_changed_between_two_saves_is_stored_once(cache: ActivationOffloader) -> None:
     """The bytes that are stored are the last ones: a backward that wants earlier ones fails, as in plain autograd."""
     alive = []
 
@@ -236,7 +236,7 @@ def test_a_storage_that_is_changed_between_two_saves_is_stored_once(cache: Tenso
     assert assert_same_gradients(cache, forward, randn(32, 32)) == 32 * 32 * 4
 
 
-def test_a_storage_that_its_owner_has_freed_is_an_error(cache: TensorCache) -> None:
+def test_a_storage_that_its_owner_has_freed_is_an_error(cache: ActivationOffloader) -> None:
     """Plain autograd would read freed memory; a storage that is filled again before backward (FSDP) is as before."""
     weight = torch.ones(64, requires_grad=True)
     x = randn(64)
@@ -267,7 +267,7 @@ def test_a_storage_that_its_owner_has_freed_is_an_error(cache: TensorCache) -> N
         ),
     ],
 )
-def test_compiled_submodule(cache: TensorCache, backend: str) -> None:
+def test_compiled_submodule(cache: ActivationOffloader, backend: str) -> None:
     """What a compiled graph saves goes out as any saved tensor does."""
     layer = nn.Sequential(nn.Linear(32, 32), nn.GELU())
     compiled = torch.compile(layer, backend=backend)
@@ -279,7 +279,7 @@ def test_compiled_submodule(cache: TensorCache, backend: str) -> None:
     assert cache.stats().loaded > 0
 
 
-def test_torch_func_grad_is_refused_by_pytorch(cache: TensorCache) -> None:
+def test_torch_func_grad_is_refused_by_pytorch(cache: ActivationOffloader) -> None:
     """`torch.func.grad` does not work under any saved tensor hooks: PyTorch says so, and training can go on."""
     cache.begin_micro_batch()
     with cache.hooks(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
@@ -309,7 +309,7 @@ def test_storages_that_stay_again_have_no_record(tmp_path: Path) -> None:
             fresh = [leaf.clone().requires_grad_() for leaf in leaves]
             with cache.hooks():
                 loss = _product_chain(*fresh)
-            records.append(sum(type(item) is Record for item in gc.get_objects()))
+            records.append(sum(type(item) is SavedStorage for item in gc.get_objects()))
             loss.backward()
             cache.end_backward()
             for leaf, gradient in zip(fresh, expected, strict=True):
@@ -346,7 +346,7 @@ def test_micro_batches_in_any_sequence_of_shapes(
 # ---- how often, and in what order, backward runs ----
 
 
-def test_retain_graph(cache: TensorCache) -> None:
+def test_retain_graph(cache: ActivationOffloader) -> None:
     """Backward twice over one graph: bytes come back twice."""
     x = randn(32, 32).requires_grad_()
     cache.begin_micro_batch()
@@ -361,7 +361,7 @@ def test_retain_graph(cache: TensorCache) -> None:
     assert cache.stats().loaded == 2 * loaded > 0
 
 
-def test_backward_through_a_freed_graph_is_refused(cache: TensorCache) -> None:
+def test_backward_through_a_freed_graph_is_refused(cache: ActivationOffloader) -> None:
     """Without `retain_graph`, PyTorch's own error for a second backward."""
     x = randn(32, 32).requires_grad_()
     cache.begin_micro_batch()
@@ -372,7 +372,7 @@ def test_backward_through_a_freed_graph_is_refused(cache: TensorCache) -> None:
         loss.backward()
 
 
-def test_double_backward(cache: TensorCache) -> None:
+def test_double_backward(cache: ActivationOffloader) -> None:
     """A gradient penalty: gradients of gradients, inside and outside of the hooks."""
 
     def penalty(x: Tensor, y: Tensor) -> Tensor:
@@ -393,10 +393,10 @@ def test_double_backward(cache: TensorCache) -> None:
     assert x.grad is not None and plain.grad is not None and torch.equal(x.grad, plain.grad)
 
 
-def test_interleaved_graphs(cache: TensorCache) -> None:
+def test_interleaved_graphs(cache: ActivationOffloader) -> None:
     """GAN style: two losses share a graph, and one has gone backward before the other's forward."""
 
-    def step(cache: TensorCache | None) -> list[Tensor]:
+    def step(cache: ActivationOffloader | None) -> list[Tensor]:
         torch.manual_seed(0)
         generator, critic = nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 1))
         noise, real = randn(8, 32), randn(8, 32, seed=1)
@@ -424,7 +424,7 @@ def test_interleaved_graphs(cache: TensorCache) -> None:
     assert cache.stats().loaded > 0
 
 
-def test_out_of_order_backwards(cache: TensorCache) -> None:
+def test_out_of_order_backwards(cache: ActivationOffloader) -> None:
     """Losses go backward in another order each micro-batch, so every prediction of the order is wrong once."""
     x = randn(4, 64)
     cache.window_bytes = 300  # keeps one row, and fetches one ahead
@@ -440,7 +440,7 @@ def test_out_of_order_backwards(cache: TensorCache) -> None:
             assert torch.equal(leaf.grad, gradients(lambda x: x.exp().sin().sum(), [row])[0])
 
 
-def test_graph_of_an_earlier_micro_batch(cache: TensorCache) -> None:
+def test_graph_of_an_earlier_micro_batch(cache: ActivationOffloader) -> None:
     """A loss that outlives its micro-batch (truncated BPTT, manual optimization) goes backward in a later one."""
     early = randn(32, 32).requires_grad_()
     cache.begin_micro_batch()
@@ -457,7 +457,7 @@ def test_graph_of_an_earlier_micro_batch(cache: TensorCache) -> None:
 # ---- what is given back ----
 
 
-def test_graph_never_run_backward_gives_its_slots_back(cache: TensorCache) -> None:
+def test_graph_never_run_backward_gives_its_slots_back(cache: ActivationOffloader) -> None:
     """A dropped graph frees its place on the SSD, without a garbage collection."""
     gc.disable()
     try:
@@ -473,7 +473,7 @@ def test_graph_never_run_backward_gives_its_slots_back(cache: TensorCache) -> No
         gc.enable()
 
 
-def test_graph_dropped_while_it_is_prefetched(cache: TensorCache) -> None:
+def test_graph_dropped_while_it_is_prefetched(cache: ActivationOffloader) -> None:
     """Loads that nobody waits for end before their place is given back."""
     cache.begin_micro_batch()
     leaves = [randn(64, 64, seed=seed).requires_grad_() for seed in range(4)]
@@ -505,7 +505,7 @@ def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> N
             leaf = randn(8, 8).requires_grad_()
             with cache.hooks():
                 out = function(leaf)
-            record = find_record(out.untyped_storage())
+            record = find_saved_storage(out.untyped_storage())
             assert (record is None) == (min_bytes == MIB)
             died: list[Any] = [weakref.ref(leaf), weakref.ref(out)]  # the graph owns the leaf
             if record is not None:
@@ -516,14 +516,14 @@ def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> N
             gc.enable()
 
 
-def test_device_memory_is_let_go(cache: TensorCache) -> None:
+def test_device_memory_is_let_go(cache: ActivationOffloader) -> None:
     """Stored bytes are not on the device between forward and backward, nor after the last view was handed out."""
     x = randn(64, 64).requires_grad_()
     cache.begin_micro_batch()
     with cache.hooks():
         hidden = x.exp()
         storage = weakref.ref(hidden.untyped_storage())
-        record = find_record(hidden.untyped_storage())
+        record = find_saved_storage(hidden.untyped_storage())
         loss = hidden.sin().sum()
         assert record is not None and record.data is not None  # `hidden` may still be changed
         del hidden
@@ -533,7 +533,7 @@ def test_device_memory_is_let_go(cache: TensorCache) -> None:
     assert x.grad is not None
 
 
-def test_exception_in_forward(cache: TensorCache) -> None:
+def test_exception_in_forward(cache: ActivationOffloader) -> None:
     """A forward that fails leaves nothing in the tiers, and the next micro-batch works."""
     cache.begin_micro_batch()
     with pytest.raises(ZeroDivisionError), cache.hooks():
@@ -546,7 +546,7 @@ def test_exception_in_forward(cache: TensorCache) -> None:
     eventually(lambda: allocated(cache) == 0)
 
 
-def test_exception_in_backward(cache: TensorCache) -> None:
+def test_exception_in_backward(cache: ActivationOffloader) -> None:
     """A backward that fails half-way, and the same graph is then run again, whole."""
 
     class Fails(torch.autograd.Function):
@@ -601,7 +601,7 @@ def test_one_cache_after_another(tmp_path: Path) -> None:
 # ---- what is stored, and what never is ----
 
 
-def test_qkv_chunks_are_one_blob(cache: TensorCache) -> None:
+def test_qkv_chunks_are_one_blob(cache: ActivationOffloader) -> None:
     """Views of one storage are stored once, with the storage's bytes, whatever part of it they show."""
     tier, storage = ssd(cache), 3 * 16 * 32 * 4
     x = randn(16, 96).requires_grad_()
@@ -684,7 +684,7 @@ def _chain(length: int) -> Forward:
     return forward
 
 
-def test_what_backward_wants_first_stays(cache: TensorCache) -> None:
+def test_what_backward_wants_first_stays(cache: ActivationOffloader) -> None:
     """From the second micro-batch on, what backward wants first stays, and what begins in the window after it."""
     storage = 32 * 32 * 4
     cache.window_bytes = 2 * storage
@@ -693,9 +693,9 @@ def test_what_backward_wants_first_stays(cache: TensorCache) -> None:
     assert cache.last_pattern is not None and cache.last_pattern.order == (5, 4, 3, 2, 1, 0)
 
 
-def test_what_stays_follows_the_order_and_not_the_position(cache: TensorCache) -> None:
+def test_what_stays_follows_the_order_and_not_the_position(cache: ActivationOffloader) -> None:
     """Where backward begins with the first loss, it is the first storage that stays."""
-    records: list[Record] = []
+    records: list[SavedStorage] = []
     cache.observer = lambda _, record: records.append(record)
     for micro_batch in range(2):
         records.clear()
@@ -712,7 +712,7 @@ def test_what_stays_follows_the_order_and_not_the_position(cache: TensorCache) -
 # ---- in-place changes ----
 
 
-def _outcome(forward: Forward, leaf: Tensor, cache: TensorCache | None) -> Tensor | str:
+def _outcome(forward: Forward, leaf: Tensor, cache: ActivationOffloader | None) -> Tensor | str:
     try:
         if cache is None:
             return gradients(forward, [leaf])[0]
@@ -806,7 +806,7 @@ def test_in_place_changes_fail_where_pytorch_fails(
         assert (cache.stats().stored > 0) == (min_bytes == 1 and forward is not _changed_where_nobody_looks)
 
 
-def test_changed_weight_fails(cache: TensorCache) -> None:
+def test_changed_weight_fails(cache: ActivationOffloader) -> None:
     """A weight that was stepped between forward and backward raises PyTorch's error, though it never left."""
     weight = nn.Parameter(randn(32, 32))
     for hooks in (None, cache):
@@ -1072,7 +1072,7 @@ def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
     backend = FaultyBackend()
     backend.error["write"] = OSError(errno.EIO, "injected")
     with pytest.raises(StorageError, match="injected"):
-        make_tensor_cache(OffloadConfig(backend=backend), CPU, default_path=tmp_path)
+        make_offloader(OffloadConfig(backend=backend), CPU, default_path=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1103,7 +1103,7 @@ def test_what_stays_stays_where_memory_gets_short(tmp_path: Path) -> None:
     value = torch.randn(4096, requires_grad=True)
     with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
         answers = iter((False, True))
-        cache.placement = SendIfShort(("host",), lambda: next(answers))
+        cache.placement = OffloadOnPressure(("host",), lambda: next(answers))
         cache.placement.ASKED_EVERY = value.nbytes
         cache.begin_micro_batch()
         with cache.hooks():
@@ -1116,7 +1116,7 @@ def test_what_stays_stays_where_memory_gets_short(tmp_path: Path) -> None:
         cache.end_backward()
 
 
-def test_each_micro_batch_records_what_it_saves(cache: TensorCache) -> None:
+def test_each_micro_batch_records_what_it_saves(cache: ActivationOffloader) -> None:
     """A storage that two micro-batches save, both alive, counts in the order of both."""
     x, weight = randn(8, 8), randn(8, 8).requires_grad_()
     losses = []
@@ -1127,7 +1127,7 @@ def test_each_micro_batch_records_what_it_saves(cache: TensorCache) -> None:
     assert cache.stats().saved == 2 * x.nbytes
 
 
-def test_a_storage_object_can_change_what_was_saved(cache: TensorCache) -> None:
+def test_a_storage_object_can_change_what_was_saved(cache: ActivationOffloader) -> None:
     """User code that holds nothing but the storage still reaches its bytes."""
     x, weight = randn(8, 8), torch.ones(8, 8, requires_grad=True)
     cache.begin_micro_batch()
@@ -1140,16 +1140,16 @@ def test_a_storage_object_can_change_what_was_saved(cache: TensorCache) -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_loads_are_urgent_where_backward_waits(cache: TensorCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_are_urgent_where_backward_waits(cache: ActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes that backward waits for come first, and those that it will want later do not."""
     urgencies: list[bool] = []
-    come = Record.come
+    prefetch = SavedStorage.prefetch
 
-    def watched(record: Record, *, urgent: bool) -> None:
+    def watched(record: SavedStorage, *, urgent: bool) -> None:
         urgencies.append(urgent)
-        come(record, urgent=urgent)
+        prefetch(record, urgent=urgent)
 
-    monkeypatch.setattr(Record, "come", watched)
+    monkeypatch.setattr(SavedStorage, "prefetch", watched)
     cache.begin_micro_batch()
     with cache.hooks():
         losses = [randn(8, 8).requires_grad_().exp().sum() for _ in range(3)]

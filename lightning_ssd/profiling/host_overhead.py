@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ssd.activations.cache import TensorCache
-from lightning_ssd.activations.director import Director, make_program
 from lightning_ssd.activations.graph import Saved
 from lightning_ssd.activations.host import HostTier
+from lightning_ssd.activations.offloader import ActivationOffloader
 from lightning_ssd.activations.placement import KeepAll
-from lightning_ssd.device import make_copies
-from lightning_ssd.planning import LaunchCosts
-from lightning_ssd.profiling.recorder import Recorder
+from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
+from lightning_ssd.device import make_copy_engine
+from lightning_ssd.planning import HostOverhead
+from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.storage import PinnedPool
 from lightning_ssd.types import Choice
 
@@ -33,7 +33,7 @@ REPEATS = 9
 
 
 @functools.cache
-def measure_launches(device: torch.device) -> LaunchCosts:
+def measure_host_overhead(device: torch.device) -> HostOverhead:
     """Returns what following a plan costs the host, by following some on `device`; measured once."""
     states = [torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(states), torch.inference_mode(False), torch.enable_grad():
@@ -82,17 +82,17 @@ class _Costs:
         self._model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
         self._value = torch.zeros(1, TOKENS, HIDDEN, device=device, requires_grad=True)
         pool = PinnedPool(HOST_BYTES, pin=device.type == "cuda")
-        copies = make_copies(device)  # whose threads are started when all memory is there
-        self._cache = TensorCache(copies, {"host": HostTier(pool, copies)}, KeepAll(), min_bytes=1)
+        copies = make_copy_engine(device)  # whose threads are started when all memory is there
+        self._cache = ActivationOffloader(copies, {"host": HostTier(pool, copies)}, KeepAll(), min_bytes=1)
         self._cache.window_bytes = 0  # what leaves is away when it is wanted
-        self._director = Director([[self._model]], device, self._cache.pack, self._cache.unpack)
+        self._director = PlanMode([[self._model]], device, self._cache.pack, self._cache.unpack)
 
     def close(self) -> None:
         self._director.close()
         self._cache.close()
 
-    def measure(self) -> LaunchCosts:
-        recorder = Recorder([[self._model]], self._device)
+    def measure(self) -> HostOverhead:
+        recorder = TraceMode([[self._model]], self._device)
         self._cache.forward_mode, self._cache.observer = recorder, recorder.saved
         self._once(self._cache.hooks)
         recorder.close()
@@ -104,7 +104,7 @@ class _Costs:
         def under(choice: Choice, items: Sequence[Saved]) -> Callable[[], AbstractContextManager[object]]:
             choices: Mapping[int, Choice] = {item.buffer: choice if item in items else "keep" for item in saved}
             chains = {item.buffer: item.chain for item in items} if choice == "recompute" else {}
-            program = make_program(graph, choices, chains)
+            program = make_schedule(graph, choices, chains)
 
             def follow() -> AbstractContextManager[object]:
                 self._director.program = program
@@ -121,7 +121,7 @@ class _Costs:
             under("host", saved),
             lambda: self._director,
         )
-        return LaunchCosts(
+        return HostOverhead(
             follow=_share(followed.forward - alone.forward, len(graph.operations)),
             save=_share(sum(kept) - followed.forward - alone.backward, len(saved)),
             note=_share(dropped.forward - kept.forward, len(repeated)),

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.activations.forward import ForwardMode, Part, Visit, in_backward
 from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, is_random, tensors_of, written
-from lightning_ssd.activations.record import Record
+from lightning_ssd.activations.record import SavedStorage
+from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode, in_backward
 from lightning_ssd.activations.weights import is_weight, offloaded_weights
 from lightning_ssd.device import make_clock
 
@@ -31,13 +31,13 @@ PRODUCT = 4096
 """Rows and columns of the matrices that it multiplies meanwhile."""
 
 
-class Recorder(ForwardMode):
+class TraceMode(UnitDispatchMode):
     """Records a forward, and how long its operations take, and those of the backward that follows.
 
     Operations are timed one by one: what the device waits for between them does not count.
 
     Args:
-        units: as in `ForwardMode`.
+        units: as in `UnitDispatchMode`.
         device: that it runs on.
 
     Attributes:
@@ -54,12 +54,12 @@ class Recorder(ForwardMode):
         """The end of what the device was given last."""
         self._leads = 0
         self._backward = _BackwardMode(self)
-        self._backward_spans: list[tuple[Visit, Any, Any]] = []
-        self._backward_of: Visit | None = None
+        self._backward_spans: list[tuple[UnitCall, Any, Any]] = []
+        self._backward_of: UnitCall | None = None
         """The visit whose backward runs; None: forward runs."""
-        self._numbers: weakref.WeakKeyDictionary[Record, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[SavedStorage, int] = weakref.WeakKeyDictionary()
         """Of what autograd saves, the number of the buffer."""
-        self._part = Part("start", 0, 0)
+        self._part = Segment("start", 0, 0)
         self._where: list[str] = []
         for modules in units:
             for unit in modules:
@@ -78,7 +78,7 @@ class Recorder(ForwardMode):
         self._leads = MOST_LEADS
         return super().__enter__()
 
-    def saved(self, storage: torch.UntypedStorage, record: Record) -> None:
+    def saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
         """Autograd has saved `storage`, for the first time in this forward."""
         number = self._numbers[record] = self._number(storage)
         buffer = self.graph.buffers[number]
@@ -86,7 +86,7 @@ class Recorder(ForwardMode):
             buffer.visit = self.visit
             self.graph.transients.save(storage, self.visit, number)
 
-    def wanted(self, record: Record) -> None:
+    def wanted(self, record: SavedStorage) -> None:
         """Backward is about to be given what `record` has."""
         number = self._numbers.get(record)
         if number is not None and (visit := self.graph.buffers[number].visit) is not None:
@@ -151,7 +151,7 @@ class Recorder(ForwardMode):
         self._last = self._clock.now()
         return result, (start, self._last)
 
-    def left(self, visit: Visit, output: object) -> None:
+    def left(self, visit: UnitCall, output: object) -> None:
         def begins(_: object) -> None:
             self._backward_of = visit
 
@@ -173,7 +173,7 @@ class Recorder(ForwardMode):
                 self.graph.transients.take(storage)
         return result
 
-    def begin_part(self, part: Part) -> None:
+    def begin_part(self, part: Segment) -> None:
         self._part = part
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ class _BackwardMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TraceMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 

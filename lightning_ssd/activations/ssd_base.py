@@ -5,19 +5,19 @@ from collections import deque
 from concurrent.futures import Future
 
 from lightning_ssd.activations.tier import OffloadTier
-from lightning_ssd.device import Copies
+from lightning_ssd.device import CopyEngine
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import Blob, BlobStore, IOStats, StorageFullError
 
 log = logging.getLogger(__name__)
 
 
-class ScratchTier(OffloadTier):
+class SSDTierBase(OffloadTier):
     """A tier in the scratch files of `store`, which it owns."""
 
     name = "ssd"
 
-    def __init__(self, store: BlobStore, copies: Copies) -> None:
+    def __init__(self, store: BlobStore, copies: CopyEngine) -> None:
         self.blobs = store
         self.capacity = store.room
         self._copies = copies

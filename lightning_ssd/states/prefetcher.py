@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_ssd.device import Copies, Mark
+from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.spans import wait_for
-from lightning_ssd.states.flat import Flat
+from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Home
 
 
-class WeightStream:
+class ParamPrefetcher:
     """Fetches and releases the flats of units.
 
     Args:
@@ -40,12 +40,12 @@ class WeightStream:
 
     def __init__(
         self,
-        units: Sequence[Sequence[Flat]],
-        homes: Mapping[Flat, Home],
-        copies: Copies,
+        units: Sequence[Sequence[FlatParameter]],
+        homes: Mapping[FlatParameter, Home],
+        copies: CopyEngine,
         budget: int,
         unstage: Callable[[], None],
-        pull: Callable[[Flat], None],
+        pull: Callable[[FlatParameter], None],
     ) -> None:
         self._units = units
         self._unit_of = {flat: index for index, flats in enumerate(units) for flat in flats}
@@ -55,13 +55,13 @@ class WeightStream:
         self._budget = budget
         self._unstage = unstage
         self._pull = pull
-        self._loads: dict[Flat, _Load] = {}
+        self._loads: dict[FlatParameter, _Load] = {}
         """Of every flat that is resident."""
         self._entered = [0] * len(units)
         """How often each unit's forward has begun in this micro-batch, backward's own recomputation not counted."""
         self._nodes: dict[int, _RunningNode] = {}
         """Of each thread in backward, the autograd node that it runs."""
-        self._retired: set[Flat] = set()
+        self._retired: set[FlatParameter] = set()
         forward = list(range(len(units)))
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
         self._kind = "evaluate"
@@ -97,7 +97,7 @@ class WeightStream:
                 flat.users -= 1
 
     @contextlib.contextmanager
-    def hold(self, flats: Iterable[Flat], *, record: bool) -> Iterator[None]:
+    def hold(self, flats: Iterable[FlatParameter], *, record: bool) -> Iterator[None]:
         """Keeps the weights of `flats`, of any units, on the device while an operator outside of their forwards runs.
 
         Args:
@@ -107,7 +107,7 @@ class WeightStream:
         Raises:
             RuntimeError: their step has begun.
         """
-        held: list[Flat] = []
+        held: list[FlatParameter] = []
         try:
             with self._lock:
                 for flat in flats:
@@ -127,11 +127,11 @@ class WeightStream:
                 for flat in held:
                     flat.users -= 1
 
-    def entered_once(self, flat: Flat) -> bool:
+    def entered_once(self, flat: FlatParameter) -> bool:
         """Whether the forward of the flat's unit has begun once in this micro-batch."""
         return self._entered[self._unit_of[flat]] == 1
 
-    def want(self, flat: Flat) -> None:
+    def want(self, flat: FlatParameter) -> None:
         """Backward is given a saved weight of `flat`, or something is computed with a weight of it, at once.
 
         Raises:
@@ -151,7 +151,7 @@ class WeightStream:
                 running.units.add(unit)
             self._use(unit)
 
-    def check(self, flat: Flat) -> None:
+    def check(self, flat: FlatParameter) -> None:
         """Raises RuntimeError if the step of `flat` has begun: its weights are of the past."""
         if flat in self._retired:
             raise RuntimeError(
@@ -159,7 +159,7 @@ class WeightStream:
                 "the same backward: by a hook, or where no gradient flows (detached). Set `overlap='none'`."
             )
 
-    def retire(self, flat: Flat) -> None:
+    def retire(self, flat: FlatParameter) -> None:
         """The step of `flat` begins: what is on the device is of the past, and is not fetched before `renew`."""
         with self._lock:
             self._retired.add(flat)
@@ -175,7 +175,7 @@ class WeightStream:
         with self._lock:
             self._fill(self._window())
 
-    def release(self, flat: Flat) -> None:
+    def release(self, flat: FlatParameter) -> None:
         """Takes the device's memory away; another fetch brings what the home has by then."""
         with self._lock:
             load = self._loads.pop(flat, None)
@@ -191,7 +191,7 @@ class WeightStream:
             for flat in list(self._loads):
                 self.release(flat)
 
-    def wait(self, flat: Flat) -> None:
+    def wait(self, flat: FlatParameter) -> None:
         """Orders the compute stream after the arrival of `flat`, if it is resident."""
         with self._lock:
             if flat in self._loads:
@@ -249,7 +249,7 @@ class WeightStream:
                 arrived = self._homes[flat].copy_in(target, self._copies.mark())
                 self._loads[flat] = _Load(arrived, self._copies)
 
-    def _may_leave(self, flat: Flat, wanted: Sequence[int]) -> bool:
+    def _may_leave(self, flat: FlatParameter, wanted: Sequence[int]) -> bool:
         unit = self._unit_of[flat]
         in_use = flat.users or any(unit in running.units for running in self._nodes.values())
         # A load that is under way would write memory that is somebody else's: it stays until it has arrived.
@@ -271,7 +271,7 @@ class _RunningNode(NamedTuple):
 class _Load:
     """Weights on their way in."""
 
-    def __init__(self, issued: "Future[Mark]", copies: Copies) -> None:
+    def __init__(self, issued: "Future[Mark]", copies: CopyEngine) -> None:
         self._issued = issued
         self._copies = copies
         self._waited = False

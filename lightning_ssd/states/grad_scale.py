@@ -10,14 +10,14 @@ from concurrent.futures import Future, wait
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.device import Copies, Mark, finished
+from lightning_ssd.device import CopyEngine, Mark, finished
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.types import Clip
 
 _SLOT_BYTES = 8  # two fp32 numbers: the factor, and whether a gradient was not finite
 
 
-class Gate:
+class GradScaleDecision:
     """The gate that the jobs of one step after the other pass.
 
     Threads: the training thread's, and autograd's while that waits; the copy-out thread sets `known`, `_guess` and
@@ -39,7 +39,7 @@ class Gate:
     #: other. A further one waits for the first.
     SLOTS = 16
 
-    def __init__(self, copies: Copies, *, clip: Clip, gated: bool, scaled: bool) -> None:
+    def __init__(self, copies: CopyEngine, *, clip: Clip, gated: bool, scaled: bool) -> None:
         self.gated = gated
         self.scaled = scaled
         self.known: Future[float | None] = finished(1.0)
@@ -136,7 +136,7 @@ class Gate:
         self._readers.append(known)
         slot = self._host.tensor[self._slot * _SLOT_BYTES :][:_SLOT_BYTES]
         self._slot = (self._slot + 1) % self.SLOTS
-        mark = self._copies.out(data.view(torch.uint8), slot, self._copies.mark(), awaited=True)
+        mark = self._copies.d2h(data.view(torch.uint8), slot, self._copies.mark(), awaited=True)
         self.forget()
 
         def arrived(copied: "Future[None]") -> None:
@@ -152,7 +152,7 @@ class Gate:
                 self._guess = factor  # the scale changes seldom
             known.set_result(None if not_finite else factor)
 
-        self._copies.out_done(mark).add_done_callback(arrived)
+        self._copies.on_d2h(mark).add_done_callback(arrived)
         return data, mark
 
     def shut(self) -> None:

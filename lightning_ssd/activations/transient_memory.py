@@ -5,30 +5,30 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_ssd.activations.forward import Visit
+from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 
-Interval = tuple[Visit, int | None]
+Interval = tuple[UnitCall, int | None]
 """Part of a visit: of its forward from when a saved buffer is made until the next one is, of its backward from when one
 is wanted until the next one is; None: before the first."""
 
 
-class Transients:
+class TransientMemory:
     """What storages take while they live, which their Python objects do as long as they.
 
     Storages may die on any thread; each event is one `append`.
     """
 
     def __init__(self) -> None:
-        self._events: list[tuple[Visit, bool, int, int]] = []
+        self._events: list[tuple[UnitCall, bool, int, int]] = []
         """Visit, whether in its backward, number of the storage (of a buffer that is wanted: below 0), bytes."""
-        self._now = (Visit(0, 0), False)
+        self._now = (UnitCall(0, 0), False)
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._saved: dict[int, tuple[Visit, int]] = {}
+        self._saved: dict[int, tuple[UnitCall, int]] = {}
         """Of storages that are saved, the visit that saves them and the number of the buffer."""
         self._left_out: set[int] = set()
         self._count = 0
 
-    def at(self, visit: Visit, *, backward: bool) -> None:
+    def at(self, visit: UnitCall, *, backward: bool) -> None:
         """What happens from here on belongs to this visit."""
         self._now = (visit, backward)
 
@@ -42,13 +42,13 @@ class Transients:
         self._events.append((*self._now, number, nbytes))
         self._alive[number] = weakref.ref(storage, lambda _: self._gone(number, nbytes))
 
-    def save(self, storage: torch.UntypedStorage, visit: Visit, buffer: int) -> None:
+    def save(self, storage: torch.UntypedStorage, visit: UnitCall, buffer: int) -> None:
         """A storage does not count: `visit` saves it, as `buffer`."""
         known = getattr(storage, _TAKEN, None)
         if known is not None and known[0] is self:
             self._saved[known[1]] = visit, buffer
 
-    def want(self, visit: Visit, buffer: int) -> None:
+    def want(self, visit: UnitCall, buffer: int) -> None:
         """The backward of `visit` is given what it saved."""
         self._events.append((visit, True, -1 - buffer, 0))
 
@@ -60,7 +60,7 @@ class Transients:
     def measure(self) -> tuple[Mapping[Interval, int], Mapping[int, int], Mapping[Interval, int]]:
         """Returns bytes: the most in intervals of forward; when each buffer is wanted first; the most in backward."""
         most: dict[bool, dict[Interval, int]] = {False: {}, True: {}}
-        current: dict[tuple[Visit, bool], int | None] = {}
+        current: dict[tuple[UnitCall, bool], int | None] = {}
         wanted: dict[int, int] = {}
         now = 0
         for visit, backward, number, nbytes in self._events:

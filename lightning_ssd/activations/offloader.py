@@ -1,7 +1,7 @@
-"""The tensor cache: saved tensors leave the device during forward and are back when backward wants them.
+"""Offloads saved tensors of one device during forward, and has them back when backward unpacks them.
 
-It works below autograd, with `torch.autograd.graph.saved_tensors_hooks` (SSDTrain III-B): autograd keeps a `SavedView`
-instead of a tensor. Bytes are never changed, so the numbers of training stay what they are, bit for bit.
+`torch.autograd.graph.saved_tensors_hooks` (SSDTrain III-B) have autograd keep a `SavedHandle` in place of each tensor.
+Bytes are never changed, so the results of training stay the same bit for bit.
 
 Threads: `pack` runs on the training thread, `unpack` on autograd's thread for the device, while the training thread
 waits inside `backward`. A CPU operation that saved tensors of the device is unpacked on the training thread meanwhile,
@@ -22,26 +22,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_ssd.activations.director import choice_of
-from lightning_ssd.activations.forward import ForwardMode, in_backward
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
 from lightning_ssd.activations.placement import Placement
+from lightning_ssd.activations.plan_mode import choice_of
 from lightning_ssd.activations.recompute import Recomputed, recomputed_of
 from lightning_ssd.activations.record import (
     Kept,
-    Leftover,
-    Record,
-    SavedView,
+    PendingFree,
+    SavedHandle,
+    SavedStorage,
     State,
     as_plain_autograd_keeps,
-    attach_record,
+    attach_saved_storage,
     check_version,
-    find_record,
+    find_saved_storage,
 )
 from lightning_ssd.activations.tier import OffloadTier, StoredCopy
+from lightning_ssd.activations.unit_dispatch_mode import UnitDispatchMode, in_backward
 from lightning_ssd.activations.weights import SavedWeight, is_weight, offloaded_weights
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
-from lightning_ssd.device import Copies, Stopwatch, make_clock
+from lightning_ssd.device import CopyEngine, Stopwatch, make_clock
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
@@ -53,7 +53,7 @@ class BudgetError(RuntimeError):
 
 
 @dataclasses.dataclass
-class CacheStats:
+class OffloadStats:
     """Totals since the start, in bytes and seconds.
 
     Attributes:
@@ -79,7 +79,7 @@ class CacheStats:
     load_stall: float = 0.0
 
 
-class TensorCache:
+class ActivationOffloader:
     """Offloads the saved tensors of one device.
 
     Args:
@@ -99,7 +99,7 @@ class TensorCache:
     TELLING = 2**28
 
     def __init__(
-        self, copies: Copies, tiers: Mapping[OffloadTierName, OffloadTier], placement: Placement, *, min_bytes: int
+        self, copies: CopyEngine, tiers: Mapping[OffloadTierName, OffloadTier], placement: Placement, *, min_bytes: int
     ) -> None:
         self.device = copies.device
         self.tiers = dict(tiers)
@@ -109,11 +109,11 @@ class TensorCache:
         self.window_depth: int | None = None
         """Storages that may be on their way back ahead of their use; `None`: the bytes alone decide."""
         self.copies = copies
-        self.observer: Callable[[torch.UntypedStorage, Record], None] | None = None
+        self.observer: Callable[[torch.UntypedStorage, SavedStorage], None] | None = None
         """Told of every storage that is saved and may leave, once a micro-batch."""
-        self.checker: Callable[[Record], None] | None = None
+        self.checker: Callable[[SavedStorage], None] | None = None
         """Told of every record whose bytes backward is about to be given."""
-        self.forward_mode: ForwardMode | None = None
+        self.forward_mode: UnitDispatchMode | None = None
         """Follows the forwards that begin from now on."""
         self.watching = True
         """Whether forwards that begin from now on have what autograd saves taken over."""
@@ -128,15 +128,15 @@ class TensorCache:
         self._patterns: deque[Pattern] = deque(maxlen=self.PATTERNS)
         self._batch: MicroBatch | None = None
         self._profiled: deque[MicroBatch] = deque()
-        self._waiting: list[tuple[weakref.ref[Record], Sequence[OffloadTierName]]] = []
+        self._waiting: list[tuple[weakref.ref[SavedStorage], Sequence[OffloadTierName]]] = []
         """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
         self._stayed = 0
         """Storages that were saved, and stayed, while others were waiting or in flight."""
-        self._window: deque[_Leaving] = deque()
+        self._window: deque[_InFlight] = deque()
         self._window_used = 0
         self._copied_at = 0.0
-        self._leftovers: deque[Leftover] = deque()
-        self._stats = CacheStats()
+        self._pending_frees: deque[PendingFree] = deque()
+        self._stats = OffloadStats()
         self._closed = False
         self._forwards = 0
         """How many are under way: one, and none in backward, unless that is called in a forward."""
@@ -186,7 +186,7 @@ class TensorCache:
             self._batch.end()
             self._collect()
 
-    def stats(self) -> CacheStats:
+    def stats(self) -> OffloadStats:
         """Returns the totals; stalls of the last steps follow when the device has passed them."""
         self._read_profiles()
         return dataclasses.replace(self._stats)
@@ -217,14 +217,14 @@ class TensorCache:
             stack.callback(self.copies.close)
             for tier in self.tiers.values():
                 stack.callback(tier.close)
-        self._leftovers.clear()
+        self._pending_frees.clear()
 
     # ---- forward ----
 
     # Autograd calls both hooks wherever user code runs, also between the frames of a function that Dynamo compiles or
     # has skipped. Dynamo must not compile them: they are no part of the user's program.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def pack(self, tensor: Tensor) -> "Kept | SavedView | SavedWrapper[Any]":
+    def pack(self, tensor: Tensor) -> "Kept | SavedHandle | SavedWrapper[Any]":
         """Takes a saved tensor over, and returns what autograd keeps in its place."""
         if self.forward_mode is None:
             if type(tensor) not in _PLAIN and is_wrapper(tensor):
@@ -239,7 +239,7 @@ class TensorCache:
             return _keep(tensor)
         return SavedWrapper(tensor, self.pack)
 
-    def _pack(self, tensor: Tensor) -> "Kept | SavedView":
+    def _pack(self, tensor: Tensor) -> "Kept | SavedHandle":
         if tensor.layout is not torch.strided:
             return _keep(tensor)
         storage = tensor.untyped_storage()
@@ -276,13 +276,13 @@ class TensorCache:
             if recomputed is not None and recomputed.nbytes == nbytes:
                 if not recomputed.views:
                     self._stats.recomputed += nbytes
-                return SavedView(tensor, recomputed, self._empty)
-            record = find_record(storage)
+                return SavedHandle(tensor, recomputed, self._empty)
+            record = find_saved_storage(storage)
             # While the storage can be reached, its record holds the storage itself and not a copy (see `record`).
-            if record is not None and (record.state is not State.KEPT or record.nbytes != nbytes):
+            if record is not None and (record.state is not State.RESIDENT or record.nbytes != nbytes):
                 record = None  # resized since
             if record is not None and record.batch is self._batch:
-                return SavedView(tensor, record, self._empty)
+                return SavedHandle(tensor, record, self._empty)
             tiers: Sequence[OffloadTierName] | None = None
             unplanned = choice is None and self.observer is None
             if unplanned and self._batch.stays_again(nbytes, self.window_bytes):
@@ -294,7 +294,7 @@ class TensorCache:
                     self._make_progress()
                     return _keep(tensor)
             data = None if record is None else record.data
-            return SavedView(tensor, self._new_record(storage, data, choice, tiers), self._empty)
+            return SavedHandle(tensor, self._new_record(storage, data, choice, tiers), self._empty)
 
     def _make_progress(self) -> None:
         """Keeps storages moving while the forward saves tensors that stay: others were deleted, and copies ended."""
@@ -312,7 +312,7 @@ class TensorCache:
         data: Tensor | None,
         choice: Choice | None,
         tiers: Sequence[OffloadTierName] | None,
-    ) -> Record:
+    ) -> SavedStorage:
         """Returns the record of a storage that is saved for the first time, which goes to `tiers`, if they are known.
 
         Else the planned `choice` says where it goes, or the placement, unless backward begins with it. `data`: of its
@@ -323,8 +323,8 @@ class TensorCache:
         self._collect()
         if data is None:
             data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        record = Record(data, self._batch, len(self._batch.sizes), self._leftovers)
-        attach_record(storage, record)
+        record = SavedStorage(data, self._batch, len(self._batch.sizes), self._pending_frees)
+        attach_saved_storage(storage, record)
         self._batch.add(record)
         self._stats.saved += record.nbytes
         if self.observer is not None:
@@ -352,20 +352,20 @@ class TensorCache:
         while looked_at:
             reference, tiers = looked_at.pop(0)
             record = reference()
-            if record is None or record.state is not State.KEPT:
+            if record is None or record.state is not State.RESIDENT:
                 continue
             if record.is_shared() or not self._has_room_in_flight(record):
                 self._waiting.append((reference, tiers))
             else:
                 self._offload(record, tiers)
 
-    def _has_room_in_flight(self, record: Record) -> bool:
+    def _has_room_in_flight(self, record: SavedStorage) -> bool:
         """Whether `record` may be copied out now: a placement that may not wait leaves it for later."""
         if not self._window or self._window_used + record.nbytes <= self.window_bytes:
             return True
         return self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
 
-    def _offload(self, record: Record, tiers: Sequence[OffloadTierName]) -> None:
+    def _offload(self, record: SavedStorage, tiers: Sequence[OffloadTierName]) -> None:
         data = record.data
         assert data is not None
         if data.untyped_storage().nbytes() < record.nbytes:
@@ -384,14 +384,14 @@ class TensorCache:
                     "on the device what finds no room."
                 )
             return
-        record.leave(copy, name)
+        record.offload(copy, name)
         self._stats.stored += record.nbytes
         assert self._batch is not None
         now, copying = self._progress(record.nbytes)
         self._copied_at = max(self._copied_at, now) + (copying or 0.0)
         # Bytes saved stand for time badly: forwards are not even.
         margin = EVICT_MARGIN * self._copied_at if self._elapsed is not None else record.nbytes
-        self._window.append(_Leaving(weakref.ref(record), data, copy, name, self._copied_at + margin))
+        self._window.append(_InFlight(weakref.ref(record), data, copy, name, self._copied_at + margin))
         self._window_used += record.nbytes
 
     def _store(self, tier: OffloadTierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
@@ -450,12 +450,12 @@ class TensorCache:
         stall.add(start)
         record = leaving.record()
         if record is not None:
-            record.gone()
+            record.evict()
 
     # ---- backward ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def unpack(self, saved: "Kept | SavedView | SavedWrapper[Any]") -> Tensor:
+    def unpack(self, saved: "Kept | SavedHandle | SavedWrapper[Any]") -> Tensor:
         """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
         if isinstance(saved, SavedWrapper):
             return saved.rebuild(self.unpack)
@@ -464,7 +464,7 @@ class TensorCache:
         with torch._C._DisableTorchDispatch():  # what is done in here is no part of the backward
             return self._unpack(saved)
 
-    def _unpack(self, saved: "Kept | SavedView") -> Tensor:
+    def _unpack(self, saved: "Kept | SavedHandle") -> Tensor:
         if isinstance(saved, tuple | SavedWeight):
             if isinstance(saved, SavedWeight):
                 with self._turn:
@@ -489,42 +489,42 @@ class TensorCache:
             if isinstance(saved.record, Recomputed):
                 saved.record.bring_back()
             else:
-                assert isinstance(saved.record, Record)
+                assert isinstance(saved.record, SavedStorage)
                 self._bring_back(saved.record)
                 if self.checker is not None:
                     self.checker(saved.record)
             return saved.show()
 
-    def _bring_back(self, record: Record) -> None:
+    def _bring_back(self, record: SavedStorage) -> None:
         record.batch.want(record)
         self._collect()
-        if record.state is State.LEAVING:
-            record.stay()
+        if record.state is State.OFFLOADING:
+            record.cancel_offload()
             self._stats.forwarded += record.nbytes
-        elif record.state is State.AWAY:
-            record.come(urgent=True)
+        elif record.state is State.OFFLOADED:
+            record.prefetch(urgent=True)
         self._prefetch(record.batch)
-        if record.state is State.COMING:
+        if record.state is State.PREFETCHING:
             assert record.tier is not None
             stall = self._stall(record.tier, _IN)
             start = stall.now()
-            record.arrive()
+            record.wait()
             stall.add(start)
             self._stats.loaded += record.nbytes
 
     def _prefetch(self, batch: MicroBatch) -> None:
         while (record := batch.next_to_fetch(self.window_bytes, self.window_depth)) is not None:
-            record.come(urgent=False)
+            record.prefetch(urgent=False)
 
     # ---- both ----
 
     def _collect(self) -> None:
         """Gives back what dead records left. A load that nobody waited for ends first, as it writes device memory."""
-        for _ in range(len(self._leftovers)):
-            leftover = self._leftovers.popleft()
+        for _ in range(len(self._pending_frees)):
+            leftover = self._pending_frees.popleft()
             if leftover.load is not None:
                 if not leftover.load.settled:
-                    self._leftovers.append(leftover)
+                    self._pending_frees.append(leftover)
                     continue
                 with contextlib.suppress(Exception):  # nobody wants these bytes any more
                     leftover.load.wait()
@@ -556,10 +556,10 @@ class TensorCache:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaving:
+class _InFlight:
     """A storage on its way out. Owns the device's bytes until the compute stream is ordered after their copy."""
 
-    record: "weakref.ref[Record]"
+    record: "weakref.ref[SavedStorage]"
     data: Tensor
     copy: StoredCopy
     tier: OffloadTierName

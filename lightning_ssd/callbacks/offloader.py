@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import OffloadConfig, TensorCache
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig
 
 
 def trainer_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -12,14 +12,14 @@ def trainer_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     return callbacks
 
 
-def find_tensor_cache(trainer: pl.Trainer) -> TensorCache | None:
+def find_offloader(trainer: pl.Trainer) -> ActivationOffloader | None:
     """Returns the tensor cache of the running fit: the strategy's, or that of an `ActivationOffload` callback."""
     owner = _owner(trainer)
-    return None if owner is None else owner.tensor_cache
+    return None if owner is None else owner.offloader
 
 
 def offload_config(trainer: pl.Trainer) -> OffloadConfig:
-    """Returns what the user wants of the tensor cache that `find_tensor_cache` found."""
+    """Returns what the user wants of the tensor cache that `find_offloader` found."""
     config: OffloadConfig = _owner(trainer).config
     return config
 
@@ -27,4 +27,4 @@ def offload_config(trainer: pl.Trainer) -> OffloadConfig:
 def _owner(trainer: pl.Trainer) -> Any:
     """Returns the strategy or callback that has a tensor cache; None: there is none."""
     owners = (trainer.strategy, *trainer_callbacks(trainer))
-    return next((owner for owner in owners if isinstance(getattr(owner, "tensor_cache", None), TensorCache)), None)
+    return next((owner for owner in owners if isinstance(getattr(owner, "offloader", None), ActivationOffloader)), None)

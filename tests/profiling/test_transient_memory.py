@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.profiling import Recorder
+from lightning_ssd.profiling import TraceMode
 from tests.activations.support import CPU, open_cache
 
 MIB = 2**20
@@ -31,7 +31,7 @@ def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
     x = torch.randn(MIB // 4, requires_grad=True)
     with open_cache(tmp_path, host_memory="64MiB") as cache:
         cache.min_bytes = MIB
-        recorder = Recorder([[unit]], CPU)
+        recorder = TraceMode([[unit]], CPU)
         cache.forward_mode, cache.observer, cache.checker = recorder, recorder.saved, recorder.wanted
         cache.begin_micro_batch()
         with cache.hooks():

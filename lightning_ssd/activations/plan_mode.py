@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.activations.forward import ForwardMode, Part
 from lightning_ssd.activations.graph import ForwardGraph, tensors_of, written
 from lightning_ssd.activations.recompute import (
     Pack,
-    Recipe,
     Recomputed,
+    RecomputeNode,
     before_change,
     mark_recomputed,
     random_state,
 )
-from lightning_ssd.activations.record import Record
+from lightning_ssd.activations.record import SavedStorage
+from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitDispatchMode
 from lightning_ssd.types import Choice
 
 
-class Step(NamedTuple):
+class PlannedOp(NamedTuple):
     """One operation, and what becomes of its results.
 
     Attributes:
@@ -38,11 +38,13 @@ class Step(NamedTuple):
     ends: float
 
 
-Program = Mapping[Part, Sequence[Step]]
+OpSchedule = Mapping[Segment, Sequence[PlannedOp]]
 """The operations of a forward."""
 
 
-def make_program(graph: ForwardGraph, choices: Mapping[int, Choice], chains: Mapping[int, Sequence[int]]) -> Program:
+def make_schedule(
+    graph: ForwardGraph, choices: Mapping[int, Choice], chains: Mapping[int, Sequence[int]]
+) -> OpSchedule:
     """Returns the program of the forwards that are like the one of `graph`.
 
     Args:
@@ -63,17 +65,17 @@ def make_program(graph: ForwardGraph, choices: Mapping[int, Choice], chains: Map
             of_operation.setdefault(buffer.maker, {})[buffer.position] = "recompute"
             if buffer.visit is not None:
                 saved.setdefault(buffer.maker, {})[buffer.position] = buffer_number
-    program: dict[Part, list[Step]] = {}
+    program: dict[Segment, list[PlannedOp]] = {}
     elapsed = 0.0
     for index, operation in enumerate(graph.operations):
         elapsed += operation.seconds
         program.setdefault(operation.part, []).append(
-            Step(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
+            PlannedOp(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
         )
     return program
 
 
-class Director(ForwardMode):
+class PlanMode(UnitDispatchMode):
     """Applies a program to the forwards that run inside it.
 
     A part that does something else than the program says has no directions from there on: what it saves goes out.
@@ -83,7 +85,7 @@ class Director(ForwardMode):
     written to its result, or what it depends on beside its arguments; this does.
 
     Args:
-        units: as in `ForwardMode`.
+        units: as in `UnitDispatchMode`.
         device: that the forwards run on.
         pack: takes a tensor over, as autograd's hook does.
         unpack: gives it back.
@@ -97,7 +99,7 @@ class Director(ForwardMode):
         unpack: Callable[[Any], Tensor],
     ) -> None:
         super().__init__(units)
-        self.program: Program = {}
+        self.program: OpSchedule = {}
         """For the forwards that begin from now on."""
         self._device = device
         self._pack = pack
@@ -107,10 +109,10 @@ class Director(ForwardMode):
         self.checking = False
         self.proved: set[int] = set()
         """Buffers that were what they had been when they were computed again."""
-        self._expected: weakref.WeakKeyDictionary[Record, tuple[Recomputed, int]] = weakref.WeakKeyDictionary()
+        self._expected: weakref.WeakKeyDictionary[SavedStorage, tuple[Recomputed, int]] = weakref.WeakKeyDictionary()
         self._held: list[Recomputed] = []
         """Of the present forward: after it, they live as long as what autograd keeps."""
-        self._steps: Sequence[Step] = ()
+        self._steps: Sequence[PlannedOp] = ()
         self._next = 0
 
     def __enter__(self) -> Any:
@@ -121,13 +123,13 @@ class Director(ForwardMode):
         self._held.clear()
         super().__exit__(*error)
 
-    def saved(self, storage: torch.UntypedStorage, record: Record) -> None:
+    def saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
         """While checking: autograd has saved `storage`."""
         tried: tuple[weakref.ref[Recomputed], int] | None = getattr(storage, _TRIED, None)
         if tried is not None and (recomputed := tried[0]()) is not None:
             self._expected[record] = recomputed, tried[1]
 
-    def check(self, record: Record) -> None:
+    def check(self, record: SavedStorage) -> None:
         """While checking: backward is about to be given what `record` has."""
         recomputed, number = self._expected.pop(record, (None, 0))
         if recomputed is None or recomputed.expired:
@@ -137,7 +139,7 @@ class Director(ForwardMode):
             if torch.equal(record.data, recomputed.remake()):
                 self.proved.add(number)
 
-    def begin_part(self, part: Part) -> None:
+    def begin_part(self, part: Segment) -> None:
         self._steps = self.program.get(part, ())
         self._next = 0
 
@@ -151,7 +153,7 @@ class Director(ForwardMode):
         random = random_state(func, self._device) if again else None
         result = func(*args, **kwargs)
         tensors = tensors_of(result)
-        recipe = Recipe(func, args, kwargs, tensors, random, self._pack, self._unpack) if again else None
+        recipe = RecomputeNode(func, args, kwargs, tensors, random, self._pack, self._unpack) if again else None
         for position, choice in step.choices.items():
             tensor = tensors[position]
             if choice != "recompute":
@@ -165,7 +167,7 @@ class Director(ForwardMode):
                     mark_recomputed(tensor, recomputed)
         return result
 
-    def _follow(self, func: Any) -> Step | None:
+    def _follow(self, func: Any) -> PlannedOp | None:
         """Returns what the program has for the next operation, if it is `func`."""
         if self._next >= len(self._steps):
             return None
