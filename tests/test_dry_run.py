@@ -34,10 +34,7 @@ def profile(recipe: Path | str, *overrides: str, batch: tuple[str, ...] = ()) ->
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in ("gpt", "lora") else pytest.mark.thorough)
-        for path in RECIPES
-    ],
+    [pytest.param(path, id=path.stem, marks=[] if path.stem == "gpt" else pytest.mark.thorough) for path in RECIPES],
 )
 def test_plans_every_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(recipe), "--machine", MACHINE]) == 0

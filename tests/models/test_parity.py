@@ -130,9 +130,9 @@ def test_numbers_are_plain_lightnings(
 @pytest.mark.parametrize(
     "precision, states, make",
     [
-        ("bf16-mixed", "host", t5),
+        thorough("bf16-mixed", "host", t5),
         thorough("32-true", "ssd", t5),
-        thorough("32-true", "gpu", untied_t5),
+        ("32-true", "gpu", untied_t5),
         thorough("bf16-mixed", "ssd", untied_t5),
         thorough("32-true", "host", bert),
         thorough("bf16-mixed", "gpu", bert),

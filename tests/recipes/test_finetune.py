@@ -47,6 +47,7 @@ def test_recipe(tmp_path: Path) -> None:
     assert tokenizer.chat_template
 
 
+@pytest.mark.thorough
 def test_lora_recipe(tmp_path: Path) -> None:
     assert cli.main(["run", str(ROOT / "recipes/lora.yaml"), *QUICK, "--trainer.max_steps=6"]) == 0
     version = tmp_path / "runs/lora/version_0"
@@ -55,6 +56,7 @@ def test_lora_recipe(tmp_path: Path) -> None:
     assert any(value.any() for name, value in model.state_dict().items() if "lora_B" in name)
 
 
+@pytest.mark.thorough
 def test_long_context_recipe(tmp_path: Path) -> None:
     quick = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--data.max_bytes=100000",
              "--data.block_size=512", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1",
