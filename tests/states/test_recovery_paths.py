@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +23,7 @@ from lightning_ssd.storage import BlobStore, StorageError
 from tests.states.killed import fit, outcome, recovering, same
 from tests.states.test_buffers import assert_nothing_is_left
 from tests.states.test_recovery import KEPT, FailAt, Failure
+from tests.trainings import script_environment
 
 REFUSED = "refused"
 
@@ -234,6 +237,26 @@ def whole_run(paths: Sequence[Path], *, start_over: bool) -> None:
         store.directory.remove_file("journal")
 
 
+def check_kills(root: Path, before: str, start_over: bool, every: int) -> None:
+    """Kills runs at every `every`-th call; this process has one thread, so that the forked ones find no lock held."""
+    found = set()
+    for number in count(0, every):
+        shutil.rmtree(root, ignore_errors=True)
+        paths = paths_of(root, "ab")
+        if before != "nothing":
+            with opened(paths) as (store, _):
+                if before == "record":
+                    record(store)
+        killed = killed_before_call(number, partial(whole_run, paths, start_over=start_over))
+        has_commit_record = (paths[0] / KEPT / "journal").exists()
+        outcome = begin(paths)
+        assert outcome == ("goes on" if has_commit_record else "anew"), number
+        found.add(outcome)
+        if not killed:
+            break
+    assert found == {"goes on", "anew"} and number > 20
+
+
 @pytest.mark.parametrize(
     ("before", "start_over", "every"),
     [
@@ -249,19 +272,9 @@ def test_a_kill_at_any_moment_asks_for_no_other_paths(
     tmp_path: Path, before: str, start_over: bool, every: int
 ) -> None:
     """While a run begins, records, or ends: with the same paths the next one goes on or begins anew."""
-    found = set()
-    for number in count(0, every):
-        shutil.rmtree(tmp_path)
-        paths = paths_of(tmp_path, "ab")
-        if before != "nothing":
-            with opened(paths) as (store, _):
-                if before == "record":
-                    record(store)
-        killed = killed_before_call(number, partial(whole_run, paths, start_over=start_over))
-        has_commit_record = (paths[0] / KEPT / "journal").exists()
-        outcome = begin(paths)
-        assert outcome == ("goes on" if has_commit_record else "anew"), number
-        found.add(outcome)
-        if not killed:
-            break
-    assert found == {"goes on", "anew"} and number > 20
+    call = f"check_kills(Path({str(tmp_path / 'kept')!r}), {before!r}, {start_over}, {every})"
+    script = f"from pathlib import Path\nfrom {__name__} import check_kills\n{call}\nprint('whole')\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=script_environment(), capture_output=True, text=True, timeout=250
+    )
+    assert done.stdout.splitlines()[-1:] == ["whole"], done.stderr
