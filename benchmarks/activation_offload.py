@@ -365,7 +365,7 @@ def plot_curve(results: dict[str, Any], figure: str) -> None:
 
 
 def main() -> None:
-    """Measures, or reports what was measured."""
+    """Measures, or reports earlier measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=["gpt", "bert", "t5"], help="SSDTrain's figure 6 for these")
     parser.add_argument("--shapes", nargs="+", help="HIDDENxLAYERS[xBATCH]")

@@ -44,7 +44,7 @@ WARM_UP = {"planned": 30}
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
-    """Trains one case and returns what was measured."""
+    """Trains one case and returns its measurements."""
     import torch
     from torch.utils.data import DataLoader, Dataset
 
@@ -225,7 +225,7 @@ def draw(results: dict[str, Any], picture: str) -> None:
 
 
 def main() -> None:
-    """Measures, or reports what was measured."""
+    """Measures, or reports earlier measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES, *TINY], help="default: all")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))

@@ -22,14 +22,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.device import available_memory
+from benchmarks.processes import run_alone
 
 CASES = ["full:8b", "lora:8b", "long:1.2b", "long:8b"]
 CONFIGS = Path(__file__).parents[1] / "configs" / "models"
@@ -123,29 +121,13 @@ def train(case: dict[str, Any], path: str) -> None:
         "torch": torch.__version__,
     }
     print(json.dumps(result), flush=True)
-    os._exit(0)  # what is left to do is to free what the process had
+    os._exit(0)  # skips the release of memory, which takes long and serves nothing here
 
 
 def run(case: dict[str, Any], path: str) -> dict[str, Any]:
     """Runs a case in a process of its own, and returns what it printed, with the RAM that it took."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.finetune", "--path", path, "--one", json.dumps(case)]
-    before = least = available_memory()
-    ended = threading.Event()
-
-    def watch() -> None:
-        nonlocal least
-        while not ended.wait(0.2):
-            least = min(least, available_memory())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    ended.set()
-    watcher.join()
-    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        return {"error": f"exit code {process.returncode}"}
-    return json.loads(lines[-1]) | {"ram": before - least}
+    return run_alone(command)
 
 
 def runs_of(text: str, *, tiny: bool) -> list[dict[str, Any]]:

@@ -31,14 +31,12 @@ Chrome trace and a picture.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.device import available_memory
+from benchmarks.processes import run_alone
 
 SHAPES = {"gpt": ("2048x24", "2560x32", "3072x34"), "t5": ("1024x24,clip",), "llama": ("3072x28,clip",)}
 """Cases of each model, unless others are given."""
@@ -210,23 +208,7 @@ def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]
     else:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.full_finetune", "--path", path]
         command += ["--one", json.dumps(case)] + ([f"--timeline={timeline}"] if timeline else [])
-    before = least = available_memory()
-    ended = threading.Event()
-
-    def watch() -> None:
-        nonlocal least
-        while not ended.wait(0.2):
-            least = min(least, available_memory())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    ended.set()
-    watcher.join()
-    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        return {"error": f"exit code {process.returncode}"}
-    return json.loads(lines[-1]) | {"ram": before - least}
+    return run_alone(command)
 
 
 def draw(results: dict[str, Any], picture: Path) -> None:

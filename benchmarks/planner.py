@@ -260,7 +260,7 @@ def _profiles(result: dict[str, Any]) -> tuple[ModelProfile, HardwareProfile]:
 
 
 def main() -> None:
-    """Measures, or reports what was measured."""
+    """Measures, or reports earlier measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
     parser.add_argument("--steps", type=int, default=6, help="whose median counts")

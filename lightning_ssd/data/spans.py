@@ -29,7 +29,7 @@ class SpanLengths(NamedTuple):
 
     @property
     def targets(self) -> int:
-        """Tokens of the decoder: what was left out, a sentinel before each span, and the end."""
+        """Tokens of the decoder: the left-out spans, a sentinel before each, and the end token."""
         return self.noise + self.spans + 1
 
 

@@ -4,7 +4,7 @@ The CPU optimizer runs on one (flats that the next forward uses first go first),
 reads of the drives are made on others.
 
 A job belongs to the futures that it needs until they are done, then to the queue, then to the thread. `close` fails
-those that the thread has not begun, wherever they are, so that nobody waits for them for ever.
+all jobs that the thread has not begun, also those that still wait for futures, so that every job has an end.
 """
 
 import itertools

@@ -39,7 +39,8 @@ def chunked_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor, *, i
 def _fused(hidden: Tensor, head: nn.Linear, targets: Tensor, tokens: int, ignored: int) -> Tensor:
     functional: Any = F
     options: Any = torch.nn
-    # Of 16-bit inputs every loss has 16 bits. Those of single tokens are summed in fp32, where a mean would be rounded.
+    # The function returns 16-bit losses for 16-bit inputs. Losses of single tokens are summed in fp32: a mean would be
+    # rounded.
     losses: Tensor = functional.linear_cross_entropy(
         hidden.to(head.weight.dtype),
         head.weight,

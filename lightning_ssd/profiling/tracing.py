@@ -33,7 +33,7 @@ from lightning_ssd.profiling.trace_mode import TraceMode, count_flops
 from lightning_ssd.states import Unit
 
 FEW, MANY = 2**12, 2**24
-"""Elements up to which real values are computed: of floats, and of what is made from nothing."""
+"""Most elements of a tensor whose real values are computed: of floats, and of the results of factory functions."""
 
 __all__ = ["TracingError", "fake_tensors", "trace"]
 

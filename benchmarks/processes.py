@@ -1,0 +1,33 @@
+"""Runs a benchmark's case in a process of its own, so that neither memory nor settings of another case are in it."""
+
+import json
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_ssd.device import available_memory
+
+
+def run_alone(command: Sequence[str]) -> dict[str, Any]:
+    """Runs `command`, and returns the last JSON object that it prints, with the largest RAM in use as `ram`, in bytes.
+
+    A process that prints no object gives its exit code as `error`.
+    """
+    before = least = available_memory()
+    ended = threading.Event()
+
+    def watch() -> None:
+        nonlocal least
+        while not ended.wait(0.2):
+            least = min(least, available_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    ended.set()
+    watcher.join()
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        return {"error": f"exit code {process.returncode}"}
+    return json.loads(lines[-1]) | {"ram": before - least}
