@@ -40,12 +40,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.data.spans import span_lengths
 from lightning_ssd.models import BERT, GPT, T5, RecipeModule
-from lightning_ssd.storage import PosixBackend
 
 BATCH, TOKENS, VOCABULARY = 16, 1024, 50304
 SHAPES = ("4096x16", "8192x4", "12288x3", "16384x2")
@@ -193,9 +193,7 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
         case "offload":
             return SSDOffloadStrategy(path)
         case "slow-ssd":
-            from tests.storage.faults import ThrottledBackend
-
-            backend = ThrottledBackend(ssd_speed / 10, PosixBackend())
+            backend = ThrottledBackend(ssd_speed / 10)
             return SSDOffloadStrategy(path, host_memory=0, backend=backend)
     raise SystemExit(f"unknown mode {mode!r}; modes are {', '.join(MODES)}")
 

@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.activation_offload import BenchmarkGPT, RandomTokens, quiet_trainer
+from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.planning import (
@@ -146,10 +147,7 @@ def strategy_for(setting: dict[str, Any], path: Path) -> SSDOffloadStrategy:
     if tiers == "host":
         return SSDOffloadStrategy(path, tier="host", host_memory=host, **how)
     if setting["disk"] is not None:
-        from lightning_ssd.storage import PosixBackend
-        from tests.storage.faults import ThrottledBackend
-
-        how["backend"] = ThrottledBackend(1e9 * setting["disk"], PosixBackend())
+        how["backend"] = ThrottledBackend(1e9 * setting["disk"])
     return SSDOffloadStrategy(path, host_memory=0 if tiers == "ssd" else host, **how)
 
 

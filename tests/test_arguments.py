@@ -14,7 +14,7 @@ from lightning_ssd import ActivationOffload, SSDOffloadStrategy
 from lightning_ssd.activations.config import OffloadConfig
 from lightning_ssd.states.build import StatesConfig
 from lightning_ssd.storage import Backend
-from tests.storage.faults import FaultyBackend
+from tests.support.faults import FaultyBackend
 
 LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 """Arguments of every strategy, which Lightning checks."""

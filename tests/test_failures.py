@@ -18,14 +18,14 @@ from torch import Tensor
 from lightning_ssd import ActivationOffload, PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.activations import BudgetError
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
-from tests.storage.faults import FaultyBackend
-from tests.trainings import (
+from tests.support.faults import FaultyBackend
+from tests.support.trainings import (  # noqa: F401
     SmallModel,
     Watch,
     assert_same_training,
     batches,
     make_trainer,
-    nothing_left,  # noqa: F401
+    nothing_left,
     offloading,
     package_threads,
     scratch_directories,
@@ -324,7 +324,7 @@ import torch
 # A shell starts a job in the background with Ctrl-C ignored, and what that job starts inherits it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests.trainings import SmallModel, batches, make_trainer, offloading, small_model
+from tests.support.trainings import SmallModel, batches, make_trainer, offloading, small_model
 
 FORWARD = {forward!r}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.products import thorough
+from tests.support.products import thorough
 
 ROOT = Path(__file__).parent.parent
 

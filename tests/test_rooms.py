@@ -1,4 +1,4 @@
-"""Folders of the package import in one direction only."""
+"""Folders of the package import in one direction only, and test modules import no other test module."""
 
 import ast
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import lightning_ssd
 
 PACKAGE = Path(lightning_ssd.__file__).parent
+ROOT = Path(__file__).parents[1]
 
 LEAVES = {"types", "sizes", "spans"}
 """Modules that import nothing of the package."""
@@ -21,24 +22,42 @@ ROOMS = dict.fromkeys(LEAVES, set[str]()) | {
 """Of each folder or module below strategy, callbacks and commands: what it may import."""
 
 
-def imported(file: Path) -> set[str]:
-    """Returns the folders and modules of the package that `file` imports."""
+def modules_imported(file: Path) -> set[str]:
+    """Returns the dotted names that `file` imports, inside functions too; of `from a import b`, `a` and `a.b`."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            names |= (
-                {node.module} if node.module != "lightning_ssd" else {f"lightning_ssd.{a.name}" for a in node.names}
-            )
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return {name.split(".")[1] for name in names if name.startswith("lightning_ssd.")}
+    return names
 
 
 def test_folders_import_those_below_them_only() -> None:
+    folders = {path.stem for path in PACKAGE.iterdir()}
     seen: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
         room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if room in ROOMS:
             seen.add(room)
-            assert imported(file) <= ROOMS[room] | {room}, f"{file} imports {imported(file) - ROOMS[room]}"
+            names = modules_imported(file)
+            imported = {name.split(".")[1] for name in names if name.startswith("lightning_ssd.")} & folders
+            assert imported <= ROOMS[room] | {room}, f"{file} imports {imported - ROOMS[room]}"
     assert seen == set(ROOMS)
+
+
+def test_test_modules_import_no_test_module() -> None:
+    """Shared helpers are in `tests/support`, so that a test module can be changed without breaking another."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        wrong = {
+            name
+            for name in modules_imported(file)
+            if name.startswith("tests.") and any(part.startswith(("test_", "conftest")) for part in name.split("."))
+        }
+        assert not wrong, f"{file} imports {wrong}"
+
+
+def test_package_and_benchmarks_import_no_tests() -> None:
+    for file in (*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
+        wrong = {name for name in modules_imported(file) if name.split(".")[0] == "tests"}
+        assert not wrong, f"{file} imports {wrong}"

@@ -25,7 +25,7 @@ from lightning_ssd import (
     PrefetchScheduler,
     SSDOffloadStrategy,
 )
-from tests.trainings import (
+from tests.support.trainings import (  # noqa: F401
     MIN_BYTES,
     WIDTH,
     SmallModel,
@@ -33,7 +33,7 @@ from tests.trainings import (
     assert_same_training,
     batches,
     make_trainer,
-    nothing_left,  # noqa: F401
+    nothing_left,
     offloading,
     package_threads,
     quiet,
@@ -841,7 +841,7 @@ trainer:
       init_args:
         progress_bar: false
     - class_path: lightning_ssd.MicroBatchSwitch
-    - class_path: tests.trainings.Watch
+    - class_path: tests.support.trainings.Watch
 """
         )
         cli = _cli(tmp_path, "fit", f"--config={config}", run=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy, SwapPlanner
-from tests.trainings import MIN_BYTES, SmallModel, Watch, batches, make_trainer, nothing_left, offloading
+from tests.support.trainings import MIN_BYTES, SmallModel, Watch, batches, make_trainer, nothing_left, offloading
 
 __all__ = ["nothing_left"]
 

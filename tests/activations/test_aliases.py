@@ -1,234 +1,19 @@
 """Random programs that share storages in every way torch has and write through any of them: as in plain autograd."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 from lightning_ssd.activations import ActivationOffloader
-from tests.activations.support import Hooks, gradients, open_cache
+from tests.support.aliases import ALIASES, MODULES, PROGRAMS, Program, changes, input_of, run, same
+from tests.support.offloader import gradients, open_cache
 
 pytestmark = pytest.mark.timeout(180)
-
-SIDE = 4
-aten = torch.ops.aten
-
-
-def _as_complex(a: Tensor) -> Tensor:
-    return torch.view_as_real(torch.view_as_complex(a.view(-1, 2)))
-
-
-def _set(a: Tensor) -> Tensor:
-    return torch.empty(0).set_(a.untyped_storage(), a.storage_offset(), a.size(), a.stride())
-
-
-# Tensors that share the storage, or the memory, of one: with its version counter, or with another.
-ALIASES: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
-    "itself": lambda a: [a],
-    "view": lambda a: [a.view(-1)],
-    "t": lambda a: [a.transpose(0, -1)],
-    "chunk": lambda a: a.chunk(2),
-    "unsafe_chunk": lambda a: a.unsafe_chunk(2),
-    "split": lambda a: a.split(1),
-    "unsafe_split": lambda a: a.unsafe_split(1),
-    "split_with_sizes": lambda a: a.split_with_sizes([1, a.size(0) - 1]),
-    "unsafe_split_with_sizes": lambda a: a.unsafe_split_with_sizes([1, a.size(0) - 1]),
-    "unbind": lambda a: a.unbind(),
-    "narrow": lambda a: [a.narrow(0, 1, a.size(0) - 1)],
-    "select": lambda a: [a.select(0, 0)],
-    "diagonal": lambda a: [a.diagonal()],
-    "unfold": lambda a: [a.unfold(0, 2, 1)],
-    "expand": lambda a: [a.expand(2, *a.shape)],
-    "as_strided": lambda a: [torch.as_strided(a, (a.numel(),), (1,), a.storage_offset())],
-    "complex": lambda a: [_as_complex(a)],
-    "detach": lambda a: [a.detach()],
-    "data": lambda a: [a.data],
-    "set_": lambda a: [_set(a)],
-    "unsafe_view": lambda a: [aten._unsafe_view(a, [a.numel()])],
-    "alias": lambda a: [aten.alias(a)],
-    "numpy": lambda a: [torch.from_numpy(a.detach().numpy())],
-    "dlpack": lambda a: [torch.from_dlpack(a.detach())],
-}
-
-# Operations that save inputs, outputs, both, or copies.
-SAVING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sin": lambda a, b: a.sin(),
-    "tanh": lambda a, b: a.tanh(),
-    "sigmoid": lambda a, b: a.sigmoid(),
-    "softmax": lambda a, b: a.softmax(-1),
-    "mul": lambda a, b: a * b,
-    "outer": lambda a, b: torch.outer(a.flatten(), b.flatten()[:3]).sum(1).view(a.shape),
-    "where": lambda a, b: torch.where(a > b, a, b.sin()),
-    "cat": lambda a, b: torch.cat((a, b)),
-    "layer_norm": lambda a, b: nn.functional.layer_norm(a, a.shape[-1:]),
-}
-
-# Changes without an operator that has a schema.
-OTHER_CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "assign data": lambda a, b: setattr(a, "data", b.detach().clone()),
-    "assign data of another": lambda a, b: setattr(a, "data", b.data),
-    "numpy": lambda a, b: a.detach().numpy().fill(0.25),
-    "storage": lambda a, b: a.untyped_storage().fill_(0),
-    "set_": lambda a, b: a.set_(b.detach().clone()),
-    "setitem": lambda a, b: a.__setitem__(0, b[0]),
-    "add_": lambda a, b: a.add_(matching(b, a)),
-    "relu_": lambda a, b: a.relu_(),
-    "transpose_": lambda a, b: a.transpose_(0, 1),
-}
-
-# Those that change nothing but flags, need memory that nobody has written, or draw in backward.
-LEFT_OUT = ("resize", "set_", "requires_grad", "retain_grad", "empty", "sparse", "coalesced", "rename", "detach_")
-
-
-class Change(NamedTuple):
-    """An operator that changes its first argument."""
-
-    func: Any
-    arguments: Sequence[str]
-    """Of the other arguments, how they are made: the name of their type."""
-
-    def __call__(self, a: Tensor, b: Tensor) -> None:
-        made: dict[str, Any] = {
-            "Tensor": b,
-            "Scalar": 0.75,
-            "number": 0.75,
-            "float": 0.75,
-            "int": 0,
-            "SymInt": 0,
-            "bool": True,
-            "mask": b > 0,
-            "index": torch.zeros(1, dtype=torch.long),
-        }
-        self.func(a, *(made[name] for name in self.arguments))
-
-
-@functools.cache
-def changes() -> dict[str, Change]:
-    """All of torch's operators that change their first argument, as far as tensors and numbers call them."""
-    found = {}
-    for schema in torch._C._jit_get_all_schemas():
-        first, *others = schema.arguments or [None]
-        if not schema.name.startswith("aten::") or any(word in schema.name for word in LEFT_OUT) or first is None:
-            continue
-        if first.alias_info is None or not first.alias_info.is_write or str(first.type) != "Tensor":
-            continue
-        if any(argument.alias_info is not None and argument.alias_info.is_write for argument in others):
-            continue
-        packet = getattr(aten, schema.name.removeprefix("aten::"), None)
-        func = None if packet is None else getattr(packet, schema.overload_name or "default", None)
-        if func is None:
-            continue
-        required = [str(argument.type) for argument in others if argument.default_value is None]
-        required = [name for name in required if not name.startswith("Optional") and name != "Generator"]
-        variants = [required]
-        for kind in ("mask", "index"):
-            if "Tensor" in required:
-                variants.append([kind if i == required.index("Tensor") else name for i, name in enumerate(required)])
-        for number, arguments in enumerate(variants):
-            change = Change(func, arguments)
-            a = torch.rand(SIDE, SIDE)
-            before = a.clone()
-            try:
-                change(a, torch.rand(SIDE, SIDE))
-            except (RuntimeError, KeyError, TypeError, IndexError, ValueError, NotImplementedError):
-                continue
-            if a.shape != before.shape or a.dtype != before.dtype or not torch.equal(a, before):
-                found[f"{func}/{number}"] = change
-    return found
-
-
-STEP = st.one_of(
-    st.tuples(st.just("alias"), st.sampled_from(sorted(ALIASES)), st.integers(0, 99), st.integers(0, 99)),
-    st.tuples(st.just("save"), st.sampled_from(sorted(SAVING)), st.integers(0, 99), st.integers(0, 99)),
-    st.tuples(st.just("save"), st.sampled_from(sorted(SAVING)), st.integers(0, 99), st.integers(0, 99)),
-    st.tuples(st.just("change"), st.integers(0, 999), st.integers(0, 99), st.integers(0, 99)),
-    st.tuples(st.just("change without grad"), st.integers(0, 999), st.integers(0, 99), st.integers(0, 99)),
-    st.tuples(st.just("change data"), st.integers(0, 999), st.integers(0, 99), st.integers(0, 99)),
-    st.tuples(st.just("other change"), st.sampled_from(sorted(OTHER_CHANGES)), st.integers(0, 99), st.integers(0, 99)),
-    st.tuples(st.just("delete"), st.just(""), st.integers(0, 99), st.integers(0, 99)),
-    st.tuples(st.just("delete"), st.just(""), st.integers(0, 99), st.integers(0, 99)),
-)
-Program = list[tuple[str, Any, int, int]]
-
-
-def matching(b: Tensor, a: Tensor) -> Tensor:
-    """A value of the shape of `a`: `b` itself if it has it."""
-    if b.shape == a.shape or not b.numel() or not a.numel():
-        return b
-    return b.reshape(-1).repeat(1 + a.numel() // b.numel())[: a.numel()].view(a.shape)
-
-
-def run(program: Program, hooks: Hooks, survivors: int = 0) -> tuple[list[Tensor | None], list[str]]:
-    """Returns the leaves' gradients, and what became of each step and of backward.
-
-    So many values survive the forward, and are changed before backward.
-    """
-    torch.manual_seed(0)
-    leaves = [nn.Parameter(torch.randn(SIDE, SIDE)), torch.randn(SIDE, SIDE).requires_grad_()]
-    constant = torch.randn(SIDE, SIDE)
-    # The leaves' own storages are weights, or in use.
-    values = [leaves[0] * 2, leaves[1].t().clone(), constant]
-    losses: list[Tensor] = [values[0].sum() * 0]
-    told = []
-    assigned = []  # plain autograd keeps what is assigned; we see it as long as the tensor lives
-    with hooks():
-        for kind, name, first, second in program:
-            a = values[first % len(values)]
-            b = values[second % len(values)]
-            try:
-                if kind == "alias":
-                    values.extend(ALIASES[name](a)[:3])
-                elif kind == "save":
-                    values.append(SAVING[name](a, matching(b, a)))
-                    losses.append(values[-1].sum())
-                elif kind == "change":
-                    change(name, a, matching(b, a))
-                elif kind == "change without grad":
-                    with torch.no_grad():
-                        change(name, a, matching(b, a))
-                elif kind == "change data":
-                    change(name, a.data, matching(b, a).data)
-                elif kind == "other change":
-                    with torch.no_grad():
-                        OTHER_CHANGES[name](a, b)
-                    if name.startswith("assign"):
-                        assigned.append(a)
-                elif len(values) > 2:
-                    values.pop(first % len(values))
-                told.append("")
-            except (RuntimeError, IndexError, ValueError, TypeError) as error:
-                told.append(type(error).__name__)
-            del a, b
-        loss = torch.stack(losses).sum()
-        values = values[len(values) - survivors :]
-        del losses
-    for value in values:
-        with suppress(RuntimeError):  # an expanded tensor can't be written to
-            value.data.mul_(0.5)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        told.append("in place" if "inplace" in str(error) else str(error))
-    return [leaf.grad for leaf in leaves], told
-
-
-def change(number: int, a: Tensor, b: Tensor) -> None:
-    named = changes()
-    named[sorted(named)[number % len(named)]](a, b)
-
-
-def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Bit for bit, not-a-numbers included."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
 
 
 @pytest.fixture(
@@ -255,7 +40,6 @@ def check(cache: ActivationOffloader, program: Program, window: int, survivors: 
         assert all(map(same, actual, expected))
 
 
-PROGRAMS = st.lists(STEP, min_size=1, max_size=24)
 WINDOWS = st.sampled_from([0, 100, 10_000])
 
 
@@ -307,39 +91,6 @@ def test_programs_are_worth_running(cache: ActivationOffloader) -> None:
     assert not all(map(same, grads, other_grads))
     after = cache.stats()
     assert after.stored > before.stored and after.loaded > before.loaded
-
-
-def _cell(cell: nn.Module, steps: int = 3) -> Callable[..., Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        hidden: Any = None
-        for _ in range(steps):
-            hidden = cell(x, hidden)
-        return (hidden[0] if isinstance(hidden, tuple) else hidden).square().sum()
-
-    return forward
-
-
-def _layer(module: nn.Module) -> Callable[..., Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        out = module(x)
-        return (out[0] if isinstance(out, tuple) else out).square().sum()
-
-    return forward
-
-
-MODULES: dict[str, Callable[[], Callable[..., Tensor]]] = {
-    "LSTMCell": lambda: _cell(nn.LSTMCell(8, 16)),
-    "GRUCell": lambda: _cell(nn.GRUCell(8, 16)),
-    "RNNCell": lambda: _cell(nn.RNNCell(8, 16)),
-    "LSTM": lambda: _layer(nn.LSTM(8, 16, 2, dropout=0.3)),
-    "GRU": lambda: _layer(nn.GRU(8, 16, 2, bidirectional=True)),
-    "RNN": lambda: _layer(nn.RNN(8, 16, 2)),
-    "TransformerEncoderLayer": lambda: _layer(nn.TransformerEncoderLayer(8, 2, 16)),
-}
-
-
-def input_of(name: str) -> Tensor:
-    return torch.randn((32, 8) if name.endswith("Cell") else (5, 32, 8))
 
 
 @pytest.mark.parametrize("name", MODULES)

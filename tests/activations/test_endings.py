@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ssd.activations import config
 from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.storage import BackendFile, PosixBackend
-from tests.activations.support import open_cache, wait_for_writes
+from tests.support.offloader import open_cache, wait_for_writes
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy
 from lightning_ssd.callbacks.offloader import find_offloader
-from tests.activations.support import KIB, MIB
-from tests.parity import Checkpointing, Model, Run, SharedStorages, TinyGPT, assert_same, train
+from tests.support.offloader import KIB, MIB
+from tests.support.parity import Checkpointing, Model, Run, SharedStorages, TinyGPT, assert_same, train
 
 pytestmark = pytest.mark.timeout(120)
 

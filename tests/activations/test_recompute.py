@@ -3,7 +3,7 @@
 import gc
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ssd.activations import ActivationOffloader, ForwardGraph, PlanMode, Saved, make_schedule
-from lightning_ssd.profiling import TraceMode
+from lightning_ssd.activations import ActivationOffloader, Saved
 from lightning_ssd.types import Choice
-from tests.activations.support import CPU, Forward, gradients, open_cache
-from tests.activations.test_offloader import FORWARDS
-from tests.activations.test_record import STEPS, run
+from tests.support.forwards import FORWARDS
+from tests.support.offloader import Directed, Forward, gradients, open_cache
+from tests.support.programs import STEPS, run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -28,61 +27,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloa
     path: Path = tmp_path_factory.mktemp("scratch")
     with open_cache(path, host_memory="64MiB") as cache:
         yield cache
-
-
-class Directed:
-    """Forwards of a cache, one recorded and the others under directions.
-
-    Args:
-        cache: for all of them.
-        modules: the units.
-    """
-
-    def __init__(self, cache: ActivationOffloader, modules: Sequence[nn.Module] = ()) -> None:
-        self.cache = cache
-        self.units = [[module] for module in modules]
-        self.graph = ForwardGraph()
-
-    def record(self) -> AbstractContextManager[None]:
-        self.recorder = TraceMode(self.units, CPU)
-        self.cache.begin_micro_batch()
-        self.cache.forward_mode, self.cache.observer = self.recorder, self.recorder.saved
-        return self.cache.hooks()
-
-    def end_record(self) -> list[Saved]:
-        self.cache.end_backward()
-        self.cache.forward_mode = self.cache.observer = None
-        self.recorder.finish()
-        self.recorder.close()
-        self.graph = self.recorder.graph
-        return self.graph.saved(self.cache.min_bytes)
-
-    def check(self) -> AbstractContextManager[None]:
-        """A forward, and a backward, that try what might be recomputed, as `SwapPlanner` does."""
-        again: dict[int, Choice] = {
-            item.buffer: "recompute" for item in self.graph.saved(self.cache.min_bytes) if item.again
-        }
-        self._make_director(again)
-        self.director.checking = True
-        self.cache.observer, self.cache.checker = self.director.saved, self.director.check
-        return self.cache.hooks()
-
-    def direct(self, choices: dict[int, Choice]) -> AbstractContextManager[None]:
-        self._make_director(choices)
-        return self.cache.hooks()
-
-    def end_direct(self) -> None:
-        self.cache.end_backward()
-        self.cache.forward_mode = self.cache.observer = self.cache.checker = None
-        self.director.close()
-
-    def _make_director(self, choices: dict[int, Choice]) -> None:
-        chains = {item.buffer: item.chain for item in self.graph.saved(self.cache.min_bytes)
-                  if choices.get(item.buffer) == "recompute"}  # fmt: skip
-        self.director = PlanMode(self.units, CPU, self.cache.pack, self.cache.unpack)
-        self.director.program = make_schedule(self.graph, choices, chains)
-        self.cache.begin_micro_batch()
-        self.cache.forward_mode = self.director
 
 
 def draw(saved: Sequence[Saved], seed: int, recompute: float) -> dict[int, Choice]:

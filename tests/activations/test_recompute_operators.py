@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.types import Choice
-from tests.activations.support import Hooks, gradients, open_cache
-from tests.activations.test_aliases import MODULES, PROGRAMS, Program, input_of, run, same
-from tests.activations.test_recompute import Directed
+from tests.support.aliases import MODULES, PROGRAMS, Program, input_of, run, same
+from tests.support.offloader import Directed, Hooks, gradients, open_cache
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_ssd.activations import ActivationOffloader
-from tests.activations.support import Hooks, open_cache
+from tests.support.offloader import Hooks, open_cache
 
 pytestmark = pytest.mark.timeout(120)
 

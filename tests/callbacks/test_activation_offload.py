@@ -8,13 +8,13 @@ import pytest
 from torch import Tensor
 
 from lightning_ssd import ActivationOffload, MicroBatchSwitch, OffloadMonitor, PrefetchScheduler
-from tests.trainings import (
+from tests.support.trainings import (  # noqa: F401
     SmallModel,
     Watch,
     assert_same_training,
     batches,
     make_trainer,
-    nothing_left,  # noqa: F401
+    nothing_left,
     package_threads,
     run_script,
     scratch_directories,
@@ -115,7 +115,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from lightning_ssd import ActivationOffload
-from tests.trainings import SmallModel, Watch, batches, make_trainer, scratch_directories, small_arguments
+from tests.support.trainings import SmallModel, Watch, batches, make_trainer, scratch_directories, small_arguments
 
 root = Path({root!r})
 rank = int(os.environ.get("LOCAL_RANK", 0))

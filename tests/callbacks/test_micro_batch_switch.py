@@ -9,14 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor
 
 from lightning_ssd import MicroBatchSwitch
-from tests.trainings import (
-    SmallModel,
-    batches,
-    make_trainer,
-    nothing_left,  # noqa: F401
-    offloading,
-    small_model,
-)
+from tests.support.trainings import SmallModel, batches, make_trainer, nothing_left, offloading, small_model  # noqa: F401
 
 
 class TraceMode(pl.Callback):

@@ -14,7 +14,7 @@ from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import model as profiler
-from tests.states.test_training import Model, assert_same, train
+from tests.support.states import Model, assert_same, train
 
 MACHINE = str(Path(__file__).parent.parent.parent / "configs/machines/h100.json")
 

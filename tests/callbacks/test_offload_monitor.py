@@ -13,14 +13,14 @@ from lightning.pytorch.loggers.logger import Logger
 
 from lightning_ssd import OffloadMonitor, PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.storage import smart
-from tests.storage.test_smart import answer
-from tests.trainings import (
+from tests.support.storage import answer
+from tests.support.trainings import (  # noqa: F401
     MIN_BYTES,
     SmallModel,
     Watch,
     batches,
     make_trainer,
-    nothing_left,  # noqa: F401
+    nothing_left,
     offloading,
     small_model,
 )

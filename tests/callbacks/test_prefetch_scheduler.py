@@ -7,16 +7,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import MicroBatchSwitch, PrefetchScheduler
 from lightning_ssd.callbacks.offloader import find_offloader
-from tests.storage.faults import ThrottledBackend
-from tests.trainings import (
+from tests.support.trainings import (  # noqa: F401
     MIN_BYTES,
     SmallModel,
     Watch,
     batches,
     make_trainer,
-    nothing_left,  # noqa: F401
+    nothing_left,
     offloading,
     small_model,
 )

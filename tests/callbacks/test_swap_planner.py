@@ -22,11 +22,11 @@ from lightning_ssd.device import clock
 from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate
 from lightning_ssd.profiling import model as profiler
 from lightning_ssd.states import step
-from tests.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
-from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
-from tests.products import thorough
-from tests.states.test_training import Model
-from tests.states.test_training import train as train_states
+from tests.support.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
+from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
+from tests.support.products import thorough
+from tests.support.states import Model
+from tests.support.states import train as train_states
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,11 +15,12 @@ from torch._C._profiler import _ExperimentalConfig
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorder
 from lightning_ssd.callbacks import timeline_recorder
 from lightning_ssd.timeline import COLORS, Timeline, read_timeline
-from tests.parity import TinyGPT
-from tests.parity import assert_same as assert_same_run
-from tests.parity import train as train_run
-from tests.plans import BOTH, draw, pinned, planner
-from tests.states.test_training import Model, assert_same, train
+from tests.support.parity import TinyGPT
+from tests.support.parity import assert_same as assert_same_run
+from tests.support.parity import train as train_run
+from tests.support.plans import BOTH, draw, pinned, planner
+from tests.support.states import Model, assert_same, train
+from tests.support.traces import labels, spans
 
 PNG = b"\x89PNG\r\n\x1a\n"
 COPIED = {"CPU optimizer", "copy in", "copy out"}
@@ -48,24 +49,8 @@ class Recorded(pl.Callback):
             self.steps.add(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def spans(trace: Path) -> dict[str, list[dict[str, Any]]]:
-    """Returns the spans of a trace that was written, of each row."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for event in events:
-        if event["ph"] == "X":
-            assert event["ts"] >= 0 and event["dur"] > 0
-            found[names[event["tid"]]].append(event)
-    return found
-
-
 def steps_of(trace: Path) -> list[str]:
     return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "i"]
-
-
-def labels(rows: dict[str, list[dict[str, Any]]], row: str) -> list[str]:
-    return [event["name"] for event in sorted(rows[row], key=lambda event: event["ts"])]
 
 
 @pytest.mark.parametrize(

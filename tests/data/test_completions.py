@@ -14,7 +14,7 @@ from lightning_ssd.data import CompletionDataModule
 from lightning_ssd.data.finetune import pack
 from lightning_ssd.models import CausalLM
 from lightning_ssd.models.tiny_llama import make_tiny_llama
-from tests.models.folders import FAMILIES, train
+from tests.support.folders import FAMILIES, train
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import torch
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import build
-from tests.gpu.test_activation_offload import SlowCopies
-from tests.states.test_access import ACTIONS, Toy, _graph, _prune, assert_same, loader
+from tests.support.access import ACTIONS, Toy, _graph, _prune, assert_same, loader
+from tests.support.delays import SlowCopies
 
 pytestmark = pytest.mark.gpu
 

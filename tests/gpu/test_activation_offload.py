@@ -2,7 +2,6 @@
 
 import gc
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig, config, make_offloader
-from lightning_ssd.device import CUDACopyEngine, Mark, make_clock, make_copy_engine
-from lightning_ssd.storage import Backend, BackendFile, PosixBackend
-from tests.parity import SharedStorages, TinyGPT, assert_same, train
+from lightning_ssd.device import make_clock, make_copy_engine
+from tests.support.delays import SlowBackend, SlowCopies
+from tests.support.parity import SharedStorages, TinyGPT, assert_same, train
 
 pytestmark = pytest.mark.gpu
 
@@ -58,56 +57,6 @@ def test_numbers_are_those_of_plain_lightning(model: Any, precision: str, accumu
         moved = Moved()
         assert_same(plain, train(SSDOffloadStrategy(**arguments), callbacks=[moved], **how))
         assert moved.stored > 0
-
-
-class SlowCopies(CUDACopyEngine):
-    """Every copy, and every wait of the compute stream, is held up for a random time on the GPU."""
-
-    def mark(self, *, awaited: bool = False) -> Mark:
-        if random.random() < 0.3:
-            torch.cuda._sleep(random.randrange(2_000_000))  # the compute stream is late
-        return super().mark(awaited=awaited)
-
-    def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
-        self._hold(self._out._stream)
-        return super().d2h(src, dst, after, awaited=awaited)
-
-    def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
-        self._hold(self._in._stream)
-        return super().h2d(src, dst, after, awaited=awaited)
-
-    @staticmethod
-    def _hold(stream: torch.cuda.Stream) -> None:
-        if random.random() < 0.3:
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(random.randrange(2_000_000))
-
-
-class SlowBackend(Backend):
-    """Every I/O is held up for a random time: this is the drive's own time, nothing waits for it by sleeping."""
-
-    name = "slow"
-    device_buffers = False
-
-    def __init__(self) -> None:
-        self._inner = PosixBackend()
-
-    def open(self, path: Path) -> BackendFile:
-        file = self._inner.open(path)
-
-        class Slow(BackendFile):
-            def write(self, buffer: Tensor, offset: int) -> int:
-                time.sleep(random.random() * 2e-3)
-                return file.write(buffer, offset)
-
-            def read(self, buffer: Tensor, offset: int) -> int:
-                time.sleep(random.random() * 2e-3)
-                return file.read(buffer, offset)
-
-            def close(self) -> None:
-                file.close()
-
-        return Slow()
 
 
 def test_what_is_ahead_of_the_device_does_not_hold_the_host_up() -> None:

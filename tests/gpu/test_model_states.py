@@ -13,12 +13,11 @@ from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import build
-from tests.gpu.test_activation_offload import SlowBackend, SlowCopies
-from tests.parity import Run, SharedStorages, TinyGPT, train
-from tests.states.killed import fit, outcome, recovering
-from tests.states.killed import same as outcomes_are_the_same
-from tests.states.test_move import Mover
-from tests.states.test_recovery import FailAt, Failure
+from tests.support.delays import SlowBackend, SlowCopies
+from tests.support.killed import FailAt, Failure, fit, outcome, recovering
+from tests.support.killed import same as outcomes_are_the_same
+from tests.support.moves import Mover
+from tests.support.parity import SharedStorages, TinyGPT, exact, same, train
 
 pytestmark = pytest.mark.gpu
 
@@ -30,26 +29,8 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def exact(model: Any) -> Any:
-    """The model with SGD by a power of two, whose steps are the same on every machine, bit for bit."""
-
-    class Exact(model):  # type: ignore[misc]
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=2**-5)
-
-    return Exact
-
-
 def streamed(**arguments: Any) -> SSDOffloadStrategy:
     return SSDOffloadStrategy(**{"states": "host", "min_bytes": 1, "tier": "host", "host_memory": "1GiB"} | arguments)
-
-
-def same(a: Run, b: Run) -> None:
-    assert len(a.losses) == len(b.losses) > 0
-    for one, other in zip(a.losses, b.losses, strict=True):
-        assert torch.isfinite(one) and torch.equal(one, other), (one, other)
-    for name, weight in a.weights.items():
-        assert torch.equal(weight, b.weights[name]), name
 
 
 # SharedStorages uses one weight twice in a forward: see `build._compute_dtypes` for bf16.

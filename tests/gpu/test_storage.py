@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ssd.storage import BlobStore, PinnedPool
-from tests.storage.support import noise
+from tests.support.storage import noise
 
 pytestmark = pytest.mark.gpu
 

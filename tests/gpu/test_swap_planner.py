@@ -16,10 +16,9 @@ from lightning_ssd.activations import config
 from lightning_ssd.models.gpt import GPT
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, simulate, unplanned
 from lightning_ssd.states import StatesConfig
-from tests.gpu.test_activation_offload import SlowCopies
-from tests.gpu.test_model_states import exact, same
-from tests.parity import SharedStorages, TinyGPT, assert_same, train
-from tests.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
+from tests.support.delays import SlowCopies
+from tests.support.parity import SharedStorages, TinyGPT, assert_same, exact, same, train
+from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 
 pytestmark = pytest.mark.gpu
 

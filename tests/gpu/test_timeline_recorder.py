@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
-from tests.callbacks.test_timeline_recorder import labels, spans
-from tests.gpu.test_model_states import same
-from tests.parity import TinyGPT, train
+from tests.support.parity import TinyGPT, same, train
+from tests.support.traces import labels, spans
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,8 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.models import CausalLM
 from lightning_ssd.models.pretrained import PretrainedFolder
 from lightning_ssd.states import find_units
-from tests.models.folders import FAMILIES, VOCABULARY, assert_same_weights, save_model, strategy, train
-from tests.products import combinations
+from tests.support.folders import FAMILIES, VOCABULARY, assert_same_weights, save_model, strategy, train
+from tests.support.products import combinations
 
 
 def module(folder: Path, **settings: Any) -> CausalLM:

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_ssd._lightning import pl
 from lightning_ssd.models import CausalLM, LoRACausalLM, linear_loss
 from lightning_ssd.models.linear_loss import chunked_cross_entropy
-from tests.models.folders import FAMILIES, Tokens, assert_same_weights, save_model, strategy, train
-from tests.products import combinations
+from tests.support.folders import FAMILIES, Tokens, assert_same_weights, save_model, strategy, train
+from tests.support.products import combinations
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 """Of the loss and of gradients, relative to their norms: what 16-bit products round."""

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from lightning_ssd import SaveFolder
 from lightning_ssd._lightning import pl
 from lightning_ssd.models import LoRACausalLM
-from tests.models.folders import FAMILIES, assert_same_weights, save_model, strategy, train
-from tests.products import combinations
+from tests.support.folders import FAMILIES, assert_same_weights, save_model, strategy, train
+from tests.support.products import combinations
 
 ADAPTER_BYTES = 4 * 48 * 4  # of the largest adapter; every weight of a base but norms and biases is larger
 

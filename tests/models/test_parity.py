@@ -18,9 +18,9 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
 from lightning_ssd.data import MaskedTextDataModule, SpanCorruptionDataModule
 from lightning_ssd.models import BERT, T5
-from tests.plans import Watch, draw, pinned, planner
-from tests.products import combinations, thorough
-from tests.trainings import nothing_left  # noqa: F401
+from tests.support.plans import Watch, draw, pinned, planner
+from tests.support.products import combinations, thorough
+from tests.support.trainings import nothing_left  # noqa: F401
 
 T5_SIZES: dict[str, Any] = dict(vocab_size=260, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=3)
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, UnitPlan, record
-from tests.planning.profiles import H100, make_model
+from tests.support.profiles import H100, make_model
 
 MODEL = make_model(1)
 PLAN = Plan({unit.name: UnitPlan("ssd", "ssd", "keep", {"work": "recompute"}) for unit in MODEL.units}, 100, 200)

@@ -18,7 +18,7 @@ from lightning_ssd.planning.fuyou import (
     swap_benefit_factor,
 )
 from lightning_ssd.planning.phase import Phase, iteration_seconds
-from tests.planning.profiles import GB, H100
+from tests.support.profiles import GB, H100
 
 # Table 2, in units of b s h^2 FLOP (the paper prints b s h^3) and of b s h activations.
 TABLE_2 = {"qkv": (6, 3, 1), "htoh": (2, 1, 1), "hto4h": (8, 4, 1), "4htoh": (8, 1, 4)}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from lightning_ssd.planning import HardwareProfile
-from tests.planning.profiles import H100, machines
+from tests.support.profiles import H100, machines
 
 
 @given(machines())

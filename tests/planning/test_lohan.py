@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_ssd.planning.lohan import Layer, StateSizes, bytes_to_ssd, choose_swaps, phases
 from lightning_ssd.planning.phase import iteration_seconds
-from tests.planning.profiles import GB, H100
+from tests.support.profiles import GB, H100
 
 # Section III: forward 5.96 s of GPU time, full recomputation 5.7 s.
 FORWARD, RECOMPUTE = 5.96, 5.7

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from lightning_ssd.planning import ModelProfile, transformer_profile
-from tests.planning.profiles import GIB, H100, make_model, models
+from tests.support.profiles import GIB, H100, make_model, models
 
 
 @given(models())

@@ -10,36 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.planning import ModelProfile, Plan, UnitPlan
-from tests.planning.profiles import make_model, models
-
-NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=8)
-
-
-@st.composite
-def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
-    """Any plan; one for `model` if that is given."""
-    if model is None:
-        names = {name: draw(st.lists(NAMES, unique=True, max_size=3)) for name in draw(st.lists(NAMES, unique=True))}
-        anything = st.sampled_from(["keep", "host", "ssd", "recompute"])
-        choices = {name: {item: draw(anything) for item in items} for name, items in names.items()}
-    else:
-        choices = {
-            unit.name: {
-                item.name: draw(
-                    st.sampled_from(["keep", "host", "ssd"] + ["recompute"] * (item.recompute_seconds is not None))
-                )
-                for item in unit.operators
-            }
-            for unit in model.units
-        }
-    tiers = st.sampled_from([("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")])
-    units = {}
-    for name, operators in choices.items():
-        weights, states = draw(tiers)
-        units[name] = UnitPlan(weights, states, draw(st.sampled_from(["keep", "host", "ssd"])), operators)  # type: ignore[arg-type]
-    size = st.integers(0, 2**40)
-    clip = draw(st.sampled_from(["deferred", "speculative"] if model and model.clip_norm else ["off", "deferred"]))
-    return Plan(units, draw(size), draw(size), clip)
+from tests.support.profiles import make_model, models, plans
 
 
 @given(plans())

@@ -27,8 +27,8 @@ from lightning_ssd.planning.placement import default_window
 from lightning_ssd.planning.planners import CAUTION
 from lightning_ssd.planning.transformer import transformer_profile
 from lightning_ssd.types import Choice
-from tests.planning.profiles import GB, GIB, H100, machines, make_model, models
-from tests.products import combinations
+from tests.support.products import combinations
+from tests.support.profiles import GB, GIB, H100, machines, make_model, models
 
 
 @settings(max_examples=50, deadline=None)

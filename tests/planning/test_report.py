@@ -8,7 +8,7 @@ from lightning_ssd.planning import make_plan, make_report, render_report, simula
 from lightning_ssd.planning.holistic import safest_plan
 from lightning_ssd.planning.report import find_lifts, hidden_tokens, largest_samples
 from lightning_ssd.planning.simulator import cut_stages
-from tests.planning.profiles import GB, GIB, H100, make_model
+from tests.support.profiles import GB, GIB, H100, make_model
 
 SMALL = replace(H100, gpu_bytes=12 * GIB, host_bytes=24 * GIB)
 GPT = transformer_profile(SMALL, hidden=2048, layers=24, heads=16, sequence=1024, batch=8, vocabulary=50257)

@@ -20,8 +20,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
 from lightning_ssd.planning.simulator import JOBS_AHEAD, _Builder, _simulate, _Window, resident_bytes
-from tests.planning.profiles import GB, H100, machines, make_model, models
-from tests.planning.test_plan import plans
+from tests.support.profiles import GB, H100, machines, make_model, models, plans
 
 # A machine on which bytes and parameters are seconds.
 UNIT = HardwareProfile("unit", 1.0, 1e12, *[1.0] * 8, 10**9, 10**9, 10**9)  # type: ignore[arg-type]

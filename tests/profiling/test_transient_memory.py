@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.profiling import TraceMode
-from tests.activations.support import CPU, open_cache
+from tests.support.offloader import CPU, open_cache
 
 MIB = 2**20
 

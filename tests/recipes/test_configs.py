@@ -7,16 +7,8 @@ import pytest
 import torch
 
 from lightning_ssd.models import LanguageModule, RecipeModule
-from tests.products import thorough
-from tests.recipes.support import (
-    MACHINES,
-    MODELS,
-    RECIPES,
-    no_arguments,  # noqa: F401
-    read,
-    recipe_of,
-    trained,
-)
+from tests.support.products import thorough
+from tests.support.recipes import MACHINES, MODELS, RECIPES, no_arguments, read, recipe_of, trained  # noqa: F401
 
 PLAIN = ("--trainer.strategy=auto",)
 # Reading a recipe takes a second or two.

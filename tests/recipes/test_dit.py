@@ -8,7 +8,7 @@ from PIL import Image
 
 from lightning_ssd import cli as commands
 from lightning_ssd.models import DiT
-from tests.recipes.support import RECIPES, ROOT, no_arguments, read  # noqa: F401
+from tests.support.recipes import RECIPES, ROOT, no_arguments, read  # noqa: F401
 
 RECIPE = RECIPES / "dit.yaml"
 MODELS = ROOT / "configs" / "models"

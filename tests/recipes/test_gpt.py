@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.recipes.support import ROOT, logged, no_arguments, read  # noqa: F401
+from tests.support.recipes import ROOT, logged, no_arguments, read  # noqa: F401
 
 
 def test_later_files_and_options_change_single_keys() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.recipes.support import logged, no_arguments, read  # noqa: F401
+from tests.support.recipes import logged, no_arguments, read  # noqa: F401
 
 QUICK = {
     "bert": ("--model.num_hidden_layers=1", "--data.block_size=32", "--data.batch_size=16", "--model.warmup_steps=10"),

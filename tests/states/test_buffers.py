@@ -1,6 +1,5 @@
 """Whole trainings with model states on SSD, or where budgets put them, against plain Lightning."""
 
-import threading
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,9 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import budget, build
 from lightning_ssd.storage import ChecksumError, PosixBackend, StorageError, StorageFullError
-from tests.products import combinations, thorough
-from tests.states.test_training import Block, Model, assert_same, host, loader, train
-from tests.storage.faults import FaultyBackend
-
-
-def ssd(**arguments: Any) -> SSDOffloadStrategy:
-    return SSDOffloadStrategy(**{"states": "ssd", "min_bytes": 1, "offload": "none"} | arguments)
-
-
-def assert_nothing_is_left(path: Path) -> None:
-    assert not list(path.glob("lightning_ssd-*"))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("lightning_ssd")]
+from tests.support.faults import FaultyBackend
+from tests.support.products import combinations, thorough
+from tests.support.states import Block, Model, assert_nothing_is_left, assert_same, host, loader, some_stay, ssd, train
 
 
 # 8.0 is above the norm of some steps of `Model`, and below that of others.
@@ -482,10 +472,6 @@ class Residents(pl.Callback):
         (optimizer,) = trainer.optimizers
         of_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.masters = [parameter for parameter in pl_module.parameters() if id(parameter) not in of_optimizer]
-
-
-def some_stay() -> SSDOffloadStrategy:
-    return ssd(states="auto", gpu_memory="90kB", tier="host")
 
 
 def test_masters_of_parameters_that_stay(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,7 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import load_sharded, save_sharded, sharded
 from lightning_ssd.states.lazy import LazyTensor, LazyTensors, save
-from tests.states.test_buffers import ssd
-from tests.states.test_training import Block, Model, assert_same, host, loader, train
-
-
-def tree_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return type(a) is type(b) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(tree_equal(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(tree_equal(one, other) for one, other in zip(a, b, strict=True))
-    return bool(a == b)
+from tests.support.states import Block, Large, Model, assert_same, host, loader, ssd, train, tree_equal
 
 
 def saved(path: Path, strategy: Any, model: Any = None, **arguments: Any) -> dict[str, Any]:
@@ -275,47 +263,6 @@ def test_assigning_a_state_dict(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"leave `assign` out"):
         train(tmp_path, host(), Assigning())
-
-
-class Large(pl.LightningModule):
-    """16 blocks of 4 MiB, so 192 MiB with AdamW's states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
-        self.extra = 0
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.blocks(batch[0].float().repeat(1, 114)[:, :1024]).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_step == 2:
-            assert self.trainer.strategy.model_states is not None  # type: ignore[attr-defined]
-            self.trainer.strategy.model_states.drain()  # type: ignore[attr-defined]
-            before = most = memory()
-            ended = threading.Event()
-
-            def watch() -> None:
-                nonlocal most
-                while not ended.wait(0.001):
-                    most = max(most, memory())
-
-            watcher = threading.Thread(target=watch)
-            watcher.start()
-            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "large.ckpt")
-            ended.set()
-            watcher.join()
-            self.extra = most - before
-
-
-def memory() -> int:
-    """Bytes of this process's own memory."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])

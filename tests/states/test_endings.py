@@ -11,31 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.storage import StorageError
-from tests.storage.faults import FailingAtBackend, Operation
-from tests.trainings import Watch, make_trainer, nothing_left, package_threads  # noqa: F401
+from tests.support.endings import STEPS, WIDTH, Toy, offload
+from tests.support.faults import FailingAtBackend, Operation
+from tests.support.trainings import Watch, make_trainer, nothing_left, package_threads  # noqa: F401
 
-WIDTH, STEPS = 48, 3
 NOTE = "After that, "
-
-
-class Toy(pl.LightningModule):
-    """Two blocks that leave and a scale that may stay; keeps its weights after each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(2)))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.blocks(batch).pow(2).mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.blocks(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.5, momentum=0.9)
 
 
 class WithSmall(Toy):
@@ -88,11 +69,6 @@ def train(root: Path, strategy: Any, model: type[Toy] = Toy, **arguments: Any) -
         error.module = module  # type: ignore[attr-defined]
         raise
     return module
-
-
-def offload(backend: Any, **arguments: Any) -> SSDOffloadStrategy:
-    small = dict(states="ssd", min_bytes=1024, offload="none", gpu_memory="1B", ssd_capacity="512KiB", backend=backend)
-    return SSDOffloadStrategy(**(small | arguments))
 
 
 MODES: dict[str, dict[str, Any]] = {

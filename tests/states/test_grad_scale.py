@@ -11,7 +11,7 @@ import torch
 from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.states import build
 from lightning_ssd.states.grad_scale import GradScaleDecision
-from tests.trainings import batches, make_trainer, offloading, small_model
+from tests.support.trainings import batches, make_trainer, offloading, small_model
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.states.test_access import Toy, _same, assert_same, compare, fit
+from tests.support.access import Toy, _same, assert_same, compare, fit
 
 ADAMW = {"optimizer": torch.optim.AdamW, "lr": 0.01}
 

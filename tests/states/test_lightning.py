@@ -18,11 +18,9 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import load_sharded
 from lightning_ssd.states.lazy import LazyTensor
 from lightning_ssd.storage import StorageError
-from tests.products import thorough
-from tests.states.test_buffers import ssd
-from tests.states.test_checkpoints import tree_equal
-from tests.states.test_training import Model, adamw, assert_same, host, loader, train
-from tests.storage.faults import FaultyBackend
+from tests.support.faults import FaultyBackend
+from tests.support.products import thorough
+from tests.support.states import Model, adamw, assert_same, host, loader, ssd, train, tree_equal
 
 STRATEGIES = {"host": host, "ssd": ssd, "speculative": lambda: ssd(clip="speculative")}
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.states.masters import MasteredParameter, MasterWeights
-from tests.products import thorough
-from tests.states.test_buffers import some_stay, ssd
-from tests.states.test_training import Model, assert_same, train
+from tests.support.products import thorough
+from tests.support.states import Model, assert_same, some_stay, ssd, train
 
 Write = Callable[[nn.Parameter], object]
 

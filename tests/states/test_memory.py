@@ -10,9 +10,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_ssd.states.gradient import GradientPool
-from tests.states.test_buffers import ssd
-from tests.states.test_checkpoints import Large, memory
-from tests.states.test_training import loader
+from tests.support.states import Large, loader, memory, ssd
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])

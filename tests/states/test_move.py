@@ -1,8 +1,6 @@
 """Model states that move between device, host memory and SSDs amid a training: the numbers stay."""
 
 import errno
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,57 +14,11 @@ from lightning_ssd import OffloadMonitor, SSDOffloadStrategy
 from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
 from lightning_ssd.states import StatesConfig, find_units
 from lightning_ssd.storage import StorageError
-from tests.plans import MACHINE, planner
-from tests.products import combinations, thorough
-from tests.states.test_training import Model, assert_same, train
-from tests.storage.faults import FaultyBackend
-
-GPU, HOST, SSD = ("gpu", "gpu"), ("host", "host"), ("ssd", "ssd")
-TIERS: Sequence[Any] = (GPU, HOST, SSD, ("host", "ssd"), ("ssd", "host"))
-
-
-class Mover(pl.Callback):
-    """Moves every unit somewhere else after every other step.
-
-    Args:
-        seed: of where.
-        tiers: where units may be.
-    """
-
-    def __init__(self, seed: int = 0, tiers: Sequence[Any] = TIERS) -> None:
-        self.generator = random.Random(seed)
-        self.tiers = tiers
-        self.moves = 0
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if not trainer.fit_loop._should_accumulate() and trainer.global_step % 2:
-            names = [unit.name for unit in find_units(pl_module)]
-            move(trainer, {name: self.generator.choice(self.tiers) for name in names})
-            self.moves += 1
-
-
-def move(trainer: pl.Trainer, where: dict[str, Any]) -> None:
-    units = {name: UnitPlan(weights, states, "keep", {}) for name, (weights, states) in where.items()}
-    strategy: Any = trainer.strategy
-    strategy.move_states(Plan(units, 2**20, 2**20))
-    found = {}
-    for unit in find_units(trainer.lightning_module):
-        homes = [
-            home
-            for flat, home in strategy.model_states.homes.items()
-            if {item.parameter for item in flat.slices} <= {parameter for _, parameter in unit.parameters}
-        ]
-        found[unit.name] = {
-            (_tier(home.on_ssd[0]), _tier(home.on_ssd[1]) if home.layout.rest_bytes else where[unit.name][1])
-            for home in homes
-        } or {GPU}
-    assert found == {name: {tiers} for name, tiers in where.items()}
-
-
-def _tier(on_ssd: bool) -> str:
-    return "ssd" if on_ssd else "host"
+from tests.support.faults import FaultyBackend
+from tests.support.moves import GPU, HOST, SSD, TIERS, Mover, move
+from tests.support.plans import MACHINE, planner
+from tests.support.products import combinations, thorough
+from tests.support.states import Model, assert_same, train
 
 
 def ssd(path: Path, **arguments: Any) -> SSDOffloadStrategy:

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd.states.plain_data import decode, from_bytes
 from lightning_ssd.storage import Backend, BackendFile, PosixBackend
-from tests.states.test_endings import WIDTH, Toy, offload
-from tests.storage.faults import Operation, _Wrapped
-from tests.trainings import make_trainer, nothing_left  # noqa: F401
+from tests.support.endings import WIDTH, Toy, offload
+from tests.support.faults import Operation, WrappedFile
+from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
 
 
 class WatchedWrites(Backend):
@@ -30,7 +30,7 @@ class WatchedWrites(Backend):
         self.arrived = threading.Event()
 
     def open(self, path: Path) -> BackendFile:
-        return _Wrapped(PosixBackend().open(path), self._transfer)
+        return WrappedFile(PosixBackend().open(path), self._transfer)
 
     def _transfer(self, operation: Operation, call: Any, buffer: Tensor, offset: int) -> int:
         if operation == "write":

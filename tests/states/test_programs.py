@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.states.test_access import Toy, assert_same, fit
+from tests.support.access import Toy, assert_same, fit
 
 WIDTH = 8
 

@@ -16,31 +16,14 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.data.loader import ResumableDataLoader
 from lightning_ssd.states.plain_data import DamagedError, from_bytes
 from lightning_ssd.storage import StorageError, Volume
-from tests.states.killed import Model, fit, outcome, recovering, same
-from tests.states.test_buffers import assert_nothing_is_left
-from tests.storage.faults import FaultyBackend, ThrottledBackend
-
-KEPT = "lightning_ssd-kept-rank0"
-
-
-class Failure(Exception):
-    pass
-
-
-class FailAt(pl.Callback):
-    """Raises once, in the batch of a number."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if int(module.batches) == self._batch:
-            self._batch = -1
-            raise Failure
+from tests.support.faults import FaultyBackend
+from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, recovering, same
+from tests.support.states import assert_nothing_is_left
 
 
 def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **arguments: Any) -> Any:
@@ -56,7 +39,7 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.thorough)])
 def test_killed_at_many_moments(tmp_path: Path, kills: int) -> None:
     """By SIGKILL, at any time and amid a write; bit for bit what a training gives that nobody killed."""
-    command = [sys.executable, "-m", "tests.states.killed", str(tmp_path), str(kills)]
+    command = [sys.executable, "-m", "tests.support.killed", str(tmp_path), str(kills)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
     assert f"{kills} kills" in run.stdout

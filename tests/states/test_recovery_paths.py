@@ -20,10 +20,9 @@ from lightning_ssd.states.journal import Journal
 from lightning_ssd.states.plain_data import encode
 from lightning_ssd.states.settings import Settings
 from lightning_ssd.storage import BlobStore, StorageError
-from tests.states.killed import fit, outcome, recovering, same
-from tests.states.test_buffers import assert_nothing_is_left
-from tests.states.test_recovery import KEPT, FailAt, Failure
-from tests.trainings import script_environment
+from tests.support.killed import KEPT, FailAt, Failure, fit, outcome, recovering, same
+from tests.support.states import assert_nothing_is_left
+from tests.support.trainings import script_environment
 
 REFUSED = "refused"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ssd.states import find_replaced, is_sharded, load_sharded, replace, save, save_sharded
-from tests.states.interrupted import Fault, disturb
+from tests.support.interrupted import Fault, disturb
 
 
 def checkpoint(number: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states.prefetcher import ParamPrefetcher
 from lightning_ssd.states.step import OptimizerStep
-from tests.states.test_access import Block, loader
+from tests.support.access import Block, loader
 
 UNITS = 4
 

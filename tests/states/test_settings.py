@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd.states.settings import Settings, differences, model_settings
 from lightning_ssd.storage import StorageError
-from tests.states.killed import Model, fit, outcome, recovering, same
-from tests.states.test_recovery import KEPT, FailAt, Failure
+from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, recovering, same
 
 
 class Small(Model):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.states.test_access import PLACES, Toy, assert_same, compare, fit
+from tests.support.access import PLACES, Toy, assert_same, compare, fit
 
 Operation = Callable[["Sharing", int, int], Any]
 

@@ -12,9 +12,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.states.blocks import Block, assert_same, offloading, train_copy
-from tests.states.test_whole_step import Coupled, Program
-from tests.trainings import make_trainer
+from tests.support.blocks import Block, assert_same, offloading, train_copy
+from tests.support.optimizers import Coupled, Program
+from tests.support.trainings import make_trainer
 
 
 class Model(pl.LightningModule):

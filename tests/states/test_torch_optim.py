@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from tests.trainings import make_trainer
+from tests.support.trainings import make_trainer
 
 # Below, at and above the widths of vectors.
 LENGTHS = (1, 7, 15, 17, 63, 65, 1000, 4099)

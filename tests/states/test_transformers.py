@@ -21,9 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tests.products import combinations
-from tests.states.test_buffers import ssd
-from tests.states.test_training import host
+from tests.support.products import combinations
+from tests.support.states import host, ssd
 
 SIZES: dict[str, Any] = dict(vocab_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_ssd.storage.bench import bench_io, format_table
-from tests.storage.support import CPU
+from tests.support.storage import CPU
 
 
 def test_it_compares_raw_and_engine_and_removes_its_files(tmp_path: Path) -> None:

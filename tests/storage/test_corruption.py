@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
 from lightning_ssd.storage import BlobStore, ChecksumError, StorageError
-from tests.storage.faults import CorruptingBackend
-from tests.storage.support import CPU, KIB, noise, open_store, read, write
-from tests.trainings import batches, quiet, small_model
+from tests.support.faults import CorruptingBackend
+from tests.support.storage import CPU, KIB, noise, open_store, read, write
+from tests.support.trainings import batches, quiet, small_model
 
 PAGE = 4096
 

@@ -11,8 +11,8 @@ import pytest
 
 from lightning_ssd.storage import BlobStore, PosixBackend, ScratchDirectory, StorageError
 from lightning_ssd.storage.scratch import kept_directory
-from tests.storage.faults import GatedBackend
-from tests.storage.support import CPU, KIB, noise, open_store, write
+from tests.support.faults import GatedBackend
+from tests.support.storage import CPU, KIB, noise, open_store, write
 
 
 class Calls:

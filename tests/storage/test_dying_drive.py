@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lightning_ssd.storage import BlobStore, ChecksumError, StorageError, StorageFullError, calibration
-from tests.storage.support import CPU, KIB, noise, open_files, read, write
+from tests.support.storage import CPU, KIB, noise, open_files, read, write
 
 PAGE = 4096
 CALLS = {

@@ -13,8 +13,8 @@ import torch
 
 from lightning_ssd.storage import StorageError
 from lightning_ssd.storage.meter import Meter
-from tests.storage.faults import GatedBackend
-from tests.storage.support import KIB, noise, open_store
+from tests.support.faults import GatedBackend
+from tests.support.storage import KIB, noise, open_store
 
 PIECE = 64 * KIB
 

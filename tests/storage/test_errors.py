@@ -19,8 +19,8 @@ from lightning_ssd.storage import (
     StorageError,
     StorageFullError,
 )
-from tests.storage.faults import DeviceBackend, FaultyBackend, Operation
-from tests.storage.support import CPU, KIB, noise, open_store, read, write
+from tests.support.faults import DeviceBackend, FaultyBackend, Operation
+from tests.support.storage import CPU, KIB, noise, open_store, read, write
 
 
 @pytest.fixture

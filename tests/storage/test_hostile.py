@@ -22,7 +22,7 @@ from lightning_ssd.storage import (
     StorageError,
 )
 from lightning_ssd.storage.scratch import kept_directory
-from tests.storage.support import CPU, KIB, noise, open_files, open_store, write
+from tests.support.storage import CPU, KIB, noise, open_files, open_store, write
 
 NOBODY = 65534
 KILLED = f"lightning_ssd-{'0' * 16}-rank0"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_ssd.storage import KvikioBackend, PinnedPool, PosixBackend, StorageError, choice, choose_backend
-from tests.storage.faults import DeviceBackend
-from tests.storage.support import CPU, noise
+from tests.support.faults import DeviceBackend
+from tests.support.storage import CPU, noise
 
 PAGE = 4096
 

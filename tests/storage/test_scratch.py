@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ssd.storage import ScratchDirectory, StorageError
-from tests.storage.support import open_store
+from tests.support.storage import open_store
 
 LIVE_STORE = """
 import sys, torch

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_ssd.storage import smart
+from tests.support.storage import answer
 
 
 @pytest.fixture
@@ -21,16 +22,6 @@ def sysfs(tmp_path: Path) -> Path:
     (root / "dev" / "block").mkdir(parents=True)
     (root / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").symlink_to(partition)
     return root
-
-
-def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int = 0) -> None:
-    """Puts a `smartctl` on the path that says `said`."""
-    command = tmp_path / "bin" / "smartctl"
-    command.parent.mkdir(exist_ok=True)
-    (tmp_path / "said").write_text(said)
-    command.write_text(f'#!/bin/sh\n[ "$3" = /dev/nvme7n1 ] && cat {tmp_path / "said"}\nexit {code}\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", str(command.parent), prepend=os.pathsep)
 
 
 def test_the_drive_of_a_path(tmp_path: Path, sysfs: Path) -> None:

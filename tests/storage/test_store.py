@@ -15,9 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd.storage import Backend, BackendFile, BlobStore, StorageError, StorageFullError
-from tests.storage.faults import FaultyBackend, ThrottledBackend
-from tests.storage.support import CPU, KIB, noise, open_store, read, write
+from tests.support.faults import FaultyBackend
+from tests.support.storage import CPU, KIB, noise, open_store, read, write
 
 PAGE = 4096
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
-from tests.trainings import make_trainer
+from tests.support.trainings import make_trainer
 
 
 class Block(nn.Module):

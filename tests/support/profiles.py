@@ -2,7 +2,15 @@
 
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import HardwareProfile, HostOverhead, ModelProfile, OperatorProfile, UnitProfile
+from lightning_ssd.planning import (
+    HardwareProfile,
+    HostOverhead,
+    ModelProfile,
+    OperatorProfile,
+    Plan,
+    UnitPlan,
+    UnitProfile,
+)
 
 GB, GIB = 10**9, 2**30
 
@@ -140,3 +148,33 @@ def machines(draw: st.DrawFn) -> HardwareProfile:
         launch=HostOverhead(*(draw(st.floats(0, 1e-4)) for _ in range(6))),
         host_memory_bandwidth=draw(st.one_of(st.none(), st.floats(1e10, 1e12))),
     )
+
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=8)
+
+
+@st.composite
+def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
+    """Any plan; one for `model` if that is given."""
+    if model is None:
+        names = {name: draw(st.lists(NAMES, unique=True, max_size=3)) for name in draw(st.lists(NAMES, unique=True))}
+        anything = st.sampled_from(["keep", "host", "ssd", "recompute"])
+        choices = {name: {item: draw(anything) for item in items} for name, items in names.items()}
+    else:
+        choices = {
+            unit.name: {
+                item.name: draw(
+                    st.sampled_from(["keep", "host", "ssd"] + ["recompute"] * (item.recompute_seconds is not None))
+                )
+                for item in unit.operators
+            }
+            for unit in model.units
+        }
+    tiers = st.sampled_from([("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")])
+    units = {}
+    for name, operators in choices.items():
+        weights, states = draw(tiers)
+        units[name] = UnitPlan(weights, states, draw(st.sampled_from(["keep", "host", "ssd"])), operators)  # type: ignore[arg-type]
+    size = st.integers(0, 2**40)
+    clip = draw(st.sampled_from(["deferred", "speculative"] if model and model.clip_norm else ["off", "deferred"]))
+    return Plan(units, draw(size), draw(size), clip)

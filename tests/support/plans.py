@@ -14,7 +14,7 @@ from lightning_ssd.planning import ModelProfile, Plan, UnitPlan
 BOTH: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB", "states": "gpu"}
 """Arguments of a strategy with both tiers, for activations alone."""
 
-MACHINE = Path(__file__).parent.parent / "configs/machines/h100.json"
+MACHINE = Path(__file__).parents[2] / "configs/machines/h100.json"
 
 
 class Watch(pl.Callback):

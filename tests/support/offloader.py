@@ -8,10 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader
+from lightning_ssd.activations import (
+    ActivationOffloader,
+    ForwardGraph,
+    OffloadConfig,
+    PlanMode,
+    Saved,
+    make_offloader,
+    make_schedule,
+)
 from lightning_ssd.activations.ssd import SSDTier
+from lightning_ssd.profiling import TraceMode
+from lightning_ssd.types import Choice
 
 CPU = torch.device("cpu")
 KIB, MIB = 2**10, 2**20
@@ -78,3 +88,58 @@ def assert_same_gradients(cache: ActivationOffloader, forward: Forward, *leaves:
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
     return cache.stats().stored - before
+
+
+class Directed:
+    """Forwards of a cache, one recorded and the others under directions.
+
+    Args:
+        cache: for all of them.
+        modules: the units.
+    """
+
+    def __init__(self, cache: ActivationOffloader, modules: Sequence[nn.Module] = ()) -> None:
+        self.cache = cache
+        self.units = [[module] for module in modules]
+        self.graph = ForwardGraph()
+
+    def record(self) -> AbstractContextManager[None]:
+        self.recorder = TraceMode(self.units, CPU)
+        self.cache.begin_micro_batch()
+        self.cache.forward_mode, self.cache.observer = self.recorder, self.recorder.saved
+        return self.cache.hooks()
+
+    def end_record(self) -> list[Saved]:
+        self.cache.end_backward()
+        self.cache.forward_mode = self.cache.observer = None
+        self.recorder.finish()
+        self.recorder.close()
+        self.graph = self.recorder.graph
+        return self.graph.saved(self.cache.min_bytes)
+
+    def check(self) -> AbstractContextManager[None]:
+        """A forward, and a backward, that try what might be recomputed, as `SwapPlanner` does."""
+        again: dict[int, Choice] = {
+            item.buffer: "recompute" for item in self.graph.saved(self.cache.min_bytes) if item.again
+        }
+        self._make_director(again)
+        self.director.checking = True
+        self.cache.observer, self.cache.checker = self.director.saved, self.director.check
+        return self.cache.hooks()
+
+    def direct(self, choices: dict[int, Choice]) -> AbstractContextManager[None]:
+        self._make_director(choices)
+        return self.cache.hooks()
+
+    def end_direct(self) -> None:
+        self.cache.end_backward()
+        self.cache.forward_mode = self.cache.observer = self.cache.checker = None
+        self.director.close()
+
+    def _make_director(self, choices: dict[int, Choice]) -> None:
+        chains = {item.buffer: item.chain for item in self.graph.saved(self.cache.min_bytes)
+                  if choices.get(item.buffer) == "recompute"}  # fmt: skip
+        self.director = PlanMode(self.units, CPU, self.cache.pack, self.cache.unpack)
+        self.director.program = make_schedule(self.graph, choices, chains)
+        self.cache.begin_micro_batch()
+        self.cache.forward_mode = self.director

@@ -1,6 +1,6 @@
 """Trainings with `recover=True` that are killed, again and again, and run again: for test_recovery.py.
 
-    python -m tests.states.killed PATH KILLS
+    python -m tests.support.killed PATH KILLS
 
 Kills KILLS trainings, at random moments, in new processes of one that has imported everything. Each that comes to its
 end must have the losses and weights of one that nobody killed; the exit status says whether all had.
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.storage import PosixBackend
-from tests.storage.faults import FaultyBackend
+from tests.support.faults import FaultyBackend
 
 
 class Model(pl.LightningModule):
@@ -151,6 +151,25 @@ def main(path: Path, kills: int) -> None:
     if not same(torch.load(path / "outcome"), expected):
         sys.exit("the numbers of the last training are others")
     print(f"{killed} kills, {ended + 1} trainings")
+
+
+KEPT = "lightning_ssd-kept-rank0"
+
+
+class Failure(Exception):
+    pass
+
+
+class FailAt(pl.Callback):
+    """Raises once, in the batch of a number."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if int(module.batches) == self._batch:
+            self._batch = -1
+            raise Failure
 
 
 if __name__ == "__main__":

@@ -207,3 +207,21 @@ def assert_same(a: Run, b: Run) -> None:
     assert a.weights.keys() == b.weights.keys()
     for name, one in a.weights.items():
         assert torch.equal(one, b.weights[name]), f"weight {name}"
+
+
+def exact(model: Any) -> Any:
+    """The model with SGD by a power of two, whose steps are the same on every machine, bit for bit."""
+
+    class Exact(model):  # type: ignore[misc]
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=2**-5)
+
+    return Exact
+
+
+def same(a: Run, b: Run) -> None:
+    assert len(a.losses) == len(b.losses) > 0
+    for one, other in zip(a.losses, b.losses, strict=True):
+        assert torch.isfinite(one) and torch.equal(one, other), (one, other)
+    for name, weight in a.weights.items():
+        assert torch.equal(weight, b.weights[name]), name

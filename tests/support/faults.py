@@ -1,10 +1,9 @@
-"""Backends that fail, hold or slow down transfers on purpose. Each wraps a real one."""
+"""Backends that fail or block transfers on purpose. Each wraps a real one."""
 
 from __future__ import annotations
 
 import errno
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -38,7 +37,7 @@ class FaultyBackend(Backend):
         self.flip = False
 
     def open(self, path: Path) -> BackendFile:
-        return _Wrapped(self._inner.open(path), self._transfer)
+        return WrappedFile(self._inner.open(path), self._transfer)
 
     def _transfer(
         self,
@@ -103,7 +102,7 @@ class CorruptingBackend(Backend):
             file.read(old, offset)
             return call(self._fault(buffer.clone(), old), offset)
 
-        return _Wrapped(file, transfer)
+        return WrappedFile(file, transfer)
 
 
 class FailingAtBackend(Backend):
@@ -132,7 +131,7 @@ class FailingAtBackend(Backend):
         self.failed = 0
 
     def open(self, path: Path) -> BackendFile:
-        return _Wrapped(self._inner.open(path), self._transfer)
+        return WrappedFile(self._inner.open(path), self._transfer)
 
     def arm(self) -> None:
         """Transfers count from now on."""
@@ -175,7 +174,7 @@ class GatedBackend(Backend):
         self.served: list[tuple[Operation, int]] = []
 
     def open(self, path: Path) -> BackendFile:
-        return _Wrapped(self._inner.open(path), self._transfer)
+        return WrappedFile(self._inner.open(path), self._transfer)
 
     def hold(self) -> None:
         """Closes the gate, and forgets what was served."""
@@ -204,42 +203,7 @@ class GatedBackend(Backend):
         return call(buffer, offset)
 
 
-class ThrottledBackend(Backend):
-    """A drive of a given speed: all its files together move at most so many bytes/s, reads and writes alike.
-
-    Args:
-        bytes_per_second: the speed.
-        inner: the backend that does the transfers.
-    """
-
-    name = "throttled"
-    device_buffers = False
-
-    def __init__(self, bytes_per_second: float, inner: Backend | None = None) -> None:
-        self._inner = inner or PosixBackend()
-        self._rate = bytes_per_second
-        self._lock = threading.Lock()
-        self._busy_until = 0.0
-
-    def open(self, path: Path) -> BackendFile:
-        return _Wrapped(self._inner.open(path), self._transfer)
-
-    def _transfer(
-        self,
-        operation: Operation,
-        call: Callable[[torch.Tensor, int], int],
-        buffer: torch.Tensor,
-        offset: int,
-    ) -> int:
-        with self._lock:
-            begin = max(time.monotonic(), self._busy_until)
-            end = self._busy_until = begin + buffer.numel() / self._rate
-        moved = call(buffer, offset)
-        time.sleep(max(0.0, end - time.monotonic()))  # this is the drive's own time, not a wait for something
-        return moved
-
-
-class _Wrapped(BackendFile):
+class WrappedFile(BackendFile):
     def __init__(
         self,
         inner: BackendFile,

@@ -159,7 +159,7 @@ def package_threads() -> list[str]:
 
 def script_environment() -> dict[str, str]:
     """Returns an environment for Python programs that import this checkout's packages."""
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 
 
 def run_script(script: Path) -> "subprocess.CompletedProcess[str]":

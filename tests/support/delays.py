@@ -1,0 +1,61 @@
+"""Copies and transfers that are delayed at random. For GPU tests."""
+
+import random
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_ssd.device import CUDACopyEngine, Mark
+from lightning_ssd.storage import Backend, BackendFile, PosixBackend
+
+
+class SlowCopies(CUDACopyEngine):
+    """Every copy, and every wait of the compute stream, is held up for a random time on the GPU."""
+
+    def mark(self, *, awaited: bool = False) -> Mark:
+        if random.random() < 0.3:
+            torch.cuda._sleep(random.randrange(2_000_000))  # the compute stream is late
+        return super().mark(awaited=awaited)
+
+    def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+        self._hold(self._out._stream)
+        return super().d2h(src, dst, after, awaited=awaited)
+
+    def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+        self._hold(self._in._stream)
+        return super().h2d(src, dst, after, awaited=awaited)
+
+    @staticmethod
+    def _hold(stream: torch.cuda.Stream) -> None:
+        if random.random() < 0.3:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(random.randrange(2_000_000))
+
+
+class SlowBackend(Backend):
+    """Every I/O is held up for a random time: this is the drive's own time, nothing waits for it by sleeping."""
+
+    name = "slow"
+    device_buffers = False
+
+    def __init__(self) -> None:
+        self._inner = PosixBackend()
+
+    def open(self, path: Path) -> BackendFile:
+        file = self._inner.open(path)
+
+        class Slow(BackendFile):
+            def write(self, buffer: Tensor, offset: int) -> int:
+                time.sleep(random.random() * 2e-3)
+                return file.write(buffer, offset)
+
+            def read(self, buffer: Tensor, offset: int) -> int:
+                time.sleep(random.random() * 2e-3)
+                return file.read(buffer, offset)
+
+            def close(self) -> None:
+                file.close()
+
+        return Slow()
