@@ -163,7 +163,7 @@ class Probe(pl.Callback):
         self.result["states"] = states
         self.result["loss"] = float(trainer.callback_metrics["train/loss"])
         if (cache := find_offloader(trainer)) is not None:
-            self.result["window"] = cache.window_bytes
+            self.result["window"] = cache.policy.window_bytes
 
     @staticmethod
     def _totals(trainer: Any) -> dict[str, float]:

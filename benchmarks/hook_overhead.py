@@ -1,4 +1,4 @@
-"""CPU time that the tensor cache adds to each saved tensor (pack and unpack together).
+"""CPU time that the activation offloader adds to each saved tensor (pack and unpack together).
 
     python -m benchmarks.hook_overhead [--device cuda]
 
@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name, config in CASES.items():
             cache = make_offloader(OffloadConfig(**config), device, default_path=Path(directory))
-            cache.window_bytes = 2**22
+            cache.run(replace(cache.policy, window_bytes=2**22))
 
             def cached(cache: Any = cache) -> None:
                 cache.begin_micro_batch()

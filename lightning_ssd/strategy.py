@@ -290,13 +290,13 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._recording.close()
             self._loaded, self._initial = {}, {}
         if fitting:
-            self._make_cache(trainer)
+            self._make_offloader(trainer)
             pl.utilities.rank_zero_info(f"{self.strategy_name}: {self._summary(trainer)}.")
 
     def _summary(self, trainer: pl.Trainer) -> str:
         """Returns what is offloaded, where to, and why the rest is not."""
-        cache, states, device = self.offloader, self.model_states, self.root_device
-        assert cache is not None and self.model is not None
+        offloader, states, device = self.offloader, self.model_states, self.root_device
+        assert offloader is not None and self.model is not None
         if states is not None:
             of_states = describe_states(states, self.model, device)
         else:
@@ -306,8 +306,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             need, room = bytes_on_device(self.model, fitting=True), self.states_config.room(device)
             of_states = describe_resident(need, room, chosen, device)
         planned = any(isinstance(callback, SwapPlanner) for callback in trainer_callbacks(trainer))
-        of_activations = describe_activations(cache, self.config, decided_by="SwapPlanner" if planned else None)
-        drives = describe_drives(cache, states, self.config, trainer.default_root_dir)
+        of_activations = describe_activations(offloader, self.config, decided_by="SwapPlanner" if planned else None)
+        drives = describe_drives(offloader, states, self.config, trainer.default_root_dir)
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
 
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
@@ -427,7 +427,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Has weights and optimizer states where `plan` has them, from now on; a step is over, and none has begun.
 
         Numbers stay what they are, but for those of an optimizer that steps otherwise on a GPU than on a CPU. The
-        tensor cache is another one afterwards. The plan's `clip` is left alone.
+        activation offloader is another one afterwards. The plan's `clip` is left alone.
 
         Raises:
             ValueError: that can't be, and nothing was moved: the plan is not one for this model, there is no room for
@@ -438,9 +438,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model is not None and self.lightning_module is not None
         if self.model_states.accumulating:
             raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
-        cache, self.offloader = self.offloader, None
-        if cache is not None:
-            cache.close()  # it has memory that states may need
+        offloader, self.offloader = self.offloader, None
+        if offloader is not None:
+            offloader.close()  # it has memory that states may need
         leaving = self._parameters_to_offload(fitting=True)
         before = self.model_states
         try:
@@ -458,12 +458,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 if isinstance(error, ValueError):
                     raise RuntimeError(f"model states could not be moved: {error}") from error
                 raise
-            self._make_cache(self.lightning_module.trainer)
+            self._make_offloader(self.lightning_module.trainer)
             raise ValueError(f"model states stay where they are: {error}") from error
         self._follow_states()
-        self._make_cache(self.lightning_module.trainer)
+        self._make_offloader(self.lightning_module.trainer)
 
-    def _make_cache(self, trainer: pl.Trainer) -> None:
+    def _make_offloader(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         mark_weights(self.model)
         self.offloader = make_offloader(
@@ -472,8 +472,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             default_path=trainer.default_root_dir,
             rank=self.global_rank,
         )
-        # Where nothing is offloaded the hooks would only take time.
-        self.offloader.watching = self.model_states is not None or self.config.amount() != "none"
+        if self.model_states is None and self.config.amount() == "none":
+            # Nothing is offloaded: the hooks would only take time.
+            self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
     def _left_for_activations(self) -> OffloadConfig:
         """Returns what of the budgets the states leave."""
@@ -710,7 +711,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        cache, self.offloader = self.offloader, None
+        offloader, self.offloader = self.offloader, None
         states, self.model_states = self.model_states, None
         recovery, self._recovery = self._recovery, None
         restores, self._restore_callbacks = self._restore_callbacks, []
@@ -725,8 +726,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if states is not None:
             ending.run(states.close, ending.failure)
             ending.run(self._update_wrappers)
-        if cache is not None:
-            ending.run(cache.close)
+        if offloader is not None:
+            ending.run(offloader.close)
         for restore in reversed(restores):
             ending.run(restore)
         if self.lightning_module is not None and self.lightning_module._trainer is not None:

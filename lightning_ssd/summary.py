@@ -15,25 +15,28 @@ _TIERS = {"host": "host memory", "ssd": "SSD"}
 _IN = {"host": "in host memory", "ssd": "on SSD"}
 
 
-def describe_activations(cache: ActivationOffloader, config: OffloadConfig, *, decided_by: str | None = None) -> str:
+def describe_activations(
+    offloader: ActivationOffloader, config: OffloadConfig, *, decided_by: str | None = None
+) -> str:
     """Returns which activations are offloaded, and where to.
 
     Args:
-        cache: of the training.
+        offloader: of the training.
         config: the user's.
         decided_by: the callback that decides what is offloaded, in place of `offload`.
     """
-    device = _name(cache.device)
-    if not cache.tiers:
+    device = _name(offloader.device)
+    if not offloader.tiers:
         if config.amount() == "none":
             return f"activations stay on the {device} (`offload='none'`)"
         return f"activations stay on the {device}, as model states take all of `host_memory`"
     tiers = []
-    for name, tier in cache.tiers.items():
+    for name, tier in offloader.tiers.items():
         tiers.append(f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})")
     amount = {"auto": "as many as the bandwidth carries"}.get(str(config.offload), f"`offload={config.offload!r}`")
-    return f"activations of {format_bytes(cache.min_bytes)} or more are offloaded to {', then to '.join(tiers)}: " + (
-        amount if decided_by is None else f"{decided_by} decides how many"
+    return (
+        f"activations of {format_bytes(offloader.min_bytes)} or more are offloaded to {', then to '.join(tiers)}: "
+        + (amount if decided_by is None else f"{decided_by} decides how many")
     )
 
 
@@ -82,11 +85,11 @@ def describe_resident(need: int, room: float | None, chosen: str | None, device:
 
 
 def describe_drives(
-    cache: ActivationOffloader, states: ModelStates | None, config: OffloadConfig, default: str
+    offloader: ActivationOffloader, states: ModelStates | None, config: OffloadConfig, default: str
 ) -> str | None:
     """Returns the directories of the scratch files and the backend; None: there are none."""
     store = None if states is None or states.scratch is None else states.scratch.store
-    if isinstance(tier := cache.tiers.get("ssd"), SSDTierBase):
+    if isinstance(tier := offloader.tiers.get("ssd"), SSDTierBase):
         store = tier.blobs
     if store is None:
         return None

@@ -5,6 +5,7 @@ from lightning_ssd.activations.graph import ForwardGraph, Saved
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError, OffloadStats
 from lightning_ssd.activations.placement import OffloadAll, OffloadOnPressure, Placement
 from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
+from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.activations.weights import mark_weights
 
@@ -14,6 +15,7 @@ __all__ = [
     "PlanMode",
     "ForwardGraph",
     "OffloadConfig",
+    "OffloadPolicy",
     "Placement",
     "Saved",
     "OffloadAll",

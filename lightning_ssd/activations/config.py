@@ -1,4 +1,4 @@
-"""What a user may say about activation offload, checked, and made into a tensor cache."""
+"""What a user may say about activation offload, checked, and made into an activation offloader."""
 
 import contextlib
 import logging
@@ -15,6 +15,7 @@ from lightning_ssd.activations.direct import DirectTier
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader
 from lightning_ssd.activations.placement import FixedAmount, KeepAll, Placement, SSDTrainAuto
+from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import OffloadTier
 from lightning_ssd.device import CopyEngine, available_memory, make_clock, make_copy_engine
@@ -104,7 +105,7 @@ class OffloadConfig:
 def make_offloader(
     config: OffloadConfig, device: torch.device, *, default_path: str | Path, rank: int = 0, processes: int = 1
 ) -> ActivationOffloader:
-    """Makes the tensor cache that `config` asks for; nothing is left behind when it can't.
+    """Makes the activation offloader that `config` asks for; nothing is left behind when it can't.
 
     Args:
         config: what the user wants.
@@ -149,7 +150,7 @@ def make_offloader(
     return ActivationOffloader(
         copies,
         tiers,
-        _make_placement(amount, speeds),
+        OffloadPolicy(_make_placement(amount, speeds)),
         min_bytes=parse_bytes(config.min_bytes, "min_bytes"),
     )
 

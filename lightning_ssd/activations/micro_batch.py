@@ -1,4 +1,4 @@
-"""One micro-batch as the tensor cache sees it: what was saved in which order, and in which order backward wanted it."""
+"""One micro-batch of the activation offloader: the orders in which storages are saved and unpacked."""
 
 import weakref
 from collections import deque

@@ -14,7 +14,7 @@ import dataclasses
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
-from lightning_ssd.activations.placement import Placement
 from lightning_ssd.activations.plan_mode import choice_of
+from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.recompute import Recomputed, recomputed_of
 from lightning_ssd.activations.record import (
     Kept,
@@ -38,7 +38,7 @@ from lightning_ssd.activations.record import (
     find_saved_storage,
 )
 from lightning_ssd.activations.tier import OffloadTier, StoredCopy
-from lightning_ssd.activations.unit_dispatch_mode import UnitDispatchMode, in_backward
+from lightning_ssd.activations.unit_dispatch_mode import in_backward
 from lightning_ssd.activations.weights import SavedWeight, is_weight, offloaded_weights
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
 from lightning_ssd.device import CopyEngine, Stopwatch, make_clock
@@ -84,8 +84,8 @@ class ActivationOffloader:
 
     Args:
         copies: copies of the device.
-        tiers: the tiers that `placement` speaks of; the cache owns and closes them, and `copies`.
-        placement: decides where each saved storage goes.
+        tiers: the tiers that the policy's placement chooses from; the offloader owns and closes them, and `copies`.
+        policy: the rules to begin with; `run` replaces them.
         min_bytes: smaller storages stay on the device.
     """
 
@@ -99,24 +99,11 @@ class ActivationOffloader:
     TELLING = 2**28
 
     def __init__(
-        self, copies: CopyEngine, tiers: Mapping[OffloadTierName, OffloadTier], placement: Placement, *, min_bytes: int
+        self, copies: CopyEngine, tiers: Mapping[OffloadTierName, OffloadTier], policy: OffloadPolicy, *, min_bytes: int
     ) -> None:
         self.device = copies.device
         self.tiers = dict(tiers)
-        self.placement = placement
-        self.window_bytes = 256 * 2**20
-        """Bytes that may be on their way out at once, and on their way back ahead of their use."""
-        self.window_depth: int | None = None
-        """Storages that may be on their way back ahead of their use; `None`: the bytes alone decide."""
         self.copies = copies
-        self.observer: Callable[[torch.UntypedStorage, SavedStorage], None] | None = None
-        """Told of every storage that is saved and may leave, once a micro-batch."""
-        self.checker: Callable[[SavedStorage], None] | None = None
-        """Told of every record whose bytes backward is about to be given."""
-        self.forward_mode: UnitDispatchMode | None = None
-        """Follows the forwards that begin from now on."""
-        self.watching = True
-        """Whether forwards that begin from now on have what autograd saves taken over."""
         self.sending_seconds = 0.0
         """Seconds of the host that it took, so far, to send what is saved, and to wait for room for it."""
         self._copy_pace: float | None = None  # seconds a byte, of the last copies out
@@ -141,6 +128,26 @@ class ActivationOffloader:
         self._forwards = 0
         """How many are under way: one, and none in backward, unless that is called in a forward."""
         self._turn = threading.RLock()
+        self.run(policy)
+
+    @property
+    def policy(self) -> OffloadPolicy:
+        """The rules in force."""
+        return self._policy
+
+    def run(self, policy: OffloadPolicy) -> None:
+        """Puts `policy` in force, for the forwards that begin from now on and for the backwards of all graphs.
+
+        Called on the training thread, while neither a forward nor a backward runs.
+        """
+        self._policy = policy
+        # `pack` and `unpack` run for every saved tensor: one lookup each.
+        self._placement = policy.placement
+        self._mode = policy.mode
+        self._window_bytes = policy.window_bytes
+        self._window_depth = policy.window_depth
+        self._on_saved = policy.on_saved
+        self._on_unpacked = policy.on_unpacked
 
     def begin_micro_batch(self) -> None:
         """A forward and backward begin: from here on, saved tensors belong to a new record of their order."""
@@ -151,9 +158,9 @@ class ActivationOffloader:
         self._read_profiles()
         self._learn_copy_pace()
         last = self._patterns[-1] if self._patterns else None
-        self.placement.begin(last.bytes_that_may_leave(self.window_bytes) if last else 0)
+        self._placement.begin(last.bytes_that_may_leave(self._window_bytes) if last else 0)
         self._copied_at = 0.0
-        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self.placement.plan)
+        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self._placement.plan)
         self._stats.micro_batches += 1
 
     @contextlib.contextmanager
@@ -163,14 +170,14 @@ class ActivationOffloader:
         It belongs to the micro-batch that has begun. Where nobody begins any, as in Lightning's Tuner, which runs
         without callbacks, one begins after every backward.
         """
-        if not self.watching:
+        if not self._policy.hooks_enabled:
             yield
             return
         if self._batch is None or self._batch.ended:
             self.begin_micro_batch()
         self._forwards += 1
         try:
-            with saved_tensors_hooks(self.pack, self.unpack), self.forward_mode or contextlib.nullcontext():
+            with saved_tensors_hooks(self.pack, self.unpack), self._mode or contextlib.nullcontext():
                 yield
             with self._turn:  # the forward's own variables are gone
                 self._offload_waiting(len(self._waiting))
@@ -226,7 +233,7 @@ class ActivationOffloader:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(self, tensor: Tensor) -> "Kept | SavedHandle | SavedWrapper[Any]":
         """Takes a saved tensor over, and returns what autograd keeps in its place."""
-        if self.forward_mode is None:
+        if self._mode is None:
             if type(tensor) not in _PLAIN and is_wrapper(tensor):
                 return self._pack_wrapper(tensor)
             return self._pack(tensor)
@@ -246,7 +253,7 @@ class ActivationOffloader:
         if (weights := offloaded_weights(storage)) is not None:
             return weights.save(tensor)
         nbytes = storage.nbytes()
-        choice = None if self.forward_mode is None else choice_of(storage)
+        choice = None if self._mode is None else choice_of(storage)
         if choice == "keep":
             self._make_progress()
             return _keep(tensor)
@@ -265,7 +272,7 @@ class ActivationOffloader:
             return _keep(tensor)
         if is_weight(tensor, storage):
             return _keep(tensor)
-        if self.placement.keeps(nbytes):
+        if self._placement.keeps(nbytes):
             setattr(storage, _STAYS, self._stats.micro_batches)
             return _keep(tensor)
         if not storage.resizable():
@@ -284,9 +291,9 @@ class ActivationOffloader:
             if record is not None and record.batch is self._batch:
                 return SavedHandle(tensor, record, self._empty)
             tiers: Sequence[OffloadTierName] | None = None
-            unplanned = choice is None and self.observer is None
-            if unplanned and self._batch.stays_again(nbytes, self.window_bytes):
-                tiers = self.placement.place(nbytes)
+            unplanned = choice is None and self._on_saved is None
+            if unplanned and self._batch.stays_again(nbytes, self._window_bytes):
+                tiers = self._placement.place(nbytes)
                 if not tiers:
                     self._batch.add_without_record(nbytes)
                     self._stats.saved += nbytes
@@ -327,9 +334,9 @@ class ActivationOffloader:
         attach_saved_storage(storage, record)
         self._batch.add(record)
         self._stats.saved += record.nbytes
-        if self.observer is not None:
-            self.observer(storage, record)
-        if choice is not None or tiers or not self._batch.keeps(record, self.window_bytes):
+        if self._on_saved is not None:
+            self._on_saved(storage, record)
+        if choice is not None or tiers or not self._batch.keeps(record, self._window_bytes):
             tiers = tiers or self._tiers_of(choice, record.nbytes)
             if tiers:
                 self._waiting.append((weakref.ref(record), tiers))
@@ -341,7 +348,7 @@ class ActivationOffloader:
     def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[OffloadTierName]:
         """Returns the tiers to try, in this order."""
         if choice not in ("host", "ssd"):
-            return self.placement.place(nbytes)
+            return self._placement.place(nbytes)
         return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
 
     def _offload_waiting(self, count: int) -> None:
@@ -361,22 +368,22 @@ class ActivationOffloader:
 
     def _has_room_in_flight(self, record: SavedStorage) -> bool:
         """Whether `record` may be copied out now: a placement that may not wait leaves it for later."""
-        if not self._window or self._window_used + record.nbytes <= self.window_bytes:
+        if not self._window or self._window_used + record.nbytes <= self._window_bytes:
             return True
-        return self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
+        return self._placement.may_wait or self.copies.memory_is_short(record.nbytes)
 
     def _offload(self, record: SavedStorage, tiers: Sequence[OffloadTierName]) -> None:
         data = record.data
         assert data is not None
         if data.untyped_storage().nbytes() < record.nbytes:
             return  # shrunk by its owner before that let go of it
-        may_wait = self.placement.may_wait or self.copies.memory_is_short(record.nbytes)
+        may_wait = self._placement.may_wait or self.copies.memory_is_short(record.nbytes)
         for name in tiers:
             copy = self._store(name, data, may_wait)
             if copy is not None:
                 break
         else:
-            if self.placement.must_fit:
+            if self._placement.must_fit:
                 raise BudgetError(
                     f"no room for a saved tensor of {format_bytes(record.nbytes)}: "
                     + ", ".join(f"{name} tier: {self.tiers[name].describe()}" for name in tiers)
@@ -417,7 +424,7 @@ class ActivationOffloader:
         while self._window:
             due = copying is not None and self._window[0].due_at <= now
             # The newest stays in flight whatever its size.
-            full = len(self._window) > 1 and self._window_used > self.window_bytes
+            full = len(self._window) > 1 and self._window_used > self._window_bytes
             if not (due or full or on_cpu):
                 break
             self._pop_window()
@@ -438,7 +445,7 @@ class ActivationOffloader:
     @property
     def _elapsed(self) -> float | None:
         """Seconds that the forward takes as far as it has come, if that is known."""
-        return None if self.forward_mode is None else self.forward_mode.elapsed
+        return None if self._mode is None else self._mode.elapsed
 
     def _pop_window(self) -> None:
         """Lets go of the oldest storage on its way out: on the device's clock, whatever the host's is."""
@@ -459,7 +466,7 @@ class ActivationOffloader:
         """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
         if isinstance(saved, SavedWrapper):
             return saved.rebuild(self.unpack)
-        if self.observer is None:
+        if self._on_saved is None:
             return self._unpack(saved)
         with torch._C._DisableTorchDispatch():  # what is done in here is no part of the backward
             return self._unpack(saved)
@@ -491,8 +498,8 @@ class ActivationOffloader:
             else:
                 assert isinstance(saved.record, SavedStorage)
                 self._bring_back(saved.record)
-                if self.checker is not None:
-                    self.checker(saved.record)
+                if self._on_unpacked is not None:
+                    self._on_unpacked(saved.record)
             return saved.show()
 
     def _bring_back(self, record: SavedStorage) -> None:
@@ -513,7 +520,7 @@ class ActivationOffloader:
             self._stats.loaded += record.nbytes
 
     def _prefetch(self, batch: MicroBatch) -> None:
-        while (record := batch.next_to_fetch(self.window_bytes, self.window_depth)) is not None:
+        while (record := batch.next_to_fetch(self._window_bytes, self._window_depth)) is not None:
             record.prefetch(urgent=False)
 
     # ---- both ----
@@ -544,7 +551,7 @@ class ActivationOffloader:
                 self._saving_pace = profile.saved_bytes / profile.forward_seconds
             self._stats.store_stall += sum(stalls[_OUT] for stalls in profile.stall_seconds.values())
             self._stats.load_stall += sum(stalls[_IN] for stalls in profile.stall_seconds.values())
-            self.placement.observe(profile)
+            self._placement.observe(profile)
 
     def _learn_copy_pace(self) -> None:
         """Learns how long the last copies out took: while plans change, and in backward, they take longer."""

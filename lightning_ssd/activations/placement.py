@@ -1,4 +1,4 @@
-"""Where each saved storage goes: the rule that the tensor cache asks, storage by storage.
+"""Where each saved storage goes: the rule that the activation offloader asks, storage by storage.
 
 A rule spreads what it sends out evenly over the forward: copying then keeps pace with computing, and few bytes are ever
 in flight. (Sending the first bytes of the forward, all of them, would pile up copies that nothing hides.)

@@ -1,4 +1,4 @@
-"""What a tier is to the tensor cache: a place that takes the bytes of a storage and gives them back."""
+"""What a tier is to the activation offloader: a place that takes the bytes of a storage and gives them back."""
 
 from abc import ABC, abstractmethod
 

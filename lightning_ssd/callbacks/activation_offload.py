@@ -70,23 +70,23 @@ class ActivationOffload(pl.Callback):
         strategy = trainer.strategy
         assert strategy.model is not None
         mark_weights(strategy.model)
-        cache = make_offloader(
+        offloader = make_offloader(
             self.config,
             strategy.root_device,
             default_path=trainer.default_root_dir,
             rank=trainer.global_rank,
             processes=trainer.num_devices,
         )
-        self.offloader = cache
+        self.offloader = offloader
         parts = (
-            describe_activations(cache, self.config),
-            describe_drives(cache, None, self.config, trainer.default_root_dir),
+            describe_activations(offloader, self.config),
+            describe_drives(offloader, None, self.config, trainer.default_root_dir),
         )
         pl.utilities.rank_zero_info(f"ActivationOffload: {'; '.join(part for part in parts if part is not None)}.")
         training_step = strategy.training_step
 
         def offloaded_training_step(*args: Any, **kwargs: Any) -> Any:
-            with cache.hooks():
+            with offloader.hooks():
                 return training_step(*args, **kwargs)
 
         strategy.training_step = offloaded_training_step  # type: ignore[method-assign]
@@ -101,6 +101,6 @@ class ActivationOffload(pl.Callback):
 
     def _close(self, trainer: pl.Trainer) -> None:
         vars(trainer.strategy).pop("training_step", None)
-        cache, self.offloader = self.offloader, None
-        if cache is not None:
-            cache.close()
+        offloader, self.offloader = self.offloader, None
+        if offloader is not None:
+            offloader.close()

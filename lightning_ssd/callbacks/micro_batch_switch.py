@@ -1,4 +1,4 @@
-"""`MicroBatchSwitch`: tells the tensor cache which micro-batch it is in."""
+"""`MicroBatchSwitch`: tells the activation offloader which micro-batch it is in."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -48,18 +48,18 @@ class MicroBatchSwitch(pl.Callback):
         same_window = self.current is not None and not self.current.is_last and batch_idx > 0
         index = self.current.index + 1 if self.current is not None and same_window else 0
         self.current = MicroBatchInfo(index, is_last=not trainer.fit_loop._should_accumulate())
-        if (cache := find_offloader(trainer)) is not None:
-            cache.begin_micro_batch()
+        if (offloader := find_offloader(trainer)) is not None:
+            offloader.begin_micro_batch()
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Under manual optimization more backwards may follow.
-        if pl_module.automatic_optimization and (cache := find_offloader(trainer)) is not None:
-            cache.end_backward()
+        if pl_module.automatic_optimization and (offloader := find_offloader(trainer)) is not None:
+            offloader.end_backward()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not pl_module.automatic_optimization and (cache := find_offloader(trainer)) is not None:
-            cache.end_backward()
+        if not pl_module.automatic_optimization and (offloader := find_offloader(trainer)) is not None:
+            offloader.end_backward()

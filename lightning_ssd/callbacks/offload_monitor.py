@@ -62,7 +62,7 @@ class OffloadMonitor(pl.Callback):
         self._bar: pl.callbacks.ProgressBar | None = None
         """Where they are shown, during a training."""
         self._endurance = None if endurance is None else parse_bytes(endurance, "endurance")
-        self._caches = _Counts()
+        self._offloaders = _Counts()
         self._stores = _Counts()
         self._last: dict[str, float] = {}
         self._begun = 0.0
@@ -70,7 +70,7 @@ class OffloadMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._caches, self._stores = _Counts(), _Counts()
+        self._offloaders, self._stores = _Counts(), _Counts()
         self._last = {}
         self._begun = perf_counter()
         self._asked = float("-inf")
@@ -109,13 +109,13 @@ class OffloadMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        cache = find_offloader(trainer)
-        if cache is None or not trainer._logger_connector.should_update_logs:
+        offloader = find_offloader(trainer)
+        if offloader is None or not trainer._logger_connector.should_update_logs:
             return
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return  # as Lightning's own metrics: once a step, at its end
-        metrics = self._metrics(cache, getattr(trainer.strategy, "model_states", None))
-        metrics |= self._drives(trainer, cache)
+        metrics = self._metrics(offloader, getattr(trainer.strategy, "model_states", None))
+        metrics |= self._drives(trainer, offloader)
         for logger in trainer.loggers if self._loggers else ():
             logger.log_metrics(
                 {f"OffloadMonitor/{name}": value for name, value in metrics.items()},
@@ -129,9 +129,9 @@ class OffloadMonitor(pl.Callback):
             if "ssd_years" in metrics:
                 self._shown["ssd_years"] = metrics["ssd_years"]
 
-    def _drives(self, trainer: pl.Trainer, cache: ActivationOffloader) -> dict[str, float]:
+    def _drives(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> dict[str, float]:
         states = getattr(trainer.strategy, "model_states", None)
-        on_ssds = "ssd" in cache.tiers or (states is not None and states.ssd_bytes)
+        on_ssds = "ssd" in offloader.tiers or (states is not None and states.ssd_bytes)
         if not on_ssds or perf_counter() - self._asked < ASK_SECONDS:
             return {}
         self._asked = perf_counter()
@@ -146,8 +146,8 @@ class OffloadMonitor(pl.Callback):
             metrics["drive_endurance_used"] = max(used)
         return metrics
 
-    def _metrics(self, cache: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
-        totals = self._caches.add(cache, _totals(cache))
+    def _metrics(self, offloader: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
+        totals = self._offloaders.add(offloader, _totals(offloader))
         if states is not None and states.scratch is not None and (io := states.io_stats()) is not None:
             of_states = {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
             self._stores.add(states.scratch.store, of_states)
@@ -159,7 +159,7 @@ class OffloadMonitor(pl.Callback):
             moved = metrics.pop(f"{lane}_busy_bytes", 0.0)
             if seconds := delta.get(f"{lane}_busy_s"):
                 metrics[f"{lane}_bytes_per_s"] = moved / seconds
-        return metrics | _levels(cache) | self._wear(totals)
+        return metrics | _levels(offloader) | self._wear(totals)
 
     def _wear(self, totals: dict[str, float]) -> dict[str, float]:
         written = totals.get("ssd_write_busy_bytes", 0.0) + totals.get("states_ssd_bytes_written", 0.0)
@@ -195,9 +195,9 @@ class _Counts:
         return dict(self.totals)
 
 
-def _totals(cache: ActivationOffloader) -> dict[str, float]:
+def _totals(offloader: ActivationOffloader) -> dict[str, float]:
     """Counts that only grow."""
-    stats = cache.stats()
+    stats = offloader.stats()
     totals = {
         "saved_bytes": stats.saved,
         "kept_bytes": stats.saved - stats.stored,
@@ -205,11 +205,11 @@ def _totals(cache: ActivationOffloader) -> dict[str, float]:
         "store_stall_s": stats.store_stall,
         "load_stall_s": stats.load_stall,
     }
-    for lane, busy in zip(("copy_out", "copy_in"), cache.copies.busy(), strict=True):
+    for lane, busy in zip(("copy_out", "copy_in"), offloader.copies.busy(), strict=True):
         totals |= {f"{lane}_busy_bytes": busy.amount, f"{lane}_busy_s": busy.seconds}
-    for name, tier in cache.tiers.items():
+    for name, tier in offloader.tiers.items():
         totals |= {f"{name}_bytes_out": tier.bytes_out, f"{name}_bytes_in": tier.bytes_in}
-    if (io := cache.io_stats()) is not None:
+    if (io := offloader.io_stats()) is not None:
         totals |= {
             "ssd_write_busy_bytes": io.bytes_written,
             "ssd_write_busy_s": io.write_seconds,
@@ -219,9 +219,9 @@ def _totals(cache: ActivationOffloader) -> dict[str, float]:
     return totals
 
 
-def _levels(cache: ActivationOffloader) -> dict[str, float]:
+def _levels(offloader: ActivationOffloader) -> dict[str, float]:
     """Heights, which are logged as they are."""
-    levels: dict[str, float] = {"peak_pinned_bytes": cache.peak_pinned_bytes()}
-    if cache.device.type == "cuda":
-        levels["peak_device_bytes"] = torch.cuda.max_memory_allocated(cache.device)
+    levels: dict[str, float] = {"peak_pinned_bytes": offloader.peak_pinned_bytes()}
+    if offloader.device.type == "cuda":
+        levels["peak_device_bytes"] = torch.cuda.max_memory_allocated(offloader.device)
     return levels

@@ -1,4 +1,4 @@
-"""How a callback finds the tensor cache of a training, whoever owns it."""
+"""How a callback finds the activation offloader of a training, whoever owns it."""
 
 from typing import Any
 
@@ -13,18 +13,18 @@ def trainer_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def find_offloader(trainer: pl.Trainer) -> ActivationOffloader | None:
-    """Returns the tensor cache of the running fit: the strategy's, or that of an `ActivationOffload` callback."""
+    """Returns the running fit's activation offloader: the strategy's, or that of an `ActivationOffload` callback."""
     owner = _owner(trainer)
     return None if owner is None else owner.offloader
 
 
 def offload_config(trainer: pl.Trainer) -> OffloadConfig:
-    """Returns what the user wants of the tensor cache that `find_offloader` found."""
+    """Returns the configuration of the activation offloader that `find_offloader` returns."""
     config: OffloadConfig = _owner(trainer).config
     return config
 
 
 def _owner(trainer: pl.Trainer) -> Any:
-    """Returns the strategy or callback that has a tensor cache; None: there is none."""
+    """Returns the strategy or callback that has an activation offloader; None: there is none."""
     owners = (trainer.strategy, *trainer_callbacks(trainer))
     return next((owner for owner in owners if isinstance(getattr(owner, "offloader", None), ActivationOffloader)), None)

@@ -1,6 +1,7 @@
 """`PrefetchScheduler`: how far ahead of backward saved tensors are fetched."""
 
 import weakref
+from dataclasses import replace
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -47,11 +48,11 @@ class PrefetchScheduler(pl.Callback):
         self._depth = depth
         self._window: int | None = self._fixed
         self._held: int | None = None
-        self._cache: weakref.ref[ActivationOffloader] | None = None
+        self._offloader: weakref.ref[ActivationOffloader] | None = None
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_cache": None}  # of a training, which a pickled Trainer does not go on with
+        return vars(self) | {"_offloader": None}  # of a training, which a pickled Trainer does not go on with
 
     def hold(self, window_bytes: int | None) -> None:
         """Has the window be `window_bytes` for the rest of the training, unless the user fixed it; None: adapts it."""
@@ -65,19 +66,21 @@ class PrefetchScheduler(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        cache = find_offloader(trainer)
-        if cache is None:
+        offloader = find_offloader(trainer)
+        if offloader is None:
             return
-        if self._cache is None or self._cache() is not cache:  # another one, which counts from zero
+        if self._offloader is None or self._offloader() is not offloader:  # another one, which counts from zero
             self._begin()
-            self._cache = weakref.ref(cache)
+            self._offloader = weakref.ref(offloader)
         held = None if self._fixed is not None else self._held
         if held is None and self._fixed is None:
-            self._adapt(cache)
+            self._adapt(offloader)
         window = self._window if held is None else held
-        if window is not None:
-            cache.window_bytes = window
-        cache.window_depth = self._depth
+        policy = offloader.policy
+        if window is None:
+            window = policy.window_bytes
+        if (policy.window_bytes, policy.window_depth) != (window, self._depth):
+            offloader.run(replace(policy, window_bytes=window, window_depth=self._depth))
 
     def _begin(self) -> None:
         """Nothing was measured yet."""
@@ -87,8 +90,8 @@ class PrefetchScheduler(pl.Callback):
         self._measured = False
         self._settled = False
 
-    def _adapt(self, cache: ActivationOffloader) -> None:
-        pattern = cache.last_pattern
+    def _adapt(self, offloader: ActivationOffloader) -> None:
+        pattern = offloader.last_pattern
         if pattern is None or not pattern.sizes:
             return
         smallest = min(self._max, max(3 * pattern.largest // 2, sum(pattern.sizes) // 16))
@@ -97,7 +100,7 @@ class PrefetchScheduler(pl.Callback):
         if self._patience > 0 or self._settled:
             return
         self._patience = self.PATIENCE
-        stats = cache.stats()
+        stats = offloader.stats()
         stall, seconds = stats.load_stall - self._last_stall, stats.seconds - self._last_seconds
         self._last_stall, self._last_seconds = stats.load_stall, stats.seconds
         first, self._measured = not self._measured, True

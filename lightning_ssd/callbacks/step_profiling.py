@@ -66,13 +66,13 @@ class StepProfiling(pl.Callback):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
         """Measures the training as it is from now on, after `warm_up` steps."""
-        cache = find_offloader(trainer)
-        assert cache is not None
+        offloader = find_offloader(trainer)
+        assert offloader is not None
         config = getattr(trainer.strategy, "states_config", None)
         units = find_units(pl_module, None if config is None else config.units)
         states = getattr(trainer.strategy, "model_states", None)
         # Who steps by hand may step between a forward and its backward.
-        self._profiler = Profiler(units, cache, states, trainer.optimizers, again=pl_module.automatic_optimization)
+        self._profiler = Profiler(units, offloader, states, trainer.optimizers, again=pl_module.automatic_optimization)
         self.schedule(warm_up)
 
     def schedule(self, warm_up: int) -> None:

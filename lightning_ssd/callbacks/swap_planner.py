@@ -163,8 +163,8 @@ class SwapPlanner(StepProfiling):
         super().on_train_start(trainer, pl_module)
         _check(trainer, pl_module)
         self.profile = self.plan = self.prediction = self.comparison = None
-        self._measured_machine = self._measure(self._cache)
-        self._clock = make_clock(self._cache.device)
+        self._measured_machine = self._measure(self._offloader)
+        self._clock = make_clock(self._offloader.device)
         self._recorded_bytes: int | None = None
         """Of the batch that was recorded."""
         self._recorded_trained = 0
@@ -189,9 +189,9 @@ class SwapPlanner(StepProfiling):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
         super()._begin(trainer, pl_module, warm_up)
-        cache = find_offloader(trainer)
-        assert cache is not None
-        self._cache = cache
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        self._offloader = offloader
         self._states: ModelStates | None = getattr(trainer.strategy, "model_states", None)
         self._send_all()
 
@@ -230,10 +230,15 @@ class SwapPlanner(StepProfiling):
             self._recorded_bytes = count_bytes(batch)
             self._recorded_trained = _count_trained(pl_module)
         if self._unwatched and batch_idx == 0 and _count_trained(pl_module) != self._recorded_trained:
-            self._unwatched, self._cache.watching = False, True
+            self._unwatched = False
+            self._enable_hooks(True)
         if self._unwatched:
             here, recorded = count_bytes(batch), self._recorded_bytes
-            self._cache.watching = here is None or recorded is None or here > recorded
+            self._enable_hooks(here is None or recorded is None or here > recorded)
+
+    def _enable_hooks(self, enabled: bool) -> None:
+        if self._offloader.policy.hooks_enabled != enabled:
+            self._offloader.run(replace(self._offloader.policy, hooks_enabled=enabled))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -271,9 +276,9 @@ class SwapPlanner(StepProfiling):
         room = int(_FILLED * self._capacity("host"))
         settled = self._settled = replace(profiler.settled(), staging_bytes=self._staging_bytes() // 2, host_room=room)
         hardware = self._budget(profile, settled)
-        if self._cache.device.type == "cuda":
-            tiers: dict[InputChoice, int] = {name: tier.capacity for name, tier in self._cache.tiers.items()}
-            before = unplanned(profile, settled, tiers, self._cache.window_bytes)
+        if self._offloader.device.type == "cuda":
+            tiers: dict[InputChoice, int] = {name: tier.capacity for name, tier in self._offloader.tiers.items()}
+            before = unplanned(profile, settled, tiers, self._offloader.policy.window_bytes)
             resident = resident_bytes(profile, before)[0]
             # Less than nothing is not there: then less was on its way, in steps that were late, than might have been.
             other = max(0, profiler.peak_bytes - simulate(profile, hardware, before).gpu_peak_bytes)
@@ -328,12 +333,13 @@ class SwapPlanner(StepProfiling):
         self._send_all()
         if plan.keeps_all:  # nobody has to follow the forward
             self._close_director()
-            self._cache.placement = OffloadOnPressure(tuple(self._cache.tiers), self._is_short)
+            placement = OffloadOnPressure(tuple(self._offloader.tiers), self._is_short)
+            self._offloader.run(replace(self._offloader.policy, placement=placement))
             # Nor to see what is saved, where there is ample room: but of weights that come and go, and larger batches.
             ample = self.prediction.gpu_peak_bytes <= _AMPLE * self._there()
             self._unwatched = ample and set(self._settled.weights) == {"gpu"}
         else:
-            self._cache.forward_mode = self._direct(plan)
+            self._offloader.run(replace(self._offloader.policy, mode=self._direct(plan)))
         self._hold_window(trainer, plan.window_bytes)
         self._usual = None
         self._drifting = 0
@@ -353,7 +359,7 @@ class SwapPlanner(StepProfiling):
                 chains[item.buffer] = item.chain
         if self._director is None:
             modules = [unit.modules for unit in profiler.units]
-            self._director = PlanMode(modules, self._cache.device, self._cache.pack, self._cache.unpack)
+            self._director = PlanMode(modules, self._offloader.device, self._offloader.pack, self._offloader.unpack)
         self._director.pace = self._pace
         self._director.program = make_schedule(profiler.graph, choices, chains)
         return self._director
@@ -369,13 +375,12 @@ class SwapPlanner(StepProfiling):
     def _send_all(self) -> None:
         """Has all saved tensors leave, but for what a plan says."""
         self._unwatched = False
-        self._cache.watching = True
-        self._cache.forward_mode = None
-        self._cache.placement = OffloadAll(tuple(self._cache.tiers))
+        placement = OffloadAll(tuple(self._offloader.tiers))
+        self._offloader.run(replace(self._offloader.policy, placement=placement, mode=None, hooks_enabled=True))
 
     def _is_short(self) -> bool:
         """Whether a forward that differs from the recorded one has taken more than there is room for."""
-        device = self._cache.device
+        device = self._offloader.device
         if device.type != "cuda":
             return False
         assert self.prediction is not None
@@ -384,7 +389,7 @@ class SwapPlanner(StepProfiling):
     def _there(self) -> float:
         """Returns the bytes of the device that may be taken."""
         assert self.hardware is not None
-        device = self._cache.device
+        device = self._offloader.device
         return min(self.hardware.gpu_bytes, device_memory(device) if device.type == "cuda" else math.inf)
 
     def _hold_window(self, trainer: pl.Trainer, window_bytes: int | None) -> None:
@@ -444,11 +449,11 @@ class SwapPlanner(StepProfiling):
 
     # ---- what there is ----
 
-    def _measure(self, cache: ActivationOffloader) -> HardwareProfile:
+    def _measure(self, offloader: ActivationOffloader) -> HardwareProfile:
         machine = self._machine if self._machine is not None else measure_machine(None)
-        if cache.device.type == "cuda":
+        if offloader.device.type == "cuda":
             torch.cuda.empty_cache()  # of what was measured with
-        ssd = cache.tiers.get("ssd")
+        ssd = offloader.tiers.get("ssd")
         if isinstance(ssd, SSDTierBase) and self._machine is None:
             read, write = ssd.blobs.read_bandwidth, ssd.blobs.write_bandwidth
             machine = replace(machine, ssd_read=read, ssd_write=write, ssd_mixed=mixed_bandwidth(read, write))
@@ -456,21 +461,23 @@ class SwapPlanner(StepProfiling):
 
     def _capacity(self, tier: OffloadTierName) -> int:
         """Returns the bytes of a tier for activations."""
-        return self._cache.tiers[tier].capacity if tier in self._cache.tiers else 0
+        return self._offloader.tiers[tier].capacity if tier in self._offloader.tiers else 0
 
     def _staging_bytes(self) -> int:
         """Returns the bytes of host memory that data passes on its way to and from the SSDs."""
-        ssd = self._cache.tiers.get("ssd")
+        ssd = self._offloader.tiers.get("ssd")
         return ssd.staging.budget if isinstance(ssd, SSDTier) else 0
 
     def _budget(self, profile: ModelProfile, settled: FixedPlacement) -> HardwareProfile:
         """Returns the machine with the bytes of it that this training may take."""
-        cache, machine = self._cache, self._measured_machine
+        offloader, machine = self._offloader, self._measured_machine
         if self._gpu_memory not in ("auto", "least"):
             gpu = parse_bytes(self._gpu_memory, "gpu_memory")
-        elif cache.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(cache.device)
-            gpu = int(_USABLE * min(device_memory(cache.device), free + torch.cuda.memory_reserved(cache.device)))
+        elif offloader.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(offloader.device)
+            gpu = int(
+                _USABLE * min(device_memory(offloader.device), free + torch.cuda.memory_reserved(offloader.device))
+            )
         else:
             gpu = machine.host_bytes
         # What the states take is theirs already.
@@ -504,7 +511,7 @@ class SwapPlanner(StepProfiling):
             self.prediction,
             typical([value for value in window if value is not None]),
             self._peak(),
-            self._cache.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes),
+            self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes),
         )
         if self._trying:
             self._trying = False
@@ -529,13 +536,13 @@ class SwapPlanner(StepProfiling):
 
     def _peak(self) -> int:
         """Returns the most device memory that was allocated since steps are compared, validations left aside."""
-        if self._cache.device.type != "cuda":
+        if self._offloader.device.type != "cuda":
             return 0
-        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self._cache.device))
+        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self._offloader.device))
 
     def _reset_peak(self) -> None:
-        if self._cache.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._cache.device)
+        if self._offloader.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._offloader.device)
 
     def _learn(self, trainer: pl.Trainer, comparison: Comparison) -> None:
         """Corrects what was measured by what the first steps under the plan took, and plans again if that helps."""

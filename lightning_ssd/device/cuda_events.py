@@ -1,7 +1,7 @@
 """CUDA events by way of the driver, recycled.
 
-The tensor cache records some ten events for every tensor that leaves and comes back, on the thread that feeds the GPU:
-the driver's calls and a free list take a fifth of what new `torch.cuda.Event`s take there.
+The activation offloader records some ten events for every tensor that is offloaded and prefetched, on the thread that
+launches kernels: the driver's calls and a free list take a fifth of the time of new `torch.cuda.Event`s there.
 """
 
 import ctypes

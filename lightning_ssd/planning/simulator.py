@@ -308,8 +308,8 @@ def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pre
 def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> set[int]:
     """Returns the stages whose swapped bytes are still on their way out when backward begins: they never leave.
 
-    As the tensor cache does under a plan, by the seconds of the forward: it lets go of a copy once it should be done,
-    and of the oldest where the window is full.
+    The activation offloader does so under a plan, by the seconds of the forward: it evicts a storage once its copy
+    should be done, and the oldest one where the window is full.
     """
     elapsed = copied_at = 0.0
     window: deque[tuple[int, int, float]] = deque()

@@ -5,6 +5,7 @@ import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader
 from lightning_ssd.activations.placement import KeepAll
 from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
+from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.device import make_copy_engine
 from lightning_ssd.planning import HostOverhead
 from lightning_ssd.profiling.trace_mode import TraceMode
@@ -75,7 +77,7 @@ class _Spent(NamedTuple):
 
 
 class _Costs:
-    """The transformer, and a tensor cache for it."""
+    """The transformer, and an activation offloader for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -83,23 +85,24 @@ class _Costs:
         self._value = torch.zeros(1, TOKENS, HIDDEN, device=device, requires_grad=True)
         pool = PinnedPool(HOST_BYTES, pin=device.type == "cuda")
         copies = make_copy_engine(device)  # whose threads are started when all memory is there
-        self._cache = ActivationOffloader(copies, {"host": HostTier(pool, copies)}, KeepAll(), min_bytes=1)
-        self._cache.window_bytes = 0  # what leaves is away when it is wanted
-        self._director = PlanMode([[self._model]], device, self._cache.pack, self._cache.unpack)
+        # With no window, backward finds every offloaded tensor in its tier.
+        policy = OffloadPolicy(KeepAll(), window_bytes=0)
+        self._offloader = ActivationOffloader(copies, {"host": HostTier(pool, copies)}, policy, min_bytes=1)
+        self._director = PlanMode([[self._model]], device, self._offloader.pack, self._offloader.unpack)
 
     def close(self) -> None:
         self._director.close()
-        self._cache.close()
+        self._offloader.close()
 
     def measure(self) -> HostOverhead:
         recorder = TraceMode([[self._model]], self._device)
-        self._cache.forward_mode, self._cache.observer = recorder, recorder.saved
-        self._once(self._cache.hooks)
+        policy = self._offloader.policy
+        self._offloader.run(replace(policy, mode=recorder, on_saved=recorder.saved))
+        self._once(self._offloader.hooks)
         recorder.close()
-        self._cache.observer = None
-        self._cache.forward_mode = self._director
+        self._offloader.run(replace(policy, mode=self._director))
         graph = recorder.graph
-        saved = graph.saved(self._cache.min_bytes)
+        saved = graph.saved(self._offloader.min_bytes)
 
         def under(choice: Choice, items: Sequence[Saved]) -> Callable[[], AbstractContextManager[object]]:
             choices: Mapping[int, Choice] = {item.buffer: choice if item in items else "keep" for item in saved}
@@ -108,7 +111,7 @@ class _Costs:
 
             def follow() -> AbstractContextManager[object]:
                 self._director.program = program
-                return self._cache.hooks()
+                return self._offloader.hooks()
 
             return follow
 
@@ -143,7 +146,7 @@ class _Costs:
         ]
 
     def _once(self, following: Callable[[], AbstractContextManager[object]]) -> _Spent:
-        self._cache.begin_micro_batch()
+        self._offloader.begin_micro_batch()
         self._synchronize()
         begin = perf_counter()
         with following():
@@ -153,7 +156,7 @@ class _Costs:
         turned_back = perf_counter()
         result.backward(self._value.detach())
         end = perf_counter()
-        self._cache.end_backward()
+        self._offloader.end_backward()
         self._synchronize()
         return _Spent(turned - begin, end - turned_back)
 

@@ -20,7 +20,9 @@ from lightning_ssd.activations import (
     UnitCall,
     make_schedule,
 )
+from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.transient_memory import Interval
+from lightning_ssd.activations.unit_dispatch_mode import UnitDispatchMode
 from lightning_ssd.device import make_clock
 from lightning_ssd.planning import FixedPlacement, HostOverhead, ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.model import visit_name
@@ -43,7 +45,7 @@ class Profiler:
 
     Args:
         units: of the model, in the order of the forward.
-        cache: of the training.
+        offloader: activation offloader of the training.
         states: of the training, if they leave the device.
         optimizers: of the model.
         again: whether anything may be computed again: weights don't change between a forward and its backward.
@@ -52,7 +54,7 @@ class Profiler:
     def __init__(
         self,
         units: Sequence[Unit],
-        cache: ActivationOffloader,
+        offloader: ActivationOffloader,
         states: ModelStates | None,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
@@ -67,7 +69,7 @@ class Profiler:
         """The most between them, where steps are made (CUDA)."""
         self.resting_bytes = 0
         """What was allocated before, with all gradients (CUDA)."""
-        self._cache = cache
+        self._offloader = offloader
         self._states = states
         self._optimizers = optimizers
         self._again = again
@@ -75,8 +77,8 @@ class Profiler:
         self._recorder: TraceMode | None = None
         self._director: PlanMode | None = None
         self._recorded_backward = False
-        self._mode_before = cache.forward_mode
-        self._clock = make_clock(cache.device)
+        self._mode_before = offloader.policy.mode
+        self._clock = make_clock(offloader.device)
         self._between: list[tuple[Any, Any]] = []
         self._ended: Any = None
         self._begun = self._ahead = 0
@@ -91,10 +93,8 @@ class Profiler:
 
     def begin_recording(self) -> None:
         """The next forward, and its backward, are recorded."""
-        self._recorder = TraceMode([unit.modules for unit in self.units], self._cache.device)
-        self._mode_before = self._cache.forward_mode
-        self._cache.forward_mode = self._recorder
-        self._cache.observer, self._cache.checker = self._recorder.saved, self._recorder.wanted
+        self._recorder = TraceMode([unit.modules for unit in self.units], self._offloader.device)
+        self._follow(self._recorder, self._recorder.saved, self._recorder.wanted)
 
     def begin_backward(self) -> None:
         """The forward is over."""
@@ -108,11 +108,11 @@ class Profiler:
         recorder = self._recorder
         self._stop_recording()
         if recorder is not None:
-            if self._cache.device.type == "cuda":
-                torch.cuda.synchronize(self._cache.device)
+            if self._offloader.device.type == "cuda":
+                torch.cuda.synchronize(self._offloader.device)
             recorder.finish()
             self.graph = recorder.graph
-            saved = self.graph.saved(self._cache.min_bytes)
+            saved = self.graph.saved(self._offloader.min_bytes)
             self._saved = saved if self._again else [replace(item, again=False) for item in saved]
 
     # ---- one more, in which all that might be computed again is ----
@@ -120,14 +120,12 @@ class Profiler:
     def begin_checking(self) -> None:
         """The next micro-batch is the one."""
         director = self._director = PlanMode(
-            [unit.modules for unit in self.units], self._cache.device, self._cache.pack, self._cache.unpack
+            [unit.modules for unit in self.units], self._offloader.device, self._offloader.pack, self._offloader.unpack
         )
         chains = {item.buffer: item.chain for item in self._saved if item.again}
         director.program = make_schedule(self.graph, dict.fromkeys(chains, "recompute"), chains)
         director.checking = True
-        self._mode_before = self._cache.forward_mode
-        self._cache.forward_mode, self._cache.observer = director, director.saved
-        self._cache.checker = director.check
+        self._follow(director, director.saved, director.check)
 
     def end_checking(self) -> None:
         """It is over."""
@@ -135,8 +133,7 @@ class Profiler:
         if director is None:
             return
         director.close()
-        self._cache.forward_mode = self._mode_before
-        self._cache.observer = self._cache.checker = None
+        self._stop_following()
         self._saved = [replace(item, again=item.again and item.buffer in director.proved) for item in self._saved]
 
     def _stop_recording(self) -> None:
@@ -147,18 +144,32 @@ class Profiler:
             self._recorded_backward = False
             recorder.end_backward()
         recorder.close()
-        self._cache.forward_mode = self._mode_before
-        self._cache.observer = self._cache.checker = None
+        self._stop_following()
+
+    def _follow(
+        self,
+        mode: UnitDispatchMode,
+        on_saved: Callable[[torch.UntypedStorage, SavedStorage], None],
+        on_unpacked: Callable[[SavedStorage], None],
+    ) -> None:
+        """Runs the next forward inside `mode`, which is told of saved and unpacked storages."""
+        policy = self._offloader.policy
+        self._mode_before = policy.mode
+        self._offloader.run(replace(policy, mode=mode, on_saved=on_saved, on_unpacked=on_unpacked))
+
+    def _stop_following(self) -> None:
+        policy = self._offloader.policy
+        self._offloader.run(replace(policy, mode=self._mode_before, on_saved=None, on_unpacked=None))
 
     # ---- steps as they are ----
 
     def begin_timing(self) -> None:
         """Steps are timed from here on, and the peak of device memory is another one."""
-        if self._cache.device.type == "cuda":
+        if self._offloader.device.type == "cuda":
             dropped = {
                 one for unit in self.units for _, one in unit.parameters if one.requires_grad and one.grad is None
             }
-            self.resting_bytes = torch.cuda.memory_allocated(self._cache.device)
+            self.resting_bytes = torch.cuda.memory_allocated(self._offloader.device)
             self.resting_bytes += sum(one.numel() * one.element_size() for one in dropped)
         self._take_peak()
         self.peak_bytes = self.between_bytes = 0
@@ -211,7 +222,7 @@ class Profiler:
 
     def _turn(self, visit: UnitCall | None) -> None:
         """The host begins with a visit; None: with a backward."""
-        now = perf_counter() - self._cache.sending_seconds
+        now = perf_counter() - self._offloader.sending_seconds
         if self._visiting is not None:
             before, begun = self._visiting
             if visit == before:  # the first one, with what came before it
@@ -227,10 +238,10 @@ class Profiler:
 
     def _take_peak(self) -> int:
         """Returns the most device memory that was allocated since this was asked last (CUDA; else 0)."""
-        if self._cache.device.type != "cuda":
+        if self._offloader.device.type != "cuda":
             return 0
-        peak = torch.cuda.max_memory_allocated(self._cache.device)
-        torch.cuda.reset_peak_memory_stats(self._cache.device)
+        peak = torch.cuda.max_memory_allocated(self._offloader.device)
+        torch.cuda.reset_peak_memory_stats(self._offloader.device)
         return peak
 
     def close(self) -> None:
@@ -271,10 +282,10 @@ class Profiler:
             tokens: of a micro-batch.
             clip_norm: gradients are clipped by their norm, or scaled.
         """
-        if self._cache.device.type == "cuda":
-            torch.cuda.synchronize(self._cache.device)
+        if self._offloader.device.type == "cuda":
+            torch.cuda.synchronize(self._offloader.device)
         saved = self.saved()
-        launches = self._launch_seconds(measure_host_overhead(self._cache.device))
+        launches = self._launch_seconds(measure_host_overhead(self._offloader.device))
         units = unit_profiles(self.units, self.graph, saved, launches, self._state_bytes)
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
         waits = 2 * self._ahead <= self._begun

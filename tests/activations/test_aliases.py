@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_ssd.activations import ActivationOffloader
 from tests.support.aliases import ALIASES, MODULES, PROGRAMS, Program, changes, input_of, run, same
-from tests.support.offloader import gradients, open_cache
+from tests.support.offloader import change_policy, gradients, open_cache
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -31,7 +31,7 @@ def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def check(cache: ActivationOffloader, program: Program, window: int, survivors: int = 0) -> None:
     expected, told = run(program, nullcontext, survivors)
-    cache.window_bytes = window
+    change_policy(cache, window_bytes=window)
     for _ in range(2):  # the second time with the order of the first
         cache.begin_micro_batch()
         actual, actually_told = run(program, cache.hooks, survivors)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ssd.activations import config
 from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.storage import BackendFile, PosixBackend
-from tests.support.offloader import open_cache, wait_for_writes
+from tests.support.offloader import change_policy, open_cache, wait_for_writes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -113,7 +113,7 @@ def test_what_the_direct_path_still_stores_is_handed_back(tmp_path: Path, monkey
     """Storages that are wanted, or die, before they have left: queued writes are cancelled, and nothing fails."""
     backend = GatedDeviceBackend()
     with open_cache(tmp_path, backend=backend) as cache:
-        cache.window_bytes = 2**30
+        change_policy(cache, window_bytes=2**30)
         # As on a GPU, where a copy is done later than it is issued: the window does not empty itself.
         monkeypatch.setattr(type(cache), "_release_window", lambda cache: None)
         for _ in range(3):

@@ -29,6 +29,7 @@ from tests.support.offloader import (
     MIB,
     Forward,
     assert_same_gradients,
+    change_policy,
     eventually,
     gradients,
     open_cache,
@@ -216,7 +217,7 @@ def test_micro_batches_in_any_sequence_of_shapes(
 ) -> None:
     """Gradients are plain autograd's, whichever micro-batch is like an earlier one, and from wherever it departs."""
     with open_cache(tmp_path, offload=share) as cache:
-        cache.window_bytes = window
+        change_policy(cache, window_bytes=window)
         for number in sequence:
             sizes = shapes[number % len(shapes)]
 
@@ -310,7 +311,7 @@ def test_interleaved_graphs(cache: ActivationOffloader) -> None:
 def test_out_of_order_backwards(cache: ActivationOffloader) -> None:
     """Losses go backward in another order each micro-batch, so every prediction of the order is wrong once."""
     x = randn(4, 64)
-    cache.window_bytes = 300  # keeps one row, and fetches one ahead
+    change_policy(cache, window_bytes=300)  # keeps one row, and fetches one ahead
     for order in ([0, 1, 2, 3], [3, 0, 2, 1], [1, 3, 2, 0], [1, 3, 2, 0]):
         cache.begin_micro_batch()
         leaves = [row.clone().requires_grad_() for row in x]
@@ -363,7 +364,7 @@ def test_graph_dropped_while_it_is_prefetched(cache: ActivationOffloader) -> Non
     with cache.hooks():
         losses = [leaf.exp().sum() for leaf in leaves]
     wait_for_writes(cache)
-    cache.window_bytes = MIB
+    change_policy(cache, window_bytes=MIB)
     losses.pop().backward()  # brings the others' bytes back too
     assert cache.stats().loaded < sum(tier.bytes_in for tier in cache.tiers.values())
     del losses
@@ -445,7 +446,7 @@ def test_exception_in_backward(cache: ActivationOffloader) -> None:
                 raise ZeroDivisionError
             return grad
 
-    cache.window_bytes = 3 * 32 * 32 * 4
+    change_policy(cache, window_bytes=3 * 32 * 32 * 4)
     x = randn(32, 32).requires_grad_()
     cache.begin_micro_batch()
     with cache.hooks():
@@ -458,7 +459,7 @@ def test_exception_in_backward(cache: ActivationOffloader) -> None:
     expected = gradients(lambda x: x.exp().sin().tanh().sigmoid().square().sum(), [x])[0]
     assert x.grad is not None and torch.equal(x.grad, expected)
     del loss
-    cache.window_bytes = 0
+    change_policy(cache, window_bytes=0)
     assert assert_same_gradients(cache, lambda x: x.exp().sin().sum(), randn(32, 32)) > 0
 
 
@@ -570,7 +571,7 @@ def _chain(length: int) -> Forward:
 def test_what_backward_wants_first_stays(cache: ActivationOffloader) -> None:
     """From the second micro-batch on, what backward wants first stays, and what begins in the window after it."""
     storage = 32 * 32 * 4
-    cache.window_bytes = 2 * storage
+    change_policy(cache, window_bytes=2 * storage)
     stored = [assert_same_gradients(cache, _chain(6), randn(32, 32)) for _ in range(3)]
     assert stored == [6 * storage, 3 * storage, 3 * storage]
     assert cache.last_pattern is not None and cache.last_pattern.order == (5, 4, 3, 2, 1, 0)
@@ -579,7 +580,7 @@ def test_what_backward_wants_first_stays(cache: ActivationOffloader) -> None:
 def test_what_stays_follows_the_order_and_not_the_position(cache: ActivationOffloader) -> None:
     """Where backward begins with the first loss, it is the first storage that stays."""
     records: list[SavedStorage] = []
-    cache.observer = lambda _, record: records.append(record)
+    change_policy(cache, on_saved=lambda _, record: records.append(record))
     for micro_batch in range(2):
         records.clear()
         cache.begin_micro_batch()
@@ -714,7 +715,7 @@ def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
     with open_cache(tmp_path, backend=backend, ssd_capacity="64MiB") as cache:
 
         def forward() -> list[Tensor]:
-            cache.window_bytes = 0  # nothing is kept
+            change_policy(cache, window_bytes=0)  # nothing is kept
             cache.begin_micro_batch()
             with cache.hooks():
                 losses = [torch.full((size // 4,), 0.5, requires_grad=True).exp().sum() for _ in range(4)]
@@ -733,7 +734,7 @@ def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
         # What is wanted first stayed.
         offsets = {index: next(written) for index in range(4) if index != order[0]}
         assert next(written, None) is None
-        cache.window_bytes = 4 * size
+        change_policy(cache, window_bytes=4 * size)
         losses[order[0]].backward()
 
         def reads() -> list[int]:
@@ -754,7 +755,7 @@ def test_prefetch_window(tmp_path: Path, window: int, depth: int | None, ahead: 
         cache.begin_micro_batch()
         with cache.hooks():
             losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(6)]
-        cache.window_bytes, cache.window_depth = window * storage, depth
+        change_policy(cache, window_bytes=window * storage, window_depth=depth)
         losses.pop().backward()
         assert ssd(cache).bytes_in == (1 + ahead) * storage
 
@@ -792,7 +793,7 @@ def test_smallest_staging_memory(tmp_path: Path, sizes: list[int]) -> None:
     with open_cache(tmp_path, staging_memory="16MiB", ssd_capacity="256MiB") as cache:
         # Every size but one, so that pieces are not all full.
         leaves = [torch.arange(mib * MIB // 4 - 5, dtype=torch.float32) for mib in sizes]
-        cache.window_bytes = 24 * MIB
+        change_policy(cache, window_bytes=24 * MIB)
         for micro_batch in range(2):
             cache.begin_micro_batch()
             with cache.hooks():
@@ -863,7 +864,7 @@ def test_read_error(tmp_path: Path, fault: str, error: type[StorageError], messa
             losses = [leaf.exp().sum() for leaf in leaves]
         wait_for_writes(cache)
         if prefetched:  # what fails is the load that the first backward issues ahead
-            cache.window_bytes = MIB
+            change_policy(cache, window_bytes=MIB)
         if fault == "eio":
             backend.error["read"] = OSError(errno.EIO, "injected")
         elif fault == "short":
@@ -963,7 +964,7 @@ def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> No
     """It wants what stays, a few small tensors; what has left comes back in the forward's own backward, ahead."""
     value, weight = torch.randn(4096, requires_grad=True), torch.randn(4, requires_grad=True)
     with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
-        cache.window_bytes = 4 * value.nbytes
+        change_policy(cache, window_bytes=4 * value.nbytes)
         host = cache.tiers["host"]
         for _ in range(3):
             cache.begin_micro_batch()
@@ -986,8 +987,8 @@ def test_what_stays_stays_where_memory_gets_short(tmp_path: Path) -> None:
     value = torch.randn(4096, requires_grad=True)
     with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
         answers = iter((False, True))
-        cache.placement = OffloadOnPressure(("host",), lambda: next(answers))
-        cache.placement.ASKED_EVERY = value.nbytes
+        change_policy(cache, placement=OffloadOnPressure(("host",), lambda: next(answers)))
+        cache.policy.placement.ASKED_EVERY = value.nbytes
         cache.begin_micro_batch()
         with cache.hooks():
             kept = value.exp()  # which saves it
@@ -1036,6 +1037,6 @@ def test_loads_are_urgent_where_backward_waits(cache: ActivationOffloader, monke
     cache.begin_micro_batch()
     with cache.hooks():
         losses = [randn(8, 8).requires_grad_().exp().sum() for _ in range(3)]
-    cache.window_bytes = MIB
+    change_policy(cache, window_bytes=MIB)
     losses.pop().backward()
     assert urgencies == [True, False, False]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ssd.activations import ActivationOffloader, Saved
 from lightning_ssd.types import Choice
 from tests.support.forwards import FORWARDS
-from tests.support.offloader import Directed, Forward, gradients, open_cache
+from tests.support.offloader import Directed, Forward, change_policy, gradients, open_cache
 from tests.support.programs import STEPS, run
 
 pytestmark = pytest.mark.timeout(120)
@@ -228,9 +228,9 @@ def test_backward_fetches_ahead_while_it_is_at_what_stays(cache: ActivationOfflo
     with directed.direct(choices):
         values = forward()
     before = cache.tiers["host"].bytes_in
-    cache.window_bytes = 2 * value.nbytes
+    change_policy(cache, window_bytes=2 * value.nbytes)
     torch.autograd.grad(values[-1].sum(), values[-2])
-    cache.window_bytes = 0
+    change_policy(cache, window_bytes=0)
     assert cache.tiers["host"].bytes_in == before + 2 * value.nbytes
     del values
     directed.end_direct()

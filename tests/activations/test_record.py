@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_ssd.activations import ActivationOffloader
-from tests.support.offloader import open_cache
+from tests.support.offloader import change_policy, open_cache
 from tests.support.programs import STEPS, run
 
 pytestmark = pytest.mark.timeout(120)
@@ -31,7 +31,7 @@ def test_random_programs(
 ) -> None:
     """Gradients are equal bit for bit, errors are raised where PyTorch raises them, twice in a row."""
     expected, error, legal = run(steps, losses, nullcontext)
-    cache.window_bytes = window
+    change_policy(cache, window_bytes=window)
     for _ in range(2):  # the second time with the order of the first
         cache.begin_micro_batch()
         actual, actual_error, actual_legal = run(steps, losses, cache.hooks)
@@ -45,7 +45,7 @@ def test_random_programs(
 def test_programs_are_worth_running(cache: ActivationOffloader) -> None:
     """The machinery of the test above sees gradients, and sees PyTorch's errors."""
     before = cache.stats().loaded
-    cache.window_bytes = 0
+    change_policy(cache, window_bytes=0)
     cache.begin_micro_batch()
     grads, error, legal = run([("mul", 0, 1), ("sin", 4, 0), ("matmul", 5, 2)], 1, cache.hooks)
     assert all(isinstance(grad, Tensor) for grad in grads) and error == "" and legal == 3

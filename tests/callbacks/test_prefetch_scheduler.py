@@ -33,8 +33,8 @@ class WindowRecorder(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         cache = find_offloader(trainer)
         assert cache is not None
-        self.windows.append(cache.window_bytes)
-        self.depths.append(cache.window_depth)
+        self.windows.append(cache.policy.window_bytes)
+        self.depths.append(cache.policy.window_depth)
         self.bytes_out.append(sum(tier.bytes_out for tier in cache.tiers.values()))
 
 

@@ -287,7 +287,7 @@ def test_a_plan_that_keeps_all_does_not_follow_the_forward() -> None:
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             cache = trainer.strategy.offloader
-            found.append((cache.forward_mode, cache.stats().stored))
+            found.append((cache.policy.mode, cache.stats().stored))
 
     first = planner(tolerance=1e9)
     assert_same(train("auto"), train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()]))
@@ -304,7 +304,7 @@ class Looks(pl.Callback):
         self.found: list[bool] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.found.append(trainer.strategy.offloader.watching)
+        self.found.append(trainer.strategy.offloader.policy.hooks_enabled)
 
 
 def test_who_keeps_all_looks_after_larger_batches_only() -> None:
@@ -591,7 +591,7 @@ def test_the_window_is_the_plans(tmp_path: Path) -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            windows.append(trainer.strategy.offloader.window_bytes)
+            windows.append(trainer.strategy.offloader.policy.window_bytes)
 
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first, Look()], steps=24)

@@ -15,6 +15,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig, config, make_offloader
 from lightning_ssd.device import make_clock, make_copy_engine
 from tests.support.delays import SlowBackend, SlowCopies
+from tests.support.offloader import change_policy
 from tests.support.parity import SharedStorages, TinyGPT, assert_same, train
 
 pytestmark = pytest.mark.gpu
@@ -103,7 +104,7 @@ def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path)
     model, rows, width, depth = _chain(1024, 24), 16384, 1024, 24
     cache = make_offloader(OffloadConfig(offload=1.0, **arguments), torch.device("cuda"), default_path=tmp_path)
     one = rows * width * 4
-    cache.window_bytes = 2 * one
+    change_policy(cache, window_bytes=2 * one)
     x = torch.randn(rows, width, device="cuda")
 
     def peak(offloaded: bool) -> int:

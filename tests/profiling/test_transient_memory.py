@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.profiling import TraceMode
-from tests.support.offloader import CPU, open_cache
+from tests.support.offloader import CPU, change_policy, open_cache
 
 MIB = 2**20
 
@@ -32,7 +32,7 @@ def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
     with open_cache(tmp_path, host_memory="64MiB") as cache:
         cache.min_bytes = MIB
         recorder = TraceMode([[unit]], CPU)
-        cache.forward_mode, cache.observer, cache.checker = recorder, recorder.saved, recorder.wanted
+        change_policy(cache, mode=recorder, on_saved=recorder.saved, on_unpacked=recorder.wanted)
         cache.begin_micro_batch()
         with cache.hooks():
             loss = unit(x)
@@ -40,7 +40,7 @@ def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
         loss.backward()
         recorder.end_backward()
         cache.end_backward()
-        cache.forward_mode = cache.observer = cache.checker = None
+        change_policy(cache, mode=None, on_saved=None, on_unpacked=None)
         recorder.finish()
         recorder.close()
     graph = recorder.graph

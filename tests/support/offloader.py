@@ -1,9 +1,10 @@
-"""What the tests of the tensor cache share."""
+"""What the tests of the activation offloader share."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,19 @@ Forward = Callable[..., Tensor]
 
 @contextmanager
 def open_cache(path: Path, **arguments: Any) -> Iterator[ActivationOffloader]:
-    """A cache that offloads all it may: its window keeps back only what backward wants first. Closed at the end."""
+    """An offloader of all that may be: its window keeps only what backward needs first. Closed at the end."""
     defaults = {"offload": 1.0, "min_bytes": 1, "staging_memory": "16MiB", "ssd_capacity": "4MiB"}
     cache = make_offloader(OffloadConfig(**{**defaults, **arguments}), CPU, default_path=path)
-    cache.window_bytes = 0
+    change_policy(cache, window_bytes=0)
     try:
         yield cache
     finally:
         cache.close()
+
+
+def change_policy(offloader: ActivationOffloader, **rules: Any) -> None:
+    """Has `offloader` follow other `rules`, which are fields of its policy."""
+    offloader.run(replace(offloader.policy, **rules))
 
 
 def ssd(cache: ActivationOffloader) -> SSDTier:
@@ -106,12 +112,12 @@ class Directed:
     def record(self) -> AbstractContextManager[None]:
         self.recorder = TraceMode(self.units, CPU)
         self.cache.begin_micro_batch()
-        self.cache.forward_mode, self.cache.observer = self.recorder, self.recorder.saved
+        change_policy(self.cache, mode=self.recorder, on_saved=self.recorder.saved)
         return self.cache.hooks()
 
     def end_record(self) -> list[Saved]:
         self.cache.end_backward()
-        self.cache.forward_mode = self.cache.observer = None
+        change_policy(self.cache, mode=None, on_saved=None)
         self.recorder.finish()
         self.recorder.close()
         self.graph = self.recorder.graph
@@ -124,7 +130,7 @@ class Directed:
         }
         self._make_director(again)
         self.director.checking = True
-        self.cache.observer, self.cache.checker = self.director.saved, self.director.check
+        change_policy(self.cache, on_saved=self.director.saved, on_unpacked=self.director.check)
         return self.cache.hooks()
 
     def direct(self, choices: dict[int, Choice]) -> AbstractContextManager[None]:
@@ -133,7 +139,7 @@ class Directed:
 
     def end_direct(self) -> None:
         self.cache.end_backward()
-        self.cache.forward_mode = self.cache.observer = self.cache.checker = None
+        change_policy(self.cache, mode=None, on_saved=None, on_unpacked=None)
         self.director.close()
 
     def _make_director(self, choices: dict[int, Choice]) -> None:
@@ -142,4 +148,4 @@ class Directed:
         self.director = PlanMode(self.units, CPU, self.cache.pack, self.cache.unpack)
         self.director.program = make_schedule(self.graph, choices, chains)
         self.cache.begin_micro_batch()
-        self.cache.forward_mode = self.director
+        change_policy(self.cache, mode=self.director)

@@ -1,0 +1,39 @@
+"""`OffloadPolicy`: the rules that an `ActivationOffloader` follows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lightning_ssd.activations.placement import Placement
+from lightning_ssd.activations.record import SavedStorage
+from lightning_ssd.activations.unit_dispatch_mode import UnitDispatchMode
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """What an `ActivationOffloader` does with saved tensors; `ActivationOffloader.run` puts it in force.
+
+    To change some of the rules, run a copy of the policy in force:
+    `offloader.run(dataclasses.replace(offloader.policy, window_bytes=2**28))`.
+
+    Attributes:
+        placement: chooses the tier of each saved storage: all (`OffloadAll`), none (`KeepAll`), a share or number of
+            bytes (`FixedAmount`), by bandwidth (`SSDTrainAuto`), or all once memory is short (`OffloadOnPressure`).
+        mode: dispatch mode that wraps each forward: a `PlanMode`, whose choices go before those of `placement`, or a
+            `TraceMode`; `None`: forwards run without one.
+        window_bytes: bytes that may be in flight to the tiers at once, and bytes that may be prefetched ahead of use.
+        window_depth: saved storages that may be prefetched ahead of use; `None`: `window_bytes` is the only limit.
+        hooks_enabled: whether saved-tensor hooks are active in forwards. Without them all saved tensors are kept.
+        on_saved: called with each storage that is saved and may be offloaded, once per micro-batch, on the thread of
+            `pack`.
+        on_unpacked: called with each storage that is about to be given to backward, on the thread of `unpack`.
+    """
+
+    placement: Placement
+    mode: UnitDispatchMode | None = None
+    window_bytes: int = 2**28
+    window_depth: int | None = None
+    hooks_enabled: bool = True
+    on_saved: Callable[[torch.UntypedStorage, SavedStorage], None] | None = None
+    on_unpacked: Callable[[SavedStorage], None] | None = None
