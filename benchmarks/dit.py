@@ -13,7 +13,8 @@ Modes, each a `Trainer.fit` in a process of its own:
 
 Latents of 512x512 images (4 x 64 x 64, 1024 tokens), `bf16-mixed`, AdamW. For every size and mode, batches are doubled
 until one fails; the throughput of a size is that of its best batch. A run that exceeds the GPU's memory is recorded as
-its error, and no larger batch is tried. Step: median of the time from one step's begin to the next, after the warm-up.
+its error, and no larger batch is tried; the exit status is 1 where a run failed for any other reason. Step: median of
+the time from one step's begin to the next, after the warm-up.
 """
 
 import argparse
@@ -167,6 +168,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def does_not_fit(error: str) -> bool:
+    """Returns whether a run's error says that the GPU's memory was exceeded."""
+    return "out of memory" in error.lower()
+
+
 def best(runs: dict[str, dict[str, Any]]) -> tuple[int, dict[str, Any]] | None:
     """Returns the batch of the highest throughput, and its result; None where no batch ran."""
     ran = [(int(batch), result) for batch, result in runs.items() if "error" not in result]
@@ -186,7 +192,9 @@ def report(results: dict[str, Any]) -> str:
         for mode, runs in modes.items():
             found = best(runs)
             if found is None:
-                lines.append(f"| {size} | | {mode} | does not fit | | | | | |")
+                error = next(iter(runs.values()))["error"]
+                outcome = "does not fit" if does_not_fit(error) else f"failed: {error}".replace("|", "/")
+                lines.append(f"| {size} | | {mode} | {outcome} | | | | | |")
                 continue
             batch, run = found
             ratio = f"{run['images_per_second'] / base[1]['images_per_second']:.2f}x" if base else ""
@@ -246,6 +254,9 @@ def main() -> None:
     print(report(results))
     if arguments.draw:
         draw(results, arguments.draw)
+    runs = [run for modes in results["runs"].values() for batches in modes.values() for run in batches.values()]
+    if any("error" in run and not does_not_fit(run["error"]) for run in runs):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
+from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import Profiler, count_samples
 from lightning_ssd.states import find_units
@@ -21,7 +22,7 @@ class StepProfiling(pl.Callback):
 
     Args:
         warm_up: steps that go by.
-        steps: steps that are measured.
+        steps: steps that are measured, if `has_time` allows all.
 
     Raises:
         ValueError: an argument is out of range.
@@ -40,9 +41,14 @@ class StepProfiling(pl.Callback):
         self._due = 0
         """The step whose first micro-batch is recorded."""
         self._timed_from = 0
+        """The first step that is timed."""
         self._at_boundary = True
         """Whether the next micro-batch is the first of a step."""
         self._samples = self._tokens = 1
+
+    def has_time(self, steps: int) -> bool:
+        """Returns whether `steps` more steps may be profiled; if not, warm-up or timing ends early."""
+        return True
 
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         """The steps are measured. Called at the end of a step."""
@@ -62,6 +68,7 @@ class StepProfiling(pl.Callback):
             )
         self._step = 0
         self._at_boundary = True
+        self._profiling_budget = ProfilingBudget()
         self._begin(trainer, pl_module, self._warm_up)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
@@ -90,8 +97,10 @@ class StepProfiling(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         at_boundary, self._at_boundary = self._at_boundary, False
+        if at_boundary:
+            self._profiling_budget.begin_step()
         assert self._profiler is not None
-        if self._phase == "waiting" and self._step >= self._due:
+        if self._phase == "waiting" and (self._step >= self._due or self._must_end_warm_up()):
             self._phase = "recording"
             self._profiler.begin_recording()
         elif self._phase == "recording":
@@ -130,14 +139,18 @@ class StepProfiling(pl.Callback):
             return
         self._step += 1
         self._at_boundary = True
-        if self._phase == "timing" and self._step == self._timed_from + self._steps:
+        self._profiling_budget.end_step()
+        timed = self._step - self._timed_from
+        if self._phase == "timing" and timed and (timed == self._steps or not self.has_time(self._steps - timed)):
+            if timed < self._steps:
+                self._log_shortened(f"{timed} of {self._steps} steps were timed")
             self._phase = "idle"
             self._profiler.end_timing()
             clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
             clips |= trainer.precision == "16-mixed"  # a step is skipped where gradients are not finite
             profile = self._profiler.profile(
                 type(pl_module).__name__,
-                steps=self._steps,
+                steps=timed,
                 micro_batches=trainer.accumulate_grad_batches,
                 samples=self._samples,
                 tokens=self._tokens,
@@ -164,6 +177,17 @@ class StepProfiling(pl.Callback):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._end()
+
+    def _must_end_warm_up(self) -> bool:
+        """Returns whether there is no time for the rest of the warm-up."""
+        rest = self._due - self._step
+        if self.has_time(rest + 2 + self._steps):  # one step is recorded, one is checked
+            return False
+        self._log_shortened(f"warm-up ends {rest} step{'s' if rest > 1 else ''} early")
+        return True
+
+    def _log_shortened(self, change: str) -> None:
+        pl.utilities.rank_zero_info(f"{type(self).__name__}: {change}: {self._profiling_budget.describe()}.")
 
     def _end_backward(self) -> None:
         if self._phase == "timing":

@@ -19,6 +19,7 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.device import WorkCounter, device_memory, make_clock
 from lightning_ssd.planning import (
@@ -75,6 +76,10 @@ class SwapPlanner(StepProfiling):
     each unit is kept, goes to host memory or to the SSDs, or is dropped and computed again in backward. All of these
     steps are ordinary steps: losses, gradients and weights stay as they are, bit for bit.
 
+    The first plan is in force after 12 steps, or 22 where model states were moved. Where profiling is expected to take
+    more than 25 steps or 30 seconds, its warm-up, its timed steps and the trial of recomputation are shortened, to four
+    steps in all at least. A log line names each part that is shorter.
+
     From then on steps are timed on the device's clock, and nobody waits for it. `SwapPlanner/...` in the loggers:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
     `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. What the plan is, what bounds the step, and
@@ -100,8 +105,9 @@ class SwapPlanner(StepProfiling):
             other places, and may not be moved, a plan with them there is written beside it, as `NAME.states.yaml`.
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: as many as
             it takes.
-        warm_up: steps before some are measured.
-        steps: steps that are measured, once with all saved tensors leaving, and once with them computed again.
+        warm_up: steps before some are measured; fewer where profiling would take more than 25 steps or 30 seconds.
+        steps: steps that are measured, once with all saved tensors leaving, and once with them computed again; fewer
+            where profiling would take more than 25 steps or 30 seconds.
         tolerance: share of the step time by which it may drift from what it was before there is another plan.
 
     Raises:
@@ -209,6 +215,10 @@ class SwapPlanner(StepProfiling):
         self._look_after(pl_module, batch, batch_idx)
         if self.plan is None or self.measuring or not begins:
             return
+        if self._trying and not self._taken and not self._profiling_budget.allows(1):
+            self._skip_trial()
+            self._decide(trainer, pl_module)
+            return
         if self._to_settle:
             self._to_settle -= 1
             if not self._to_settle:
@@ -223,6 +233,11 @@ class SwapPlanner(StepProfiling):
         self._begun = now
         if len(self._taken) >= self._window:
             self._compare(trainer, pl_module)
+
+    @override
+    def has_time(self, steps: int) -> bool:
+        trial = 0 if self.pinned is not None else self.SETTLING + self._steps
+        return self._profiling_budget.allows(steps + trial)
 
     def _look_after(self, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Has what the micro-batch saves taken over, unless all of it stays, and no more of it than was recorded."""
@@ -291,11 +306,18 @@ class SwapPlanner(StepProfiling):
         self._pace = 1.0
         self._learned = False
         trial = plan_with_coefficient(profile, hardware, 0.0, settled)
-        self._trying = self.pinned is None and not simulate(profile, hardware, trial).excess_bytes(hardware)
+        fits = not simulate(profile, hardware, trial).excess_bytes(hardware)
+        self._trying = self.pinned is None and fits
+        if self._trying and not self._profiling_budget.allows(self.SETTLING + 1):
+            self._skip_trial()
         if self._trying:
             self._put_in_force(trainer, trial)
         else:
             self._decide(trainer, pl_module)
+
+    def _skip_trial(self) -> None:
+        self._trying = False
+        self._log_shortened("the plan is made without a measured step of recomputation")
 
     def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Makes the plan, and puts it in force."""
@@ -368,6 +390,7 @@ class SwapPlanner(StepProfiling):
         """Goes back to the placement of the beginning, and measures."""
         self._send_all()
         self._hold_window(trainer, None)
+        self._profiling_budget = ProfilingBudget()
         self._begun = None
         self._taken.clear()
         self.schedule(1)
@@ -494,8 +517,10 @@ class SwapPlanner(StepProfiling):
 
     @property
     def _window(self) -> int:
-        """Steps whose median is compared with the prediction."""
-        return self._steps if self._trying else self.WINDOW
+        """Steps whose median is compared with the prediction; of a trial a single one where the budget is spent."""
+        if self._trying:
+            return self._steps if self._profiling_budget.allows(1) else 1
+        return self.WINDOW
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compares the last steps with the prediction, once the device has passed them."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.callbacks import swap_planner
+from lightning_ssd.callbacks import profiling_budget, swap_planner
 from lightning_ssd.device import clock
 from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate
 from lightning_ssd.profiling import model as profiler
@@ -704,3 +704,59 @@ def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: 
     train_states(tmp_path, strategy, Model(), callbacks=[second], limit_val_batches=0)
     assert second.plan is not None
     assert [unit.states for unit in second.plan.units.values()] == [unit.states for unit in elsewhere.units.values()]
+
+
+class Phases(SwapPlanner):
+    """Remembers, of each plan, the fake time and the step in which it came into force, and whether it is a trial."""
+
+    time: Clock
+
+    def _put_in_force(self, trainer: Any, plan: Plan) -> None:
+        super()._put_in_force(trainer, plan)
+        vars(self).setdefault("found", []).append((self._trying, self._step, self.time.now))
+
+
+class Steady(TinyGPT):
+    """Takes as long as the test wants for each step; while it is recorded or checked, three times that."""
+
+    time: Clock
+    seconds: float
+    planner: SwapPlanner
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        slow = self.planner._phase in ("recording", "checking")
+        self.time.now += self.seconds * (3 if slow else 1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "in_force"),
+    [
+        (0.1, [(True, 7), (False, 12)]),  # warm-up of 2 steps, one recorded, one checked, 3 timed; a trial of 5
+        thorough(1.9, [(True, 5), (False, 10)]),  # 2 timed steps fewer
+        (2.2, [(True, 5), (False, 9)]),  # and a shorter trial
+        thorough(2.5, [(True, 4), (False, 7)]),  # and a shorter warm-up
+        thorough(3.0, [(False, 4)]),  # no trial
+        (8.0, [(False, 4)]),  # no profiling has fewer steps: one of warm-up, recorded, checked, timed
+    ],
+)
+def test_profiling_is_shortened_to_its_budget(
+    time: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    seconds: float,
+    in_force: list[tuple[bool, int]],
+) -> None:
+    """By steps of `seconds`: the step from which a trial is in force, and from which a plan is; within 30 seconds."""
+    monkeypatch.setattr(profiling_budget, "perf_counter", time.perf_counter)
+    planner = Phases(machine=MACHINE)
+    for taking in (Phases, Steady):
+        monkeypatch.setattr(taking, "time", time, raising=False)
+    monkeypatch.setattr(Steady, "seconds", seconds, raising=False)
+    monkeypatch.setattr(Steady, "planner", planner, raising=False)
+    with caplog.at_level(logging.INFO):
+        train(SSDOffloadStrategy(**BOTH), callbacks=[planner], model=Steady, steps=14, recorded=False)
+    found = vars(planner)["found"]
+    assert [(is_trial, step) for is_trial, step, _ in found] == in_force
+    assert found[-1][2] < max(30.0, 8.1 * seconds)
+    assert ("profiling is limited to 25 steps or 30 s" in caplog.text) == (len(in_force) == 1 or in_force[0][1] < 7)
