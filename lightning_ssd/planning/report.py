@@ -151,7 +151,7 @@ def hidden_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan) ->
     """
     stages = cut_stages(model, plan)
     per_byte = 1 / hardware.ssd_read + 1 / hardware.ssd_write
-    compute = sum(stage.forward + stage.backward + stage.again for stage in stages) / model.tokens
+    compute = sum(stage.forward + stage.backward + stage.remat_seconds for stage in stages) / model.tokens
     activations = per_byte * sum(stage.to_ssd for stage in stages) / model.tokens
     fixed = 0.0
     for profile in model.units:

@@ -23,7 +23,7 @@ from lightning_ssd.planning.events import (
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.plan import Plan, UnitPlan
-from lightning_ssd.types import EVICT_MARGIN, TIERS, Tier
+from lightning_ssd.types import EVICT_MARGIN, TIERS, InputChoice, Tier
 
 STEPS = 3
 """Steps simulated: the first begins cold, and a step's optimizer jobs run on under the next forward. One less where
@@ -97,73 +97,85 @@ class Prediction:
         return max(0, ceil(self.ssd_written_bytes - hardware.ssd_bytes_per_day * self.step_seconds / DAY))
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True, slots=True)
 class Stage:
-    """Neighbouring operators of one unit: what the simulation computes in one piece.
+    """Neighbouring operators of one unit, which the simulation computes in one piece.
 
     Attributes:
         unit: index of the unit.
-        first: of its unit.
-        last: of its unit.
-        forward: seconds.
-        backward: seconds, without recomputation.
-        saved: bytes on the GPU once its forward is done: all but what is recomputed.
-        swapped: bytes of them that leave.
-        largest: bytes of the largest tensor that leaves.
-        to_ssd: bytes of those that go to SSDs.
-        passing: bytes on the GPU during its forward only.
-        recomputed: bytes that are gone after its backward, which had been computed again.
-        brought: bytes that its backward computes again: what it wants, and what that is made of.
-        again: seconds of recomputation.
-        working: bytes on the GPU during its backward only.
-        launch: seconds of the host, to give the GPU its forward, without what a plan adds.
-        operations: of its forward.
-        again_operations: that run again in its backward.
-        tensors: that it saves.
-        sent: of them, that leave.
+        first: whether the unit's forward begins with this stage.
+        last: whether the unit's forward ends with this stage.
+        forward: seconds of GPU time.
+        backward: seconds of GPU time, without recomputation.
+        saved: bytes of saved tensors on the GPU after the forward: kept and offloaded ones, not recomputed ones.
+        swapped: bytes of `saved` that are offloaded.
+        to_ssd: bytes of `swapped` that are offloaded to SSDs.
+        largest: bytes of the largest offloaded tensor.
+        num_saved: saved tensors.
+        num_swapped: offloaded tensors.
+        fwd_workspace: peak bytes that only the forward needs.
+        bwd_workspace: peak bytes that only the backward needs.
+        recomputed: bytes of recomputed tensors that are released after the backward of this stage.
+        remat_bytes: bytes that recomputation allocates before the backward of this stage: tensors that this backward
+            needs, and their inputs.
+        remat_seconds: seconds of recomputation.
+        remat_operations: operations that recomputation launches.
+        operations: operations of the forward.
+        launch: seconds in which the host launches the forward, without the overhead of a plan.
     """
 
     unit: int
     first: bool
     last: bool
-    forward: float
-    backward: float
-    saved: int
-    swapped: int
-    largest: int
-    to_ssd: int
-    passing: int
-    recomputed: int
-    brought: int
-    again: float
-    working: int
-    launch: float
-    operations: int
-    again_operations: int
-    tensors: int
-    sent: int
+    forward: float = 0.0
+    backward: float = 0.0
+    saved: int = 0
+    swapped: int = 0
+    to_ssd: int = 0
+    largest: int = 0
+    num_saved: int = 0
+    num_swapped: int = 0
+    fwd_workspace: int = 0
+    bwd_workspace: int = 0
+    recomputed: int = 0
+    remat_bytes: int = 0
+    remat_seconds: float = 0.0
+    remat_operations: int = 0
+    operations: int = 0
+    launch: float = 0.0
+
+    def offload(self, nbytes: int, choice: InputChoice) -> None:
+        """Counts a saved tensor of `nbytes` that is not recomputed."""
+        self.saved += nbytes
+        if choice != "keep":
+            self.swapped += nbytes
+            self.to_ssd += nbytes if choice == "ssd" else 0
+            self.largest = max(self.largest, nbytes)
+            self.num_swapped += 1
 
 
 def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
-    """Returns the stages of a forward, with the operators' bytes and seconds added up by what becomes of them."""
+    """Returns the stages of a forward, with bytes and seconds of the operators summed by the plan's choices."""
     pieces = ceil(STAGES / len(model.units))
     stages = []
     for index, profile in enumerate(model.units):
         unit = plan.units[profile.name]
         count = len(profile.operators)
-        brought = _brought(profile, unit)
+        remat_bytes = _remat_bytes(profile, unit)
         bounds = [count * piece // min(pieces, count) for piece in range(min(pieces, count) + 1)]
         for start, stop in pairwise(bounds):
-            stages.append(_stage(index, profile, unit, brought, start, stop))
+            stage = Stage(unit=index, first=start == 0, last=stop == count, remat_bytes=sum(remat_bytes[start:stop]))
+            _add_operators(stage, profile, unit, start, stop)
+            stages.append(stage)
     return stages
 
 
-def _brought(profile: UnitProfile, unit: UnitPlan) -> list[int]:
-    """Returns, of each operator, the bytes that are computed again when backward wants what it saved.
+def _remat_bytes(profile: UnitProfile, unit: UnitPlan) -> list[int]:
+    """Returns, for each operator, the bytes that recomputation allocates when backward needs its saved tensor.
 
-    They are that, and what of the operators before it is not there: it is kept until backward wants it.
+    Recomputed tensors that precede it are allocated with it, and held until backward needs them.
     """
-    brought = [0] * len(profile.operators)
+    remat_bytes = [0] * len(profile.operators)
     waiting = 0
     last: int | None = None
     for number, operator in enumerate(profile.operators):
@@ -173,74 +185,44 @@ def _brought(profile: UnitProfile, unit: UnitPlan) -> list[int]:
             waiting += operator.saved_bytes
             last = number
         elif last is not None:
-            brought[last], waiting, last = waiting, 0, None
+            remat_bytes[last], waiting, last = waiting, 0, None
     if last is not None:
-        brought[last] = waiting
-    return brought
+        remat_bytes[last] = waiting
+    return remat_bytes
 
 
-def _stage(index: int, profile: UnitProfile, unit: UnitPlan, brought: Sequence[int], start: int, stop: int) -> Stage:
-    operators, choices = profile.operators, unit.operators
-    first, last = start == 0, stop == len(operators)
-    forward = backward = again = launch = 0.0
-    saved = swapped = to_ssd = recomputed = largest = operations = again_operations = tensors = sent = 0
-    if first and profile.input_bytes:
-        saved = profile.input_bytes
-        tensors = 1
-        if unit.input != "keep":
-            swapped = largest = profile.input_bytes
-            to_ssd = swapped if unit.input == "ssd" else 0
-            sent = 1
-    peak = saved + (profile.forward_bytes if first else 0)
-    working = profile.backward_bytes if first or last else 0
-    # What isn't saved is released when the next operator has used it.
+def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: int, stop: int) -> None:
+    """Adds bytes and seconds of the operators from `start` to before `stop` to an empty stage."""
+    operators = profile.operators
+    if stage.first and profile.input_bytes:
+        stage.num_saved += 1
+        stage.offload(profile.input_bytes, unit.input)
+    peak = stage.saved + (profile.forward_bytes if stage.first else 0)
+    if stage.first or stage.last:
+        stage.bwd_workspace = profile.backward_bytes
+    # A result that is not saved is released when the next operator has used it.
     before = _dropped(operators[start - 1], unit) if start else 0
     for operator in operators[start:stop]:
-        forward += operator.forward_seconds
-        backward += operator.backward_seconds
-        launch += operator.launch_seconds
-        operations += operator.operations
-        nbytes = operator.saved_bytes
-        tensors += nbytes > 0
+        stage.forward += operator.forward_seconds
+        stage.backward += operator.backward_seconds
+        stage.launch += operator.launch_seconds
+        stage.operations += operator.operations
+        stage.num_saved += operator.saved_bytes > 0
         dropped = _dropped(operator, unit)
         needed = operator.wanted_bytes
         if dropped:
-            recomputed += dropped
+            stage.recomputed += dropped
             needed += operator.recompute_bytes
-            again += operator.recompute_seconds or 0.0
-            again_operations += operator.again_operations
-        elif nbytes:
-            saved += nbytes
-            choice = choices[operator.name]
-            if choice != "keep":
-                swapped += nbytes
-                sent += 1
-                largest = max(largest, nbytes)
-                to_ssd += nbytes if choice == "ssd" else 0
-        peak = max(peak, saved + before + dropped + operator.forward_bytes)
-        working = max(working, needed, operator.backward_bytes)
+            stage.remat_seconds += operator.recompute_seconds or 0.0
+            stage.remat_operations += operator.again_operations
+        elif operator.saved_bytes:
+            choice = unit.operators[operator.name]
+            assert choice != "recompute"
+            stage.offload(operator.saved_bytes, choice)
+        peak = max(peak, stage.saved + before + dropped + operator.forward_bytes)
+        stage.bwd_workspace = max(stage.bwd_workspace, needed, operator.backward_bytes)
         before = dropped
-    return Stage(
-        index,
-        first,
-        last,
-        forward,
-        backward,
-        saved,
-        swapped,
-        largest,
-        to_ssd,
-        max(0, peak - saved),
-        recomputed,
-        sum(brought[start:stop]),
-        again,
-        working,
-        launch,
-        operations,
-        again_operations,
-        tensors,
-        sent,
-    )
+    stage.fwd_workspace = max(0, peak - stage.saved)
 
 
 def _dropped(operator: OperatorProfile, unit: UnitPlan) -> int:
@@ -333,7 +315,7 @@ def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> di
     wants what was saved last.
     """
     left = sum(stage.to_ssd for stage in stages) - ssd_write * sum(stage.forward for stage in stages)
-    room = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.again for stage in stages)
+    room = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.remat_seconds for stage in stages)
     left = round(min(left, room))
     staged = {}
     for index in reversed(range(len(stages))):
@@ -508,14 +490,14 @@ class _Builder:
             step, stage.forward + self._shared(weights + stage.swapped), fetched, updated, *room
         )
         launch = self._launch
-        added = launch.follow * stage.operations + launch.save * stage.tensors if self._followed else 0.0
-        added += launch.note * stage.again_operations + launch.send * stage.sent
+        added = launch.follow * stage.operations + launch.save * stage.num_saved if self._followed else 0.0
+        added += launch.note * stage.remat_operations + launch.send * stage.num_swapped
         self._give(compute, stage.launch + added)
         if weights:
             # Its room is free for others once the unit is in use: when the one before has ended.
             self._incoming.leave_with(weights, before or compute)
         released = self._taken(self._weights(stage.unit)[0]) if stage.last else 0
-        compute.gpu = (stage.saved + stage.passing, stage.passing + released)
+        compute.gpu = (stage.saved + stage.fwd_workspace, stage.fwd_workspace + released)
         if index in self._forwarded:  # copied for nothing; what would go on to SSDs is cancelled
             copy = self._task(COPY_OUT, stage.swapped, step, compute)
             self._outgoing.leave_with(stage.swapped, copy)
@@ -575,17 +557,17 @@ class _Builder:
         offloaded = self.units[unit].states != "gpu"
         gradient = profile.gradient_bytes if offloaded else 0
         room = self._outgoing.enter(gradient) if gradient and stage.first else []
-        seconds = stage.backward + stage.again + self._shared(nbytes + (gradient if stage.first else 0))
+        seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, fetched, *room)
-        added = self._launch.repeat * stage.again_operations + self._launch.fetch * stage.sent
+        added = self._launch.repeat * stage.remat_operations + self._launch.fetch * stage.num_swapped
         self._give(compute, BACKWARD_LAUNCH * stage.launch + added)
         released = self._taken(self._weights(unit)[0]) if stage.first else 0
-        taken = stage.brought + stage.working + (gradient if stage.first else 0)
+        taken = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)
         if first and index == len(self.stages) - 1:
             taken -= sum(self._kept_gradients)
         if first and stage.first:
             taken += self._kept_gradients[unit]
-        compute.gpu = (taken, stage.saved + stage.recomputed + stage.working + released)
+        compute.gpu = (taken, stage.saved + stage.recomputed + stage.bwd_workspace + released)
         if not (stage.first and gradient):
             return compute if stage.first else None
         copy = self._task(COPY_OUT, gradient, step, compute)

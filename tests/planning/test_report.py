@@ -70,7 +70,7 @@ def test_hidden_tokens() -> None:
     tokens = hidden_tokens(GPT, machine, plan)
     assert tokens is not None
     stages = cut_stages(GPT, plan)
-    compute = tokens / GPT.tokens * sum(stage.forward + stage.backward + stage.again for stage in stages)
+    compute = tokens / GPT.tokens * sum(stage.forward + stage.backward + stage.remat_seconds for stage in stages)
     activations = tokens / GPT.tokens * sum(stage.to_ssd for stage in stages)
     assert compute == pytest.approx((30 * GPT.parameters + 2 * activations) / 20e9)
     # Nothing on SSDs is hidden at once; activations that take longer than the computation never are.
