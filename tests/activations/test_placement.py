@@ -98,12 +98,6 @@ def test_bytes_are_spread_over_the_forward() -> None:
     assert [after - before for before, after in zip(chosen, chosen[1:], strict=False)] == [4, 4]
 
 
-def test_fixed_amounts_must_fit_and_may_wait() -> None:
-    """What a user has asked for is not dropped silently."""
-    assert FixedAmount(0.5, ("ssd",)).must_fit and FixedAmount(0.5, ("ssd",)).may_wait
-    assert not SSDTrainAuto({"ssd": TierSpeed(1, 1)}).must_fit
-
-
 def test_auto_tries_everything_until_it_has_measured() -> None:
     """First everything goes out that needs no waiting; the first micro-batches are not measured."""
     auto = SSDTrainAuto({"host": TierSpeed(100, 100), "ssd": TierSpeed(10, 10)})

@@ -1,5 +1,6 @@
 """`SwapPlanner`: whatever the plan, the numbers stay; and it plans, compares and plans again when it should."""
 
+import csv
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import profiling_budget, swap_planner
 from lightning_ssd.device import clock
-from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate
+from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate, swap_coefficient
 from lightning_ssd.profiling import model as profiler
 from lightning_ssd.states import step
 from tests.support.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
@@ -570,20 +571,31 @@ def test_a_host_that_is_always_ahead_compares_too(monkeypatch: pytest.MonkeyPatc
     assert first.comparison is not None
 
 
-def test_what_it_finds_is_logged(tmp_path: Path) -> None:
+def test_predictions_and_measurements_are_logged(tmp_path: Path) -> None:
+    """The last logged row is the planner's last comparison."""
+    first = planner()
     trainer = quiet_trainer(
         strategy=SSDOffloadStrategy(**BOTH),
         max_steps=30,
-        callbacks=[planner()],
+        callbacks=[first],
         logger=CSVLogger(tmp_path),
         default_root_dir=tmp_path,
     )
     trainer.fit(TinyGPT("none"), torch.utils.data.DataLoader(torch.randn(60, 24), batch_size=2))
     trainer.logger.save()  # type: ignore[union-attr]
-    header = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()[0].split(",")
-    for name in ("predicted_step_s", "measured_step_s", "predicted_host_bytes", "measured_host_bytes",
-                 "swap_coefficient"):  # fmt: skip
-        assert f"SwapPlanner/{name}" in header
+    with next(tmp_path.rglob("metrics.csv")).open() as file:
+        logged = [row for row in csv.DictReader(file) if row["SwapPlanner/predicted_step_s"]]
+    assert first.comparison is not None and first.plan is not None and first.profile is not None
+    expected = {
+        "predicted_step_s": first.comparison.predicted.step_seconds,
+        "measured_step_s": first.comparison.step_seconds,
+        "predicted_host_bytes": first.comparison.predicted.host_peak_bytes,
+        "measured_host_bytes": first.comparison.host_peak_bytes,
+        "swap_coefficient": swap_coefficient(first.profile, first.plan),
+    }
+    found = {name.removeprefix("SwapPlanner/"): value for name, value in logged[-1].items() if "SwapPlanner/" in name}
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
+    assert expected["measured_step_s"] > 0 and expected["predicted_step_s"] > 0
 
 
 def test_the_window_is_the_plans(tmp_path: Path) -> None:

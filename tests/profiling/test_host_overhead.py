@@ -1,22 +1,60 @@
-"""What following a plan costs the host."""
+"""The host's cost of following a plan: measured without side effects, and charged to the right activity."""
 
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 from math import isfinite
+from typing import Any
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ssd.profiling import measure_host_overhead
+from lightning_ssd.profiling import host_overhead, measure_host_overhead
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def measured_anew() -> Iterator[None]:
+    measure_host_overhead.cache_clear()
+    yield
+    measure_host_overhead.cache_clear()
 
 
 def test_nothing_is_left_of_the_measurement() -> None:
-    """Seconds of everything, no thread, and random numbers as they were; measured once."""
-    measure_host_overhead.cache_clear()
+    """All costs are finite, no thread is left, random numbers are as before, and the result is cached."""
     threads, state = set(threading.enumerate()), torch.get_rng_state()
     with torch.no_grad():
-        costs = measure_host_overhead(torch.device("cpu"))
+        costs = measure_host_overhead(CPU)
     assert all(isfinite(seconds) and seconds >= 0 for seconds in asdict(costs).values())
     assert sum(asdict(costs).values()) > 0
     assert set(threading.enumerate()) <= threads
     assert torch.equal(torch.get_rng_state(), state)
-    assert measure_host_overhead(torch.device("cpu")) is costs
+    assert measure_host_overhead(CPU) is costs
+
+
+@pytest.mark.parametrize(
+    ("operators", "charged"),
+    [
+        ({"aten::gelu", "aten::addmm", "aten::native_layer_norm"}, {"repeat"}),  # those of the forward
+        ({"aten::detach"}, {"save"}),  # of a saved tensor when it is packed
+        ({"aten::empty"}, {"fetch", "repeat"}),  # memory that saved tensors are restored to
+    ],
+)
+def test_operators_are_charged_to_the_activity_that_runs_them(
+    monkeypatch: pytest.MonkeyPatch, operators: set[str], charged: set[str]
+) -> None:
+    """The clock counts calls of `operators` in place of seconds."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += func._schema.name in operators
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        monkeypatch.setattr(host_overhead, "perf_counter", lambda: float(count.calls))
+        costs = asdict(measure_host_overhead(CPU))
+    assert {name for name, calls in costs.items() if calls} == charged, costs

@@ -14,7 +14,7 @@ import torch
 from lightning_ssd.storage import Blob, BlobStore
 
 CPU = torch.device("cpu")
-KIB = 1024
+KIB, MIB = 2**10, 2**20
 
 
 @contextmanager
