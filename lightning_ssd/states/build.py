@@ -25,10 +25,11 @@ from lightning_ssd.states.journal import CommitRecord, Journal, has_commit_recor
 from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.masters import MasteredParameter, MasterWeights
 from lightning_ssd.states.materialize import MetaTensors, born_together, materialize, materialize_buffers
-from lightning_ssd.states.model_states import ModelStates, StepTerms
+from lightning_ssd.states.model_states import ModelStates, OffloadedModel, StateBytes
 from lightning_ssd.states.optimizers import ElementwiseOptimizer, FlatOptimizer, make_flat_optimizer
 from lightning_ssd.states.settings import Settings
 from lightning_ssd.states.shared_memory import check_apart
+from lightning_ssd.states.terms import StepTerms
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.storage import Blob, BlobStore, Kept, PrivateDirectory, StorageFullError
 from lightning_ssd.types import Clip, OffloadTierName, Overlap, Tier
@@ -175,28 +176,28 @@ class Setup:
     whole: Sequence[Optimizer] = ()
 
     @property
-    def scaled(self) -> bool:
+    def loss_scaled(self) -> bool:
         """As in `StepTerms`."""
         return self.autocast == torch.float16
 
     @property
-    def gated(self) -> bool:
+    def needs_norm(self) -> bool:
         """As in `StepTerms`."""
-        return self.clip_norm or self.scaled
+        return self.clip_norm or self.loss_scaled
 
     @property
     def shared(self) -> bool:
         """Whether gradients may share memory: where steps wait for all of them, each needs some of its own."""
-        return not self.gated and not self.hold and self.config.overlap == "optimized"
+        return not self.needs_norm and not self.hold and self.config.overlap == "optimized"
 
     @property
     def terms(self) -> StepTerms:
         """How steps are made."""
         return StepTerms(
             overlap=self.config.overlap,
-            gated=self.gated,
+            needs_norm=self.needs_norm,
             clip_value=self.clip_value,
-            scaled=self.scaled,
+            loss_scaled=self.loss_scaled,
             clip=self.config.clip,
             hold=self.hold,
             whole=self.whole,
@@ -298,7 +299,7 @@ def make_model_states(
         check_apart(((item.name, item.parameter) for flat in flats for item in flat.slices), device)
         of_flats = {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
         rules = {flat: make_flat_optimizer(optimizer, flat, setup.whole) for flat, (optimizer, _) in of_flats.items()}
-        two_slots = recover or (setup.gated and config.clip != "deferred")
+        two_slots = recover or (setup.needs_norm and config.clip != "deferred")
         layouts = [
             make_layout(flat, rules.get(flat), of_flats.get(flat), config, two_slots=two_slots) for flat in flats
         ]
@@ -351,18 +352,11 @@ def make_model_states(
             undo.callback(journal.close)
         states = ModelStates(
             module,
-            of_units,
-            homes,
-            rules,
-            of_flats,
+            OffloadedModel(of_units, homes, rules, of_flats, copies, scratch),
             masters,
-            copies,
-            scratch,
             setup.landing(places, device, undo),
             setup.terms,
-            budget=stream_bytes,
-            host_bytes=places.host,
-            ssd_bytes=places.ssd,
+            StateBytes(stream_bytes, places.host, places.ssd),
             journal=journal,
             recovered=recovered,
         )

@@ -1,6 +1,7 @@
-"""What a step multiplies gradients with, or that it is skipped: known when backward has ended, on the device first.
+"""Scale decision: the number that a step multiplies its gradients with, or that the step is skipped.
 
-The norm of all gradients, and whether all are finite, decide it. Nobody waits on the host: jobs hang on a future.
+Clipping by norm and loss scaling need all gradients, so the decision is made when backward has ended, on the device.
+The host does not wait for it: optimizer jobs depend on a future.
 """
 
 from collections import deque
@@ -14,96 +15,113 @@ from lightning_ssd.device import CopyEngine, Mark, finished
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.types import Clip
 
-_SLOT_BYTES = 8  # two fp32 numbers: the factor, and whether a gradient was not finite
+_SLOT_BYTES = 8  # two fp32 numbers: the scale, and 1.0 if a gradient was not finite
 
 
 class GradScaleDecision:
-    """The gate that the jobs of one step after the other pass.
+    """The scale of one optimizer step after the other.
 
-    Threads: the training thread's, and autograd's while that waits; the copy-out thread sets `known`, `_guess` and
-    `_wrong`, of which the others only read whole values.
+    Duty: computes the scale of a step on the device, copies it to the host, and completes the future `scale`.
+
+    Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
+    `backward`. One callback, `on_host` in `decide`, runs on the `d2h-done` thread: it completes `scale`, so that
+    callbacks of `scale` (a deferred step begins, a speculative one is compared) run on that thread, too. It also sets
+    `_speculated` and `_miss_rate`, which other threads read as whole values.
+
+    Ownership: each slot of `_host` belongs to the copy of a step's scale until that step's `scale` is done. The caller
+    of `decide` keeps the device bytes alive until the returned mark is reached.
 
     Args:
         copies: copies of the device.
-        clip: see `ModelStates`.
-        gated: whether gradients are clipped or scaled at all; else the gate is always open.
-        scaled: whether losses are scaled.
+        clip: "deferred": no step begins before its scale is known. "speculative": a step begins with the scale that is
+            most likely. "auto": it does so while few of the last speculations were wrong.
+        needs_norm: whether gradients are clipped by their norm, or losses are scaled; else the scale is always 1.
+        loss_scaled: whether losses are scaled.
+
+    Attributes:
+        scale: future of the running step's scale; None: the step is skipped.
     """
 
-    #: Share of wrong guesses, among the last steps, from which on clip="auto" makes no steps that may not count: each
-    #: costs a second one.
-    MANY_WRONG = 0.3
-    #: How much the last step counts in that share.
-    FORGETTING = 0.1
-    #: Steps whose factors may be on their way to the host at once: steps of several optimizers need not wait for each
-    #: other. A further one waits for the first.
+    MISS_THRESHOLD = 0.3
+    """Share of wrong speculations among the last steps from which on clip="auto" defers: each costs a second step."""
+    EMA_WEIGHT = 0.1
+    """Weight of the last step in that share, an exponential moving average."""
     SLOTS = 16
+    """Scales that may be on their way to the host at once: steps of several optimizers need not wait for each other."""
 
-    def __init__(self, copies: CopyEngine, *, clip: Clip, gated: bool, scaled: bool) -> None:
-        self.gated = gated
-        self.scaled = scaled
-        self.known: Future[float | None] = finished(1.0)
-        """Of the present step: the factor, or None if it is skipped."""
+    def __init__(self, copies: CopyEngine, *, clip: Clip, needs_norm: bool, loss_scaled: bool) -> None:
+        self.needs_norm = needs_norm
+        self.loss_scaled = loss_scaled
+        self.scale: Future[float | None] = finished(1.0)
         self._copies = copies
         self._clip: Clip = clip
-        self._opening = True
-        """Whether the gate is open, or opens by the device's progress alone."""
-        self._factor: Tensor | None = None
+        self._decided = True
+        """Whether `scale` is done, or completes by the device's progress alone."""
+        self._device_scale: Tensor | None = None
         """On the device, one element."""
         self._not_finite = torch.zeros(1, dtype=torch.float32, device=copies.device)
-        """On the device, whether a gradient was not finite."""
+        """On the device, 1.0 if a gradient was not finite."""
         self._host = Slab(self.SLOTS * _SLOT_BYTES, pin=copies.device.type == "cuda")
-        self._readers: deque[Future[float | None]] = deque()
-        """`known` of the last steps: each slot of `_host` is its step's until that is done."""
+        self._on_the_way: deque[Future[float | None]] = deque()
+        """`scale` of the last steps, each of which has a slot of `_host`."""
         self._slot = 0
-        self._guess = 1.0
-        self._wrong = 1.0
-        """Share of the last steps that the guess was wrong for: of the first ones it often is."""
+        self._speculated = 1.0
+        self._miss_rate = 1.0  # the scale of the first steps is seldom the speculated one
 
     def begin(self, *, hold: bool) -> None:
-        """A step begins; `hold`: what it multiplies with is applied before any job begins, and the gate open."""
-        self._opening = not self.gated or hold
-        self.known = finished(1.0) if self._opening else Future()
+        """Begins a step.
+
+        Args:
+            hold: gradients are clipped and unscaled in `Tensor.grad`, before any job begins: the scale is 1.
+        """
+        self._decided = not self.needs_norm or hold
+        self.scale = finished(1.0) if self._decided else Future()
 
     @property
-    def guess(self) -> float | None:
-        """What the factor is, or most likely will be; None: not worth a try."""
-        if self.known.done():
-            return self.known.result()
-        likely = self._clip == "speculative" or (self._clip == "auto" and self._wrong < self.MANY_WRONG)
-        return self._guess if likely else None
+    def speculated(self) -> float | None:
+        """The scale, or the most likely one; None if the step is to be deferred."""
+        if self.scale.done():
+            return self.scale.result()
+        likely = self._clip == "speculative" or (self._clip == "auto" and self._miss_rate < self.MISS_THRESHOLD)
+        return self._speculated if likely else None
 
     def check(self, gradient: Tensor) -> None:
-        """Looks whether a gradient, on the device, is finite."""
+        """Checks on the device whether a gradient is finite."""
         one = torch.ones_like(self._not_finite)
         torch._amp_foreach_non_finite_check_and_unscale_([gradient], self._not_finite, one)
 
-    def forget(self) -> None:
-        """The gradients that were looked at are dropped."""
-        if self.scaled:
+    def reset_checks(self) -> None:
+        """Forgets the gradients that were checked: they are dropped."""
+        if self.loss_scaled:
             self._not_finite = torch.zeros_like(self._not_finite)
 
     def unscale(self, scaler: torch.amp.GradScaler, found: dict[torch.device, Tensor]) -> None:
-        """Has gradients divided by the scale of `scaler`, and adds to `found`, its own, whether one is not finite."""
-        device = self._not_finite.device
-        found[device] = found[device] + self._not_finite if device in found else self._not_finite.clone()
-        self._not_finite = found[device].reshape(1).clone()  # of what stays on the device, too
-        assert scaler._scale is not None
-        self._factor = scaler._scale.double().reciprocal().float().view(1)
-
-    def clip(self, parameters: Sequence[nn.Parameter], norms: Mapping[nn.Parameter, Tensor], limit: float) -> None:
-        """Has gradients clipped by their norm, as `torch.nn.utils.clip_grad_norm_` does.
+        """Divides the gradients of the step by the scale of `scaler`.
 
         Args:
-            parameters: whose gradients, in the order in which their norms are put together.
-            norms: of the gradients that have left, before they are unscaled; others are in `.grad`, and clipped here.
+            scaler: Lightning's, which has unscaled the gradients that stay on the device.
+            found: its record of gradients that are not finite, by device; offloaded gradients are added.
+        """
+        device = self._not_finite.device
+        found[device] = found[device] + self._not_finite if device in found else self._not_finite.clone()
+        self._not_finite = found[device].reshape(1).clone()  # of the gradients that stay on the device, too
+        assert scaler._scale is not None
+        self._device_scale = scaler._scale.double().reciprocal().float().view(1)
+
+    def clip(self, parameters: Sequence[nn.Parameter], norms: Mapping[nn.Parameter, Tensor], limit: float) -> None:
+        """Clips gradients by their global norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Args:
+            parameters: their parameters, in the order in which the norms are combined.
+            norms: norms of the offloaded gradients, before they are unscaled. Other gradients are in `.grad`, and are
+                clipped there.
             limit: the largest norm.
         """
         resident = [parameter for parameter in parameters if parameter.grad is not None]
         grads = [parameter.grad for parameter in resident if parameter.grad is not None]
         here = dict(zip(resident, torch._foreach_norm(grads), strict=True)) if grads else {}
         device = self._copies.device
-        scale = 1.0 if self._factor is None else self._factor.squeeze(0)
+        scale = 1.0 if self._device_scale is None else self._device_scale.squeeze(0)
         every = [
             here[parameter].to(device) if parameter in here else norms[parameter].to(device) * scale
             for parameter in parameters
@@ -115,52 +133,52 @@ class GradScaleDecision:
         coefficient = torch.clamp(limit / (total + 1e-6), max=1.0).float()
         if grads:
             torch._foreach_mul_(grads, coefficient)
-        self._factor = (coefficient * scale).view(1)
+        self._device_scale = (coefficient * scale).view(1)
 
-    def open(self) -> tuple[Tensor, Mark] | None:
-        """Lets jobs pass as soon as the device knows with what.
+    def decide(self) -> tuple[Tensor, Mark] | None:
+        """Has `scale` completed as soon as the device has computed it. Backward, clipping and unscaling are over.
 
         Returns:
-            Device memory that the caller keeps until the mark is reached; None if it is known already.
+            Device memory that the caller keeps alive until the mark is reached; None if there is none.
         """
-        if self._opening:
+        if self._decided:
             return None
-        self._opening = True
-        known, factor, self._factor = self.known, self._factor, None
-        if factor is None and not self.scaled:
-            known.set_result(1.0)
+        self._decided = True
+        decided, scale, self._device_scale = self.scale, self._device_scale, None
+        if scale is None and not self.loss_scaled:
+            decided.set_result(1.0)
             return None
-        data = torch.cat((torch.ones_like(self._not_finite) if factor is None else factor, self._not_finite))
-        if len(self._readers) == self.SLOTS:
-            wait([self._readers.popleft()])
-        self._readers.append(known)
+        data = torch.cat((torch.ones_like(self._not_finite) if scale is None else scale, self._not_finite))
+        if len(self._on_the_way) == self.SLOTS:
+            wait([self._on_the_way.popleft()])
+        self._on_the_way.append(decided)
         slot = self._host.tensor[self._slot * _SLOT_BYTES :][:_SLOT_BYTES]
         self._slot = (self._slot + 1) % self.SLOTS
         mark = self._copies.d2h(data.view(torch.uint8), slot, self._copies.mark(), awaited=True)
-        self.forget()
+        self.reset_checks()
 
-        def arrived(copied: "Future[None]") -> None:
+        def on_host(copied: "Future[None]") -> None:  # on the d2h-done thread
             try:
                 copied.result()
-                factor, not_finite = slot.view(torch.float32).tolist()
-            except BaseException as error:  # jobs that wait for the factor fail, too
-                known.set_exception(error)
+                scale, not_finite = slot.view(torch.float32).tolist()
+            except BaseException as error:  # jobs that wait for the scale fail, too
+                decided.set_exception(error)
                 return
-            wrong = bool(not_finite) or factor != self._guess
-            self._wrong += self.FORGETTING * (wrong - self._wrong)
-            if self.scaled and not not_finite:
-                self._guess = factor  # the scale changes seldom
-            known.set_result(None if not_finite else factor)
+            missed = bool(not_finite) or scale != self._speculated
+            self._miss_rate += self.EMA_WEIGHT * (missed - self._miss_rate)
+            if self.loss_scaled and not not_finite:
+                self._speculated = scale  # the loss scale changes seldom
+            decided.set_result(None if not_finite else scale)
 
-        self._copies.on_d2h(mark).add_done_callback(arrived)
+        self._copies.on_d2h(mark).add_done_callback(on_host)
         return data, mark
 
-    def shut(self) -> None:
-        """Jobs that still wait fail: training ended between backward and step."""
-        if not self._opening:
-            self._opening = True
-            self.known.set_exception(RuntimeError("training ended before this optimizer step was made"))
+    def fail(self) -> None:
+        """Fails jobs that wait for a scale which was not decided: training ended between backward and step."""
+        if not self._decided:
+            self._decided = True
+            self.scale.set_exception(RuntimeError("training ended before this optimizer step was made"))
 
     def close(self) -> None:
-        """Gives its memory back; no copy is under way."""
+        """Frees the host memory; no copy is under way."""
         self._host.close()

@@ -1,4 +1,4 @@
-"""The gradient of one flat on the host: as it lands from the device, and summed over micro-batches in fp32."""
+"""The gradient of one flat parameter in host memory: as it was copied from the device, and accumulated in fp32."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -15,10 +15,10 @@ from lightning_ssd.storage.slab import Slab
 
 
 class GradientPool:
-    """Host memory that the gradients of flats land in until they are stepped, less than all of them need at once.
+    """Host memory that gradients are copied to until their optimizer step, less than all flat parameters need at once.
 
-    Who finds none waits for steps that have begun. If none has, as when each of many flats has a part of its gradient,
-    nobody would ever give memory back: then some is taken beside.
+    If the pool is exhausted, the caller waits for submitted steps, which release memory. If no step is under way (many
+    flat parameters have a part of their gradient each), no memory would ever be released: the pool then allocates more.
 
     Args:
         nbytes: bytes to share.
@@ -29,20 +29,21 @@ class GradientPool:
         self._pool = PinnedPool(nbytes, pin=pin, name="gradients")
         self._pin = pin
 
-    def take(
+    def allocate(
         self, nbytes: int, under_way: Callable[[], Sequence["Future[None]"]]
     ) -> "tuple[Tensor, Callable[[], None]]":
-        """Returns memory, and what gives it back.
+        """Returns memory, and the function that releases it.
 
         Args:
-            nbytes: bytes wanted.
-            under_way: returns futures that are done when steps have given theirs back; asked if there is none.
+            nbytes: bytes to allocate.
+            under_way: returns futures that are done when steps have released their memory; called if the pool is
+                exhausted.
         """
         while (buffer := self._pool.try_acquire(nbytes)) is None:
             if running := [step for step in under_way() if not step.done()]:
                 with span(WAIT + "a step"):
                     wait(running, return_when=FIRST_COMPLETED)
-            elif (buffer := self._pool.try_acquire(nbytes)) is not None:  # given back before the look
+            elif (buffer := self._pool.try_acquire(nbytes)) is not None:  # released between the two calls
                 break
             else:
                 slab = Slab(nbytes, pin=self._pin)
@@ -50,147 +51,148 @@ class GradientPool:
         return buffer.tensor[:nbytes], buffer.release
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Frees the memory."""
         self._pool.close()
 
 
 class GradientState(Enum):
-    """Of one parameter, on the training thread: what `Tensor.grad` shows in plain training."""
+    """State of one parameter's gradient as `Tensor.grad` shows it in plain training. The training thread's."""
 
     NONE = auto()
     """No gradient."""
     PRESENT = auto()
     """A gradient that no step has used."""
     STEPPED = auto()
-    """A gradient that a step has used, and that `zero_grad` has not dropped."""
+    """A gradient that a step has used and `zero_grad` has not dropped."""
 
 
 class Gradient:
-    """Host memory for the gradient of one flat.
+    """The gradient of one flat parameter in host memory.
 
-    Who owns what until when: `landing` belongs to the copies out until their marks are reached, then to whoever makes
-    `settled` (a sum or a step, on the worker), and after that to the next copies out; or, with shared memory, to
-    nobody. `total` is the worker's alone.
+    Ownership: `host_grad` belongs to the copies from the device until their marks are reached, then to the worker's job
+    (an accumulation or a step) until `consumed` is done, and then to the next copies; if the memory is from a pool, it
+    returns to the pool instead. `accumulated()` and `has_accum` belong to the worker until `consumed` is done, then to
+    the training thread. All other fields belong to the training thread.
 
     Args:
-        flat: whose gradient it is.
-        pin: page-lock the memory that it lands in.
-        memory: what others share that memory with; None: it is this flat's for good.
+        flat: the flat parameter.
+        pin: page-lock its own memory.
+        pool: memory that is shared with other gradients; None: this gradient has memory of its own.
+
+    Attributes:
+        host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
+        accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation.
+        consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
+        arrived: for each parameter, whether `host_grad` has its gradient of the running backward.
+        num_arrived: gradients that the running backward has accumulated, repeated ones included.
+        has_accum: for each parameter, whether `accum` has a gradient of it.
+        accumulating: whether `accum` has gradients that no step has used, or a submitted job puts them there.
+        mark: mark of the last copy from the device.
+        states: for each parameter, its gradient's state.
+        kept: whether `accum` still has the gradients that the last step used, as `Tensor.grad` has in plain training.
+        assigned: gradients that user code has assigned to `Tensor.grad`, by parameter index; not in `accum` yet.
     """
 
-    def __init__(self, flat: FlatParameter, *, pin: bool, memory: GradientPool | None) -> None:
+    def __init__(self, flat: FlatParameter, *, pin: bool, pool: GradientPool | None) -> None:
         self._flat = flat
-        self._memory = memory
-        self._give_back: Callable[[], None] | None = None
+        self._pool = pool
+        self._release_memory: Callable[[], None] | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self.landing = self._bytes.view(flat.dtype)
-        """As it lands; what lies between parameters is undefined."""
-        if memory is None:
+        self.host_grad = self._bytes.view(flat.dtype)
+        if pool is None:
             slab = Slab(flat.nbytes, pin=pin)
-            self._has(slab.tensor, slab.close)
-        self.total: Tensor | None = None
-        self.settled: Future[None] = finished(None)
-        """Done when what has left is summed up, or stepped, and its memory is free again."""
-        self.landed = [False] * len(flat.slices)
-        """Of each parameter, whether its gradient of the running backward is in `landing`."""
-        self.landings = 0
-        """Gradients that have landed in the running backward."""
-        self.summed = [False] * len(flat.slices)
-        """Of each parameter, whether gradients of earlier micro-batches are in `total`.
-
-        The worker's until `settled`.
-        """
-        self.summing = False
-        """Whether anything is, or will be, in `total`. The training thread's."""
+            self._use(slab.tensor, slab.close)
+        self.accum: Tensor | None = None
+        self.consumed: Future[None] = finished(None)
+        self.arrived = [False] * len(flat.slices)
+        self.num_arrived = 0
+        self.has_accum = [False] * len(flat.slices)
+        self.accumulating = False
         self.mark: Mark = None
-        """Of the last copy out."""
         self.states = [GradientState.NONE] * len(flat.slices)
-        """Of each parameter."""
         self.kept = False
-        """Whether `total` still has the gradients that a step has used, as plain training leaves them."""
         self.assigned: dict[int, Tensor] = {}
-        """Gradients that other code has assigned, by parameter; they are not in `total` yet."""
 
-    def begin(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:
-        """Something is about to land, and nothing has: returns when there is memory for it.
+    def allocate(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:
+        """Makes `host_grad` ready for the first copy of a backward; waits until its last use is over.
 
         Args:
-            under_way: returns `settled` of the flats that memory is shared with.
+            under_way: returns `consumed` of the gradients that the pool is shared with.
         """
-        wait_for(self.settled, "the step before")
-        if self._memory is not None and self._give_back is None:
-            self._has(*self._memory.take(self._flat.nbytes, under_way))
+        wait_for(self.consumed, "the step before")
+        if self._pool is not None and self._release_memory is None:
+            self._use(*self._pool.allocate(self._flat.nbytes, under_way))
 
     def accumulated(self) -> Tensor:
-        """Returns `total`, which is made if it is missing. The caller has waited for `settled`."""
-        if self.total is None:
+        """Returns `accum`, which is allocated if it is missing. The caller has waited for `consumed`."""
+        if self.accum is None:
             with torch.inference_mode(False):
-                self.total = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
-        return self.total
+                self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
+        return self.accum
 
     def fold(self) -> None:
-        """Takes the gradients that were assigned into `total`: they are the parameters' gradients so far."""
+        """Copies the gradients that user code has assigned to `accum`."""
         if self.assigned:
-            self.settled.result()
+            self.consumed.result()
             for index, gradient in self.assigned.items():
                 self._flat.slices[index].of(self.accumulated()).copy_(gradient.detach())
-                self.summed[index] = True
+                self.has_accum[index] = True
             self.assigned.clear()
-            self.summing = True
+            self.accumulating = True
 
-    def settle(self, done: "Future[None]") -> None:
-        """What has landed is used until `done`."""
-        if self._memory is None:
-            self.settled = done
+    def set_consumed(self, done: "Future[None]") -> None:
+        """Hands `host_grad` to a job that ends with `done`."""
+        if self._pool is None:
+            self.consumed = done
             return
 
-        def give_back(_: None) -> "Future[None]":
+        def release(_: None) -> "Future[None]":
             self._release()
             return done
 
-        self.settled = then(ended(done), give_back)
+        self.consumed = then(ended(done), release)
 
     def target(self, index: int) -> Tensor:
-        """Returns the bytes of `landing` that parameter `index` lands in."""
+        """Returns the bytes of `host_grad` that the gradient of parameter `index` is copied to."""
         item = self._flat.slices[index]
         size = self._flat.dtype.itemsize
         return self._bytes[item.start * size : (item.start + item.numel) * size]
 
-    def add(self, landed: list[bool]) -> None:
-        """Adds what has landed to the total, in fp32: on the worker."""
+    def add(self, arrived: list[bool]) -> None:
+        """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""
         whole = self.accumulated()
         for index, item in enumerate(self._flat.slices):
-            if landed[index]:
-                total, gradient = item.of(whole), item.of(self.landing)
-                if self.summed[index]:
-                    total.add_(gradient)
+            if arrived[index]:
+                accum, gradient = item.of(whole), item.of(self.host_grad)
+                if self.has_accum[index]:
+                    accum.add_(gradient)
                 else:
-                    total.copy_(gradient)
-                self.summed[index] = True
+                    accum.copy_(gradient)
+                self.has_accum[index] = True
 
-    def forget(self) -> None:
-        """Drops what has landed and what was summed up, if its step has not begun."""
+    def drop(self) -> None:
+        """Drops copied and accumulated gradients whose step has not begun."""
         self.assigned.clear()
         self.states = [GradientState.NONE] * len(self.states)
-        if self.summing or any(self.landed):
-            self.settled.result()
-            self.landed = [False] * len(self.landed)
-            self.summed = [False] * len(self.summed)
-            self.summing = False
+        if self.accumulating or any(self.arrived):
+            self.consumed.result()
+            self.arrived = [False] * len(self.arrived)
+            self.has_accum = [False] * len(self.has_accum)
+            self.accumulating = False
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory; no job uses it."""
         self._release()
-        self.total = None
+        self.accum = None
 
-    def _has(self, memory: Tensor, give_back: Callable[[], None]) -> None:
-        self._bytes, self._give_back = memory, give_back
-        self.landing = memory.view(self._flat.dtype)
+    def _use(self, memory: Tensor, release: Callable[[], None]) -> None:
+        self._bytes, self._release_memory = memory, release
+        self.host_grad = memory.view(self._flat.dtype)
 
     def _release(self) -> None:
-        """Gives the memory back, if there is any; nobody uses it."""
-        give_back, self._give_back = self._give_back, None
+        """Releases `host_grad`, if it has memory, which no job uses."""
+        release, self._release_memory = self._release_memory, None
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self.landing = self._bytes.view(self._flat.dtype)
-        if give_back is not None:
-            give_back()
+        self.host_grad = self._bytes.view(self._flat.dtype)
+        if release is not None:
+            release()

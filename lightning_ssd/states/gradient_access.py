@@ -53,18 +53,18 @@ class GradientAccess:
 
     Args:
         gradients: of each flat that is stepped.
-        submit_sum: has what has landed of a flat summed up; the future is done when it is.
+        accumulate: has what has landed of a flat summed up; the future is done when it is.
         changed: told that other code has changed the gradient of a parameter.
     """
 
     def __init__(
         self,
         gradients: Mapping[FlatParameter, Gradient],
-        submit_sum: Callable[[FlatParameter], object],
+        accumulate: Callable[[FlatParameter], object],
         changed: Callable[[FlatParameter, int], None],
     ) -> None:
         self._gradients = gradients
-        self._submit_sum = submit_sum
+        self._accumulate = accumulate
         self.changed = changed
         self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
             weakref.WeakValueDictionary()
@@ -130,15 +130,15 @@ class GradientAccess:
             )
         self.detach_views(flat, index)
         if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
-            self._settle(flat)
-            gradient.summed[index] = False
+            self._accumulate_arrived(flat)
+            gradient.has_accum[index] = False
         gradient.assigned.pop(index, None)
         gradient.states[index] = GradientState.NONE
         if values is not None:
             self.check(flat, index)
             gradient.assigned[index] = values
             gradient.states[index] = GradientState.PRESENT
-        gradient.summing = any(gradient.summed) or bool(gradient.assigned)
+        gradient.accumulating = any(gradient.has_accum) or bool(gradient.assigned)
         self.changed(flat, index)
 
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
@@ -147,15 +147,15 @@ class GradientAccess:
         if gradient is None:
             raise RuntimeError(f"{flat.slices[index].name} has a gradient, and is in no optimizer.")
         self.check(flat, index)
-        self._settle(flat)
+        self._accumulate_arrived(flat)
         gradient.fold()
         total = flat.slices[index].of(gradient.accumulated())
-        if gradient.summed[index]:
+        if gradient.has_accum[index]:
             total.add_(values.detach().to("cpu"))
         else:
             total.copy_(values.detach())
-        gradient.summed[index] = True
-        gradient.summing = True
+        gradient.has_accum[index] = True
+        gradient.accumulating = True
         gradient.states[index] = GradientState.PRESENT
         self.changed(flat, index)
 
@@ -168,9 +168,9 @@ class GradientAccess:
         gradient = self._gradients[flat]
         if gradient.states[index] is GradientState.STEPPED:
             self.check(flat, index)
-            gradient.settled.result()
+            gradient.consumed.result()
         else:
-            self._settle(flat)
+            self._accumulate_arrived(flat)
         gradient.fold()
         return gradient.accumulated()
 
@@ -194,15 +194,15 @@ class GradientAccess:
             present = [index for index, state in enumerate(gradient.states) if state is not GradientState.NONE]
             for index in present:
                 self.detach_views(flat, index)
-            gradient.forget()
+            gradient.drop()
             if not none and present:
-                gradient.settled.result()
+                gradient.consumed.result()
                 for index in present:
                     flat.slices[index].of(gradient.accumulated()).zero_()
-                    gradient.summed[index] = True
+                    gradient.has_accum[index] = True
                     gradient.states[index] = GradientState.PRESENT
                     self.changed(flat, index)
-                gradient.summing = True
+                gradient.accumulating = True
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:
         """Gives the tensors that other code has of a gradient their own values: the gradient is about to be another."""
@@ -211,9 +211,9 @@ class GradientAccess:
             with contextlib.suppress(RuntimeError):  # gone already: an operator on them says so
                 source.own = source.read()
 
-    def _settle(self, flat: FlatParameter) -> None:
+    def _accumulate_arrived(self, flat: FlatParameter) -> None:
         """Returns when all that has landed of `flat` is in its total."""
         gradient = self._gradients[flat]
-        if any(gradient.landed):
-            self._submit_sum(flat)
-        gradient.settled.result()
+        if any(gradient.arrived):
+            self._accumulate(flat)
+        gradient.consumed.result()

@@ -1,8 +1,8 @@
-"""Optimizer states after training: with the user's optimizer again, as plain Lightning leaves them.
+"""Optimizer states after training: in the user's optimizers again, as plain Lightning leaves them.
 
-`trainer.save_checkpoint` after `fit`, `optimizer.state_dict()` and a second `fit` with the same optimizer find them. In
-host memory they are ordinary tensors; on SSDs they stay where they are, in files without a name, and are read when
-they are looked at. They go away with the optimizer.
+`trainer.save_checkpoint` after `fit`, `optimizer.state_dict()` and a second `fit` with the same optimizer find them.
+States in host memory become ordinary tensors. States on SSDs stay there, in files without a name, and are read on
+access; the files go away with the optimizer.
 """
 
 from typing import Any
@@ -11,41 +11,77 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ssd.states.buffers import HostBuffer, SSDBuffer
+from lightning_ssd.states.buffers import HostBuffer, SSDBuffer, StateStaging
 from lightning_ssd.states.home import Home
 from lightning_ssd.states.lazy import LazyTensor
-from lightning_ssd.states.optimizers import FlatOptimizer
+from lightning_ssd.states.optimizers import FlatOptimizer, WholeOptimizer
 from lightning_ssd.storage import DetachedBlobs
 
 
 class LeftStates:
-    """Gives optimizers the states of parameters that had left the device.
+    """Hands the states of offloaded parameters to the user's optimizers.
 
-    Attributes:
-        blobs: where those on SSDs are read from; set when the scratch files are closed, before anybody reads.
-        on_ssd: whether there are any.
+    Threads: the training thread; states on SSDs are read on the thread that accesses them.
+
+    Ownership: states on SSDs belong to the lazy tensors, which share the detached files.
     """
 
     def __init__(self) -> None:
-        self.blobs: DetachedBlobs | None = None
-        self.on_ssd = False
+        self._blobs: DetachedBlobs | None = None
+        """Files of states on SSDs; set by `close_scratch`, before any state is read."""
+        self._on_ssd = False
 
-    def give(self, home: Home, rule: FlatOptimizer, optimizer: Optimizer) -> None:
-        """Puts the states of a flat's parameters in `optimizer.state`. Nothing is open, and no step under way."""
+    def hand_over(
+        self, home: Home, rule: FlatOptimizer, optimizer: Optimizer, failed: Exception | None, *, kept: bool
+    ) -> None:
+        """Puts the states of a flat parameter in `optimizer.state`, or states that raise an error when they are read.
+
+        Args:
+            home: where they are stored. Nothing is staged, and no step under way.
+            rule: how the flat parameter is stepped.
+            optimizer: the user's.
+            failed: error of the last step.
+            kept: whether the states stay on SSDs for the next run.
+        """
+        if isinstance(rule, WholeOptimizer):
+            return
+        if failed is not None:
+            self._refuse(home, optimizer, f"a step of it failed ({failed}). Save before that happens.")
+        elif kept:
+            self._refuse(home, optimizer, "they are kept for the next run, which goes on from them by itself")
+        else:
+            try:
+                self._put(home, rule, optimizer)
+            except Exception as error:  # such as too little memory: other flat parameters are handed over all the same
+                self._refuse(home, optimizer, str(error))
+
+    def close_scratch(self, scratch: StateStaging, *, kept: bool) -> None:
+        """Closes the scratch space.
+
+        Args:
+            scratch: of the flat parameters.
+            kept: whether its files stay for the next run.
+        """
+        if self._on_ssd and not kept:
+            self._blobs = scratch.detach()
+        else:
+            scratch.close(remove=not kept)
+
+    def _put(self, home: Home, rule: FlatOptimizer, optimizer: Optimizer) -> None:
         rest = home.rest
         if isinstance(rest, HostBuffer):
             values, _ = rest.open(None, read=True)
-        else:  # of the right shapes and offsets, which is all that is needed of them
+        else:  # shapes and offsets are all that is needed of states on SSDs
             values = torch.empty(home.layout.rest_bytes, dtype=torch.uint8, device="meta")
-        opened = home.layout.opened(torch.empty(home.flat.nbytes, dtype=torch.uint8, device="meta"), values)
+        staged = home.layout.opened(torch.empty(home.flat.nbytes, dtype=torch.uint8, device="meta"), values)
         for index, item in enumerate(home.flat.slices):
-            state = rule.state_of(index, opened)
+            state = rule.state_of(index, staged)
             if state:
-                optimizer.state[item.parameter] = {name: self._kept(value, rest) for name, value in state.items()}
+                optimizer.state[item.parameter] = {name: self._lasting(value, rest) for name, value in state.items()}
 
     @staticmethod
-    def refuse(home: Home, optimizer: Optimizer, why: str) -> None:
-        """Puts states there that raise an error when they are looked at."""
+    def _refuse(home: Home, optimizer: Optimizer, why: str) -> None:
+        """Puts states in `optimizer.state` that raise an error when they are read."""
 
         def read() -> Tensor:
             raise RuntimeError(f"the optimizer states of {home.flat.name} are not available: {why}")
@@ -53,18 +89,19 @@ class LeftStates:
         for item in home.flat.slices:
             optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(item.parameter.shape, item.dtype, read)}
 
-    def _kept(self, value: Any, rest: object) -> Any:
+    def _lasting(self, value: Any, rest: object) -> Any:
+        """Returns a copy of a state in memory, or a lazy tensor of one on SSDs."""
         if not isinstance(value, Tensor):
             return value
         if not value.is_meta:
             return value.clone()
         assert isinstance(rest, SSDBuffer)
-        self.on_ssd = True
+        self._on_ssd = True
         blob, nbytes = rest.blobs[rest.slot], value.numel() * value.element_size()
         start = int(value.storage_offset()) * value.element_size()
 
         def read() -> Tensor:
-            assert self.blobs is not None
-            return self.blobs.read(blob, start, nbytes).view(value.dtype).view(value.shape)
+            assert self._blobs is not None
+            return self._blobs.read(blob, start, nbytes).view(value.dtype).view(value.shape)
 
         return LazyTensor.make(value.shape, value.dtype, read)

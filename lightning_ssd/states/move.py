@@ -33,7 +33,7 @@ from lightning_ssd.states.build import (
 from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.home import Home, Layout, Opened
 from lightning_ssd.states.masters import MasterWeights
-from lightning_ssd.states.model_states import ModelStates, Parts
+from lightning_ssd.states.model_states import ModelStates, OffloadedModel, StateBytes
 from lightning_ssd.states.optimizers import FlatOptimizer, WholeOptimizer, make_flat_optimizer
 from lightning_ssd.states.shared_memory import check_apart
 from lightning_ssd.states.units import find_units
@@ -203,10 +203,10 @@ def _remake(
                 undo.callback(scratch.close)
         elif places.ssd:
             scratch.store.reserve(places.ssd)
-        parts = states.dissolve()
+        parts, on_device = states.dissolve()
         undo.pop_all()
     with contextlib.ExitStack() as undo:
-        move = _Move(parts, scratch, groups, device, undo)
+        move = _Move(parts, on_device, scratch, groups, device, undo)
         if scratch is not None and places.staging > scratch.staging.budget:
             move.take_memory(places.staging)
         move.regroup(wanted)
@@ -221,22 +221,24 @@ def _remake(
         flats = [item.layout.flat for of_unit in wanted for item in of_unit]
         moved = ModelStates(
             module,
-            [
-                (modules, [item.layout.flat for item in of_unit])
-                for (modules, _), of_unit in zip(parts.units, wanted, strict=True)
-            ],
-            {flat: move.homes[flat] for flat in flats},
-            {item.layout.flat: item.rule for of_unit in wanted for item in of_unit if item.rule is not None},
-            {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups},
+            OffloadedModel(
+                [
+                    (modules, [item.layout.flat for item in of_unit])
+                    for (modules, _), of_unit in zip(parts.units, wanted, strict=True)
+                ],
+                {flat: move.homes[flat] for flat in flats},
+                {item.layout.flat: item.rule for of_unit in wanted for item in of_unit if item.rule is not None},
+                {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups},
+                parts.copies,
+                scratch,
+            ),
             masters,
-            parts.copies,
-            scratch,
             setup.landing(places, device, undo),
             setup.terms,
-            budget=config.budget(device),
-            host_bytes=places.host,
             # Files never shrink.
-            ssd_bytes=0 if scratch is None else max(places.ssd, scratch.store.size),
+            StateBytes(
+                config.budget(device), places.host, 0 if scratch is None else max(places.ssd, scratch.store.size)
+            ),
         )
         undo.pop_all()
     return moved
@@ -273,6 +275,7 @@ class _Move:
 
     Args:
         parts: what there was.
+        masters: master weights of 16-bit parameters that stay on the device.
         scratch: for flats on SSDs; owned.
         groups: of parameters, their optimizer and the index of their group.
         device: where the model computes.
@@ -286,14 +289,15 @@ class _Move:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: OffloadedModel,
+        masters: Mapping[nn.Parameter, Tensor],
         scratch: StateStaging | None,
         groups: Groups,
         device: torch.device,
         undo: contextlib.ExitStack,
     ) -> None:
         self.homes = dict(parts.homes)
-        self.masters = dict(parts.masters)
+        self.masters = dict(masters)
         self._owners = {flat: optimizer for flat, (optimizer, _) in parts.groups.items()}
         """Of each flat that was stepped before, the optimizer that keeps its states on the device."""
         self.flats = [

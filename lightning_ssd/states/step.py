@@ -1,4 +1,4 @@
-"""The optimizer step of one flat, from its gradient's arrival until it counts."""
+"""The optimizer step of one flat parameter, from its gradient's arrival on the host until the step is committed."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,110 +15,117 @@ from lightning_ssd.states.optimizers import FlatOptimizer, Options
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What one step needs. Its methods return a future that is done when the step counts, or was skipped.
+    """One step of one flat parameter.
 
-    Who owns what until when: the gradient's memory is the step's until that future is done, which is the gradient's
-    `settled`. What is opened is the reads', then the job's that makes the step, then the writes' (see `Home`).
+    Duty: stages the values, computes the step, writes the new values back, and commits the step or skips it. Each of
+    `speculative`, `deferred` and `serial` returns a future that is done when the step was committed or skipped.
+
+    Threads: these three are called on the training thread or autograd's. The computation (`_make`) runs on the
+    worker's thread. `_commit_or_redo` runs on the thread that completes the last future it depends on: the worker's
+    (gradient, computation) or `d2h-done` (scale); or on the calling thread where all of them are done.
+
+    Ownership: the gradient belongs to the step until the returned future is done. Staged values belong to the reads,
+    then to the worker's job, then to the writes (see `Home`).
 
     Attributes:
-        home: of the flat.
-        rule: its optimizer's.
-        options: of its parameter group.
-        gradient: of the flat.
-        landed: of each parameter, whether it has a gradient in `gradient.landing`; None: what counts is what was
-            summed up.
-        factor: what to multiply the gradient with, or None if the step is skipped.
-        limit: what elements of the gradient are clamped to, after that.
-        stepper: runs the jobs.
-        count: is told of each job, on its thread, how many parameters it has stepped, and in how many seconds.
-        priority: of the jobs, and of what is read for them.
+        home: where the flat parameter's values are stored.
+        rule: its optimizer.
+        options: options of its parameter group.
+        gradient: its gradient.
+        arrived: for each parameter, whether `gradient.host_grad` has its gradient; None: the step uses the accumulated
+            gradients.
+        scale: future of the number that the gradient is multiplied with; None: the step is skipped.
+        limit: largest absolute value of a gradient's element, after that; None: no limit.
+        worker: runs the jobs.
+        count: called after each job, on the worker's thread, with the parameters stepped and the seconds it took.
+        priority: of the jobs and their reads; the lowest goes first.
     """
 
     home: Home
     rule: FlatOptimizer
     options: Options
     gradient: Gradient
-    landed: Sequence[bool] | None
-    factor: "Future[float | None]"
+    arrived: Sequence[bool] | None
+    scale: "Future[float | None]"
     limit: float | None
-    stepper: Worker
+    worker: Worker
     count: Callable[[int, float], None]
     priority: int
 
-    def early(self, guess: float, arrived: "Future[None]", ready: "Sequence[Future[None]]") -> "Future[None]":
-        """Makes the step with a guess, as soon as it can, and again if the factor turns out to be another.
+    def speculative(self, guess: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> "Future[None]":
+        """Makes the step with a speculated scale as soon as possible, and again if the scale is another.
 
         Args:
-            guess: of the factor.
-            arrived: done when the gradient is there.
-            ready: done when the flat may be opened. Until then it must not be: it would hold memory that steps of
-                before, which these wait for, may want.
+            guess: the speculated scale.
+            on_host: done when the gradient is on the host.
+            ready: done when the values may be staged. Before that, staging memory must not be allocated: earlier steps,
+                which `ready` waits for, may need it.
         """
-        # Before the gradient is there, so that reads overlap with what comes before.
-        opened = then(all_of(ready), lambda _: self.home.open(step=True, priority=self.priority))
-        made = self._submit(lambda: self._make(opened.result(), guess), [arrived, opened])
-        return then(all_of([made, self.factor]), lambda _: self._settle(guess))
+        # Reads begin before the gradient is on the host: they overlap with backward.
+        staged = then(all_of(ready), lambda _: self.home.open(step=True, priority=self.priority))
+        made = self._submit(lambda: self._make(staged.result(), guess), [on_host, staged])
+        return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(guess))
 
-    def late(self, after: "Sequence[Future[Any]]") -> "Future[None]":
-        """Makes the step when the factor is known.
+    def deferred(self, after: "Sequence[Future[Any]]") -> "Future[None]":
+        """Makes the step when the scale is known.
 
-        Nothing is opened before: held until then, it would keep others from being opened, which the next forward
-        wants first.
+        Nothing is staged before: staging buffers held while waiting would block units that the next forward needs
+        first.
         """
-        return then(all_of([*after, self.factor]), lambda _: self._settle(None))
+        return then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
 
-    def naive(self, after: "Sequence[Future[Any]]") -> "Future[None]":
-        """Reads, steps and writes in one job, in whose time no other runs (LoHan's figure 3b)."""
+    def serial(self, after: "Sequence[Future[Any]]") -> "Future[None]":
+        """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
 
         def run() -> None:
-            if (factor := self.factor.result()) is not None:
-                self._make(self.home.open(step=True).result(), factor)
-            self._end(counts=factor is not None)
+            if (scale := self.scale.result()) is not None:
+                self._make(self.home.open(step=True).result(), scale)
+            self._end(committed=scale is not None)
             self.home.written().result()
 
-        return self._submit(run, [*after, self.factor])
+        return self._submit(run, [*after, self.scale])
 
     def _submit(self, run: Any, after: "Sequence[Future[Any]]") -> "Future[None]":
-        return self.stepper.submit(run, after, priority=self.priority)
+        return self.worker.submit(run, after, priority=self.priority)
 
-    def _make(self, opened: Opened, factor: float) -> None:
-        """Steps what is opened, and has it written."""
+    def _make(self, staged: Opened, scale: float) -> None:
+        """Computes the step, and submits the writes of the new values."""
         begun = perf_counter()
-        whole = self.gradient.landing if self.landed is not None else self.gradient.total
+        whole = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
         assert whole is not None
         if self.limit is not None:
-            whole, factor = (whole.float() * factor).clamp_(-self.limit, self.limit), 1.0
+            whole, scale = (whole.float() * scale).clamp_(-self.limit, self.limit), 1.0
         changed = False
-        has = self._has()
+        has_grad = self._has_grad()
         try:
             with span(OPTIMIZER + self.home.flat.name):
-                self.rule.step(self.options, opened, whole, has, factor)
+                self.rule.step(self.options, staged, whole, has_grad, scale)
             changed = True
             seconds = perf_counter() - begun
         finally:
-            self.home.close(opened, changed=changed, step=True)
-        slices = zip(self.home.flat.slices, has, strict=True)
+            self.home.close(staged, changed=changed, step=True)
+        slices = zip(self.home.flat.slices, has_grad, strict=True)
         self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
 
-    def _settle(self, guess: float | None) -> "Future[None]":
-        """Lets the step count that was made with a guess, if that was right; else it is made now."""
-        factor = self.factor.result()
-        if factor is None or factor == guess:
-            self._end(counts=factor is not None)
+    def _commit_or_redo(self, guess: float | None) -> "Future[None]":
+        """Commits the step that was made with `guess` if that is the scale; else makes it now."""
+        scale = self.scale.result()
+        if scale is None or scale == guess:
+            self._end(committed=scale is not None)
             return finished(None)
-        opened = self.home.open(step=True, priority=self.priority)
+        staged = self.home.open(step=True, priority=self.priority)
 
         def run() -> None:
-            self._make(opened.result(), factor)
-            self._end(counts=True)
+            self._make(staged.result(), scale)
+            self._end(committed=True)
 
-        return self._submit(run, [opened])
+        return self._submit(run, [staged])
 
-    def _end(self, *, counts: bool) -> None:
-        if counts:
-            self.rule.commit(self._has())
+    def _end(self, *, committed: bool) -> None:
+        if committed:
+            self.rule.commit(self._has_grad())
             self.home.commit()
-        self.gradient.summed = [False] * len(self.gradient.summed)
+        self.gradient.has_accum = [False] * len(self.gradient.has_accum)
 
-    def _has(self) -> Sequence[bool]:
-        return self.gradient.summed if self.landed is None else self.landed
+    def _has_grad(self) -> Sequence[bool]:
+        return self.gradient.has_accum if self.arrived is None else self.arrived

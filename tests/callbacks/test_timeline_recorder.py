@@ -150,7 +150,7 @@ def test_annotations_come_from_the_threads_that_do_the_work(tmp_path: Path) -> N
     trace = tmp_path / "trace.json"
     main = threading.current_thread().name
     assert annotated.of("ssd read", trace) == annotated.of("ssd write", trace) == {"lightning_ssd-io"}
-    assert annotated.of("step ", trace) == {"lightning_ssd-stepper"}
+    assert annotated.of("step ", trace) == {"lightning_ssd-cpu-optimizer"}
     assert annotated.of("copy out", trace) == {main}
     assert annotated.of("wait for weights", trace) == {main}
 

@@ -34,13 +34,13 @@ def opened(gate: GradScaleDecision, norm: float) -> "Future[float | None]":
     parameter = torch.nn.Parameter(torch.zeros(1))
     gate.begin(hold=False)
     gate.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0)
-    gate.open()
-    return gate.known
+    gate.decide()
+    return gate.scale
 
 
 def test_factors_of_many_steps_may_be_on_their_way_at_once() -> None:
     copies = LateCopies()
-    gate = GradScaleDecision(copies, clip="deferred", gated=True, scaled=False)
+    gate = GradScaleDecision(copies, clip="deferred", needs_norm=True, loss_scaled=False)
     norms = [2.0 + step for step in range(GradScaleDecision.SLOTS)]
     factors = [opened(gate, norm) for norm in norms]
     assert not any(factor.done() for factor in factors)

@@ -48,7 +48,7 @@ def test_the_end_of_a_training_takes_no_more_memory(tmp_path: Path, states: str)
 def test_who_finds_no_memory_for_a_gradient_waits_for_steps() -> None:
     """As long as any is under way, and no longer."""
     landing = GradientPool(4 * 4096, pin=False)
-    taken = [landing.take(4096, list) for _ in range(4)]
+    taken = [landing.allocate(4096, list) for _ in range(4)]
 
     class Steps(list["Future[None]"]):
         """Come to their ends, one after the other, once somebody has looked."""
@@ -67,10 +67,10 @@ def test_who_finds_no_memory_for_a_gradient_waits_for_steps() -> None:
                 step.set_result(None)
 
     steps = Steps([Future(), Future()])
-    room, give_back = landing.take(8192, lambda: list(steps))  # the first to end has not enough
+    room, give_back = landing.allocate(8192, lambda: list(steps))  # the first to end has not enough
     assert room.data_ptr() == taken[0][0].data_ptr()
     give_back()
-    beside, give_back = landing.take(4 * 4096, lambda: list(steps))  # nobody will give any back
+    beside, give_back = landing.allocate(4 * 4096, lambda: list(steps))  # nobody will give any back
     assert beside.numel() == 4 * 4096
     give_back()
     landing.close()

@@ -59,7 +59,7 @@ def events_of(path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> 
         return int(flat.slices[0].name.split(".")[1])
 
     told(OptimizerStep, "_make", lambda step, *_: ("step", unit(step.home.flat)))
-    for kind in ("early", "late", "naive"):
+    for kind in ("speculative", "deferred", "serial"):
         told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.home.flat)))
     told(ParamPrefetcher, "_fetch", lambda stream, index: ("want", index))
     told(ParamPrefetcher, "release", lambda stream, flat: ("release", unit(flat)))
@@ -79,20 +79,20 @@ def events_of(path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> 
 
 def test_units_are_stepped_during_backward_the_last_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = events_of(tmp_path, monkeypatch)[1]
-    submitted = [index for kind, index in step if kind == "early"]
+    submitted = [index for kind, index in step if kind == "speculative"]
     assert submitted == [3, 2, 1, 0]
     # The step of a unit is submitted before backward has come through the one in front of the next.
-    assert step.index(("early", 3)) < step.index(("backward", 1))
-    assert not any(kind in ("naive", "late") for kind, _ in step)
+    assert step.index(("speculative", 3)) < step.index(("backward", 1))
+    assert not any(kind in ("serial", "deferred") for kind, _ in step)
 
 
 def test_overlap_naive_and_none_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     naive = events_of(tmp_path, monkeypatch, overlap="naive")[1]
-    assert [index for kind, index in naive if kind == "naive"] == [3, 2, 1, 0]
+    assert [index for kind, index in naive if kind == "serial"] == [3, 2, 1, 0]
     monkeypatch.undo()
     none = events_of(tmp_path, monkeypatch, overlap="none")[1]
     last = none.index(("backward", 0))
-    assert all(none.index(("early", unit)) > last for unit in range(UNITS))
+    assert all(none.index(("speculative", unit)) > last for unit in range(UNITS))
 
 
 def test_weights_are_fetched_ahead_and_released_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ class TwoThreads(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         states = trainer.strategy.model_states  # type: ignore[union-attr]
-        stream: ParamPrefetcher = states._stream
+        stream: ParamPrefetcher = states._prefetcher
         stream.release_all()
         first, *others = states.homes
         into, again = states._copies.h2d, threading.Event()
