@@ -303,7 +303,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             chosen = "`states='gpu'`" if self.states_config.states == "gpu" else None
             if self._pinned() is not None:
                 chosen = "as SwapPlanner's `plan` says"
-            need, room = bytes_on_device(self.model, fitting=True), self.states_config.room(device)
+            need, room = bytes_on_device(self.model, fitting=True), self.states_config.resident_budget(device)
             of_states = describe_resident(need, room, chosen, device)
         planned = any(isinstance(callback, SwapPlanner) for callback in trainer_callbacks(trainer))
         of_activations = describe_activations(offloader, self.config, decided_by="SwapPlanner" if planned else None)
@@ -508,7 +508,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             if fitting and (pinned := self._pinned()) is not None:
                 self._streams = any(unit.states != "gpu" for unit in pinned.units.values())
                 return self._streams
-            self._streams = self.states_config.leave(self.model, self.root_device, fitting=fitting)
+            self._streams = self.states_config.offloads(self.model, self.root_device, fitting=fitting)
         return self._streams
 
     def _pinned(self) -> Plan | None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy
 from lightning_ssd.activations.config import OffloadConfig
-from lightning_ssd.states.build import StatesConfig
+from lightning_ssd.states import StatesConfig
 from lightning_ssd.storage import Backend
 from tests.support.faults import FaultyBackend
 
@@ -125,7 +125,7 @@ def test_percentages_are_of_what_is_free(tmp_path: Path) -> None:
 
 def test_a_percentage_of_the_device() -> None:
     config = SSDOffloadStrategy(gpu_memory="10%").states_config
-    room = config.room(torch.device("cpu"))
+    room = config.resident_budget(torch.device("cpu"))
     assert room is not None and 2**20 < room < 2**45
 
 

@@ -1,7 +1,8 @@
 """Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
 
-from lightning_ssd.states.build import Setup, StatesConfig, bytes_on_device, make_model_states, offloaded_parameters
+from lightning_ssd.states.build import make_model_states
 from lightning_ssd.states.compile import is_compiled
+from lightning_ssd.states.config import Setup, StatesConfig
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.journal import CommitRecord
 from lightning_ssd.states.lazy import LazyTensor, save, take_in
@@ -11,6 +12,7 @@ from lightning_ssd.states.model_states import ModelStates
 from lightning_ssd.states.move import move_model_states, regroup_model_states
 from lightning_ssd.states.optimizers import register_optimizer, steps_whole, zeroes_otherwise
 from lightning_ssd.states.replace import find_replaced
+from lightning_ssd.states.residency import bytes_on_device, offloaded_parameters
 from lightning_ssd.states.settings import Settings, describe, differences, model_settings
 from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.states.units import Unit, find_units

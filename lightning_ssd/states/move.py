@@ -1,9 +1,9 @@
-"""Model states change amid a training, one unit after the other: their places, or which optimizer steps them."""
+"""Model states move between two steps: to other tiers, or to flat parameters of other parameter groups."""
 
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,33 +12,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_ssd.device import CopyEngine
 from lightning_ssd.states.budget import MemoryPlan, choose_places
-from lightning_ssd.states.buffers import StateBuffer, StateStaging
-from lightning_ssd.states.build import (
-    STAGED_FLAT_ELEMENTS,
-    Groups,
-    Setup,
-    check_given,
-    groups_of,
-    host_budget,
-    make_flats,
-    make_layout,
-    make_place,
-    make_scratch,
-    mastered,
-    of_residents,
-    off_device,
-)
+from lightning_ssd.states.buffers import StateStaging
+from lightning_ssd.states.build import assemble, check_flats_apart
+from lightning_ssd.states.config import Setup
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Home, Layout, Opened
-from lightning_ssd.states.masters import MasterWeights
-from lightning_ssd.states.model_states import ModelStates, OffloadedModel, StateBytes
-from lightning_ssd.states.optimizers import FlatOptimizer, WholeOptimizer, make_flat_optimizer
-from lightning_ssd.states.shared_memory import check_apart
+from lightning_ssd.states.grouping import STAGED_FLAT_ELEMENTS, LaidOut, flat_groups, lay_out, make_flats
+from lightning_ssd.states.home import Home, Opened
+from lightning_ssd.states.model_states import ModelStates, OffloadedModel
+from lightning_ssd.states.optimizers import FlatOptimizer, Groups, WholeOptimizer, groups_of
+from lightning_ssd.states.residency import UnitTiers, needs_master, off_device, planned_residents
+from lightning_ssd.states.state_storage import make_buffer, make_home, make_scratch
 from lightning_ssd.states.units import find_units
 from lightning_ssd.storage import StorageFullError
-from lightning_ssd.types import OffloadTierName, Tier
+from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
 
@@ -47,53 +34,54 @@ def move_model_states(
     states: ModelStates,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
-    leaving: set[nn.Parameter],
+    offloadable: set[nn.Parameter],
     device: torch.device,
     setup: Setup,
     *,
-    given: Mapping[str, tuple[Tier, Tier]],
+    given: UnitTiers,
 ) -> ModelStates:
-    """Returns model states that are where `given` says, made of `states`, between two steps.
+    """Moves model states to the tiers of a plan, between two steps.
 
-    Numbers stay what they are. Where memory runs out on the way, units are left where they were.
+    No number changes. If memory runs out on the way, units stay where they were.
 
     Args:
         states: not recorded; closed afterwards, unless an error came before anything was moved.
         module: as in `make_model_states`, as all that follows.
         optimizers: the same.
-        leaving: parameters that may leave the device, of those that are whole there.
+        offloadable: parameters on the device that may be offloaded.
         device: the same.
         setup: the same.
-        given: of each unit, by name, where its weights are to be and where all others.
+        given: tiers of each unit.
+
+    Returns:
+        The model states that `states` have become.
 
     Raises:
         ValueError: `given` is not for this model, or host memory is too small for it.
         StorageError: scratch space can't be had, or failed.
-        OutOfMemoryError: of the device.
+        OutOfMemoryError: the device's memory is too small.
     """
-    config, storage = setup.config, setup.storage
-    units = find_units(module, config.units)
+    units = find_units(module, setup.config.units)
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items()}
     movable = {item.parameter for flat in states.homes for item in flat.slices}
     movable |= {
         parameter
-        for parameter in leaving
+        for parameter in offloadable
         if parameter not in twice and (parameter in groups or not parameter.requires_grad)
     }
-    check_given(given, units, movable, host_alone=storage.tier == "host")
-    chosen = [unit for unit in units if given.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
-    resident = of_residents(chosen, movable, hold=setup.hold)
-    wanted: list[list[_Wanted]] = []
+    host_alone = setup.storage.tier == "host"
+    resident = planned_residents(given, units, movable, hold=setup.hold, host_alone=host_alone)
+    wanted: list[list[_Placed]] = []
     for unit, (_, flats) in zip(units, states.units, strict=True):
-        off = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
-        parts_of_unit: list[tuple[Layout, FlatOptimizer | None]] = []
-        if off and flats:
-            parts_of_unit = [(states.homes[flat].layout, states.rules.get(flat)) for flat in flats]
-        elif off:
-            of_unit = make_flats(module, [unit], off, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
-            parts_of_unit = [_lay_out(flat, groups, setup, states) for flat in of_unit]
-        wanted.append([_Wanted(layout, rule, *off_device(given[unit.name])) for layout, rule in parts_of_unit])
+        offloaded = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
+        laid_out: list[LaidOut] = []
+        if offloaded and flats:
+            laid_out = [LaidOut(states.homes[flat].layout, states.rules.get(flat)) for flat in flats]
+        elif offloaded:
+            of_unit = make_flats(module, [unit], offloaded, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
+            laid_out = [_lay_out(flat, groups, setup, states) for flat in of_unit]
+        wanted.append([_Placed(item.layout, item.rule, *off_device(given[unit.name])) for item in laid_out])
     return _remake(states, module, optimizers, groups, movable, wanted, device, setup)
 
 
@@ -104,10 +92,10 @@ def regroup_model_states(
     device: torch.device,
     setup: Setup,
 ) -> ModelStates:
-    """Returns model states whose flats follow the optimizers' parameter groups as they are now, made of `states`.
+    """Regroups flat parameters to match the optimizers' parameter groups as they are now, between two steps.
 
-    Parameters that were frozen, or in no optimizer, and were added to a group get optimizer states, and those that were
-    taken from a group lose them. Flats stay in the tiers where they are; gradients that wait for their step are kept.
+    Parameters that were frozen, or in no optimizer, and were added to a group get optimizer states; those that were
+    removed from a group lose them. Flat parameters stay in their tiers. Gradients that no step has used are kept.
 
     Args:
         states: not recorded; closed afterwards, unless an error came before anything was changed.
@@ -115,6 +103,9 @@ def regroup_model_states(
         optimizers: the same.
         device: the same.
         setup: the same.
+
+    Returns:
+        The model states that `states` have become.
 
     Raises:
         ValueError: two optimizers step the same offloaded parameter, or host memory is too small.
@@ -125,10 +116,9 @@ def regroup_model_states(
     offloaded = {item.parameter: item.name for flat in states.homes for item in flat.slices}
     if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
         raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
-    wanted: list[list[_Wanted]] = []
+    wanted: list[list[_Placed]] = []
     for unit, (_, flats) in zip(find_units(module, setup.config.units), states.units, strict=True):
-        homes = [states.homes[flat] for flat in flats]
-        now = [_Wanted(home.layout, states.rules.get(home.flat), *_where(home)) for home in homes]
+        now = [_placed(states.homes[flat], states.rules.get(flat)) for flat in flats]
         if all(_stepped_alike(states, flat, groups) for flat in flats):
             wanted.append(now)
         else:
@@ -136,7 +126,8 @@ def regroup_model_states(
             with _as_built(flats):
                 made = make_flats(module, [unit], own, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
             tier = now[0].weights
-            wanted.append([_Wanted(*_lay_out(flat, groups, setup, states), tier, tier) for flat in made])
+            laid_out = [_lay_out(flat, groups, setup, states) for flat in made]
+            wanted.append([_Placed(item.layout, item.rule, tier, tier) for item in laid_out])
     gradients: dict[nn.Parameter, Tensor] = {}
     unstepped = [item.parameter for flat in states.homes if flat not in states.rules for item in flat.slices]
     if states.accumulating or any(parameter.grad is not None for parameter in unstepped):
@@ -155,9 +146,27 @@ def regroup_model_states(
     return remade
 
 
+@dataclass(frozen=True)
+class _Placed(LaidOut):
+    """A flat parameter and its tiers.
+
+    Attributes:
+        weights: tier of its compute weights.
+        rest: tier of its other values.
+    """
+
+    weights: OffloadTierName
+    rest: OffloadTierName
+
+
+def _placed(home: Home, rule: FlatOptimizer | None) -> _Placed:
+    weights, rest = home.on_ssd
+    return _Placed(home.layout, rule, "ssd" if weights else "host", "ssd" if rest else "host")
+
+
 @contextlib.contextmanager
 def _as_built(flats: Sequence[FlatParameter]) -> Iterator[None]:
-    """While it lasts, the parameters of flats have the dtypes that the model was built with, and no values."""
+    """Gives the parameters the dtypes that the model was built with, and no values, within the context."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             for flat in flats:
@@ -170,8 +179,20 @@ def _as_built(flats: Sequence[FlatParameter]) -> Iterator[None]:
 
 
 def _stepped_alike(states: ModelStates, flat: FlatParameter, groups: Groups) -> bool:
-    """Whether the optimizer and group of all parameters of a flat are still those that the flat was made for."""
+    """Whether all parameters of a flat parameter still have the optimizer and group that it was made for."""
     return all(groups.get(item.parameter) == states.groups.get(flat) for item in flat.slices)
+
+
+def _lay_out(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates) -> LaidOut:
+    """Lays out a new flat parameter, with two versions if others have two."""
+    two_versions = any(home.layout.slots == 2 for home in states.homes.values())
+    return lay_out(flat, groups, setup, two_versions=two_versions)
+
+
+def _choose_places(wanted: Sequence[Sequence[_Placed]], budget: int | None, setup: Setup) -> MemoryPlan:
+    every = [item for of_unit in wanted for item in of_unit]
+    tiers = [(item.weights, item.rest) for item in every]
+    return choose_places([item.layout for item in every], "auto", budget, shared=setup.shares_gradients, given=tiers)
 
 
 def _remake(
@@ -180,319 +201,277 @@ def _remake(
     optimizers: Sequence[Optimizer],
     groups: Groups,
     movable: set[nn.Parameter],
-    wanted: "list[list[_Wanted]]",
+    wanted: Sequence[Sequence[_Placed]],
     device: torch.device,
     setup: Setup,
 ) -> ModelStates:
-    """Returns model states with the flats `wanted` of each unit, made of `states`, whose threads and hooks end."""
-    config, storage = setup.config, setup.storage
-    budget = host_budget(config, storage)
-    if budget is not None and storage.host_memory == "auto":
-        budget += states.host_bytes  # which are there to be used
-    places = _places(wanted, budget, shared=setup.shared)
-    flats = [item.layout.flat for of_unit in wanted for item in of_unit]
-    offloaded = {item.parameter for flat in states.homes for item in flat.slices}  # their flats keep them apart
-    items = (item for flat in flats for item in flat.slices if item.parameter not in offloaded)
-    check_apart(((item.name, item.parameter) for item in items), device)
+    """Ends `states`, moves their values to the flat parameters `wanted` of each unit, and assembles the result."""
+    budget = setup.host_budget()
+    if budget is not None and setup.storage.host_memory == "auto":
+        budget += states.host_bytes  # it is not available memory, and can be used
+    places = _choose_places(wanted, budget, setup)
+    offloaded = {item.parameter for flat in states.homes for item in flat.slices}
+    check_flats_apart((item.flat for of_unit in wanted for item in of_unit), device, known=offloaded)
     states.drain()
     scratch = states.scratch
     with contextlib.ExitStack() as undo:
         if scratch is None:
-            scratch = make_scratch(places, storage, setup.default_path, device, taken=None)
+            scratch = make_scratch(places, setup.storage, setup.default_path, device, killed=None)
             if scratch is not None:
                 undo.callback(scratch.close)
         elif places.ssd:
             scratch.store.reserve(places.ssd)
-        parts, on_device = states.dissolve()
+        model, masters = states.dissolve()
         undo.pop_all()
     with contextlib.ExitStack() as undo:
-        move = _Move(parts, on_device, scratch, groups, device, undo)
+        move = _Move(model, masters, scratch, groups, device, undo)
         if scratch is not None and places.staging > scratch.staging.budget:
-            move.take_memory(places.staging)
+            move.resize_staging(places.staging)
         move.regroup(wanted)
-        move.make(wanted)
-        wanted = move.flats
-        places = _places(wanted, None, shared=setup.shared)
-        scratch = move.end(places)
-        groups, _ = groups_of(optimizers)
-        in_flats = {item.parameter for flat in move.homes for item in flat.slices}
-        masters = MasterWeights(mastered(movable - in_flats, groups), optimizers, move.masters)
-        undo.callback(masters.close)
-        flats = [item.layout.flat for of_unit in wanted for item in of_unit]
-        moved = ModelStates(
+        move.relocate(wanted)
+        places = _choose_places(move.flats, None, setup)
+        moved = move.finish(places)
+        in_flats = {item.parameter for flat in moved.homes for item in flat.slices}
+        states = assemble(
             module,
-            OffloadedModel(
-                [
-                    (modules, [item.layout.flat for item in of_unit])
-                    for (modules, _), of_unit in zip(parts.units, wanted, strict=True)
-                ],
-                {flat: move.homes[flat] for flat in flats},
-                {item.layout.flat: item.rule for of_unit in wanted for item in of_unit if item.rule is not None},
-                {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups},
-                parts.copies,
-                scratch,
-            ),
-            masters,
-            setup.landing(places, device, undo),
-            setup.terms,
+            optimizers,
+            moved,
+            needs_master(movable - in_flats, groups_of(optimizers)[0]),
+            move.masters,
+            places,
+            setup,
+            undo,
+            device_bytes=setup.config.budget(device),
             # Files never shrink.
-            StateBytes(
-                config.budget(device), places.host, 0 if scratch is None else max(places.ssd, scratch.store.size)
-            ),
+            ssd_bytes=0 if moved.scratch is None else max(places.ssd, moved.scratch.store.size),
         )
         undo.pop_all()
-    return moved
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A flat, and where it is to be."""
-
-    layout: Layout
-    rule: FlatOptimizer | None
-    weights: OffloadTierName
-    rest: OffloadTierName
-
-
-def _lay_out(
-    flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates
-) -> tuple[Layout, FlatOptimizer | None]:
-    """Returns how the values of a new flat lie in memory, and how it is stepped."""
-    group = groups.get(flat.slices[0].parameter)
-    rule = None if group is None else make_flat_optimizer(group[0], flat, setup.whole)
-    two_slots = any(home.layout.slots == 2 for home in states.homes.values())
-    return make_layout(flat, rule, group, setup.config, two_slots=two_slots), rule
-
-
-def _places(wanted: Sequence[Sequence[_Wanted]], budget: int | None, *, shared: bool) -> MemoryPlan:
-    every = [item for of_unit in wanted for item in of_unit]
-    tiers = [(item.weights, item.rest) for item in every]
-    return choose_places([item.layout for item in every], "auto", budget, shared=shared, given=tiers)
+    return states
 
 
 class _Move:
-    """The flats while they move.
+    """Flat parameters while they move.
+
+    Duty: moves one unit after the other between the device, host memory and SSDs, and keeps account of where each is.
+
+    Threads: the training thread; I/O and copies complete on their own threads and are waited for.
+
+    Ownership: stores, scratch space and the copy engine belong to the move until `finish`, and on an error to `undo`,
+    which makes the parameters whole on the CPU. The values of a unit stay valid in the old place until all of them are
+    in the new one.
 
     Args:
-        parts: what there was.
+        model: the flat parameters as they were.
         masters: master weights of 16-bit parameters that stay on the device.
-        scratch: for flats on SSDs; owned.
-        groups: of parameters, their optimizer and the index of their group.
-        device: where the model computes.
-        undo: makes the parameters whole on the CPU, and gives everything back.
+        scratch: scratch space of flat parameters on SSDs; owned.
+        groups: parameter groups.
+        device: device that the model computes on.
+        undo: restores the parameters, and frees everything.
 
     Attributes:
-        homes: of the flats, as they are now.
-        flats: of each unit, its flats, and where they are now.
-        masters: of parameters that stay on the device in 16 bits, their master weights.
+        flats: for each unit, its flat parameters and their tiers at present.
+        masters: master weights of 16-bit parameters on the device at present.
     """
 
     def __init__(
         self,
-        parts: OffloadedModel,
+        model: OffloadedModel,
         masters: Mapping[nn.Parameter, Tensor],
         scratch: StateStaging | None,
         groups: Groups,
         device: torch.device,
         undo: contextlib.ExitStack,
     ) -> None:
-        self.homes = dict(parts.homes)
         self.masters = dict(masters)
-        self._owners = {flat: optimizer for flat, (optimizer, _) in parts.groups.items()}
-        """Of each flat that was stepped before, the optimizer that keeps its states on the device."""
-        self.flats = [
-            [_Wanted(self.homes[flat].layout, parts.rules.get(flat), *_where(self.homes[flat])) for flat in flats]
-            for _, flats in parts.units
-        ]
+        self._model = model
+        self._homes = dict(model.homes)
+        self._owners = {flat: optimizer for flat, (optimizer, _) in model.groups.items()}
+        """Optimizers that have the states of flat parameters on the device."""
+        self.flats = [[_placed(self._homes[flat], model.rules.get(flat)) for flat in flats] for _, flats in model.units]
         self._scratch = scratch
-        for home in self.homes.values():
+        for home in self._homes.values():
             home.scratch = scratch
-        self._copies: CopyEngine = parts.copies
         self._groups = groups
         self._device = device
         self._pin = device.type == "cuda"
-        undo.callback(self._give_up)
+        undo.callback(self._restore)
 
-    def take_memory(self, staging: int, window: int = 0) -> None:
-        """Has flats from SSDs pass through memory of so many bytes."""
+    def resize_staging(self, staging: int, window: int = 0) -> None:
+        """Gives staging and the window of prefetched weights other sizes, in bytes; nothing is staged."""
         if self._scratch is not None:
             self._scratch = self._scratch.with_memory(window, staging, pin=self._pin)
-        for home in self.homes.values():
+        for home in self._homes.values():
             home.scratch = self._scratch
 
-    def make(self, wanted: Sequence[Sequence[_Wanted]]) -> None:
-        """Moves everything, first what makes room; it ends where memory does."""
-        to_ssd, to_host = partial(self._relocate, to="ssd"), partial(self._relocate, to="host")
-        moves = (to_ssd, self._leave_device, self._come_to_device, to_host)
+    def regroup(self, wanted: Sequence[Sequence[_Placed]]) -> None:
+        """Regroups the parameters of units into other flat parameters, through host memory."""
+        device, self._device = self._device, torch.device("cpu")
+        for number, of_unit in enumerate(wanted):
+            now = [item.flat for item in self.flats[number]]
+            if now and of_unit and now != [item.flat for item in of_unit]:
+                self._to_device(number, [])
+                self._from_device(number, of_unit)
+        self._device = device
+
+    def relocate(self, wanted: Sequence[Sequence[_Placed]]) -> None:
+        """Moves all units; moves that free memory come first. When memory runs out, the others stay."""
+        to_ssd, to_host = partial(self._to_tier, tier="ssd"), partial(self._to_tier, tier="host")
         try:
-            for move in moves:
+            for move in (to_ssd, self._from_device, self._to_device, to_host):
                 for number, of_unit in enumerate(wanted):
                     move(number, of_unit)
         except (torch.OutOfMemoryError, MemoryError, StorageFullError) as error:
             log.warning("not all model states could be moved, which changes no numbers: %s", error)
 
-    def regroup(self, wanted: Sequence[Sequence[_Wanted]]) -> None:
-        """Divides the parameters of units among other flats, through host memory."""
-        device, self._device = self._device, torch.device("cpu")
-        for number, of_unit in enumerate(wanted):
-            now = [item.layout.flat for item in self.flats[number]]
-            if now and of_unit and now != [item.layout.flat for item in of_unit]:
-                self._come_to_device(number, [])
-                self._leave_device(number, of_unit)
-        self._device = device
+    def finish(self, places: MemoryPlan) -> OffloadedModel:
+        """Returns the flat parameters as they are now.
 
-    def end(self, places: MemoryPlan) -> StateStaging | None:
-        """Returns the scratch space of flats that are where they belong, if any is on SSDs."""
-        self.take_memory(places.staging, places.window)
+        Args:
+            places: tiers and memory of the flat parameters.
+        """
+        self.resize_staging(places.staging, places.window)
         if self._scratch is not None and not places.ssd:
             self._scratch.close()
             self._scratch = None
-            self.take_memory(0)
-        return self._scratch
+            self.resize_staging(0)
+        every = [item for of_unit in self.flats for item in of_unit]
+        return OffloadedModel(
+            [
+                (modules, [item.flat for item in of_unit])
+                for (modules, _), of_unit in zip(self._model.units, self.flats, strict=True)
+            ],
+            {item.flat: self._homes[item.flat] for item in every},
+            {item.flat: item.rule for item in every if item.rule is not None},
+            flat_groups((item.flat for item in every), self._groups),
+            self._model.copies,
+            self._scratch,
+        )
 
-    def _relocate(self, number: int, wanted: Sequence[_Wanted], to: OffloadTierName) -> None:
-        """Moves what is to be in the tier `to` and is in the other one."""
+    def _to_tier(self, number: int, wanted: Sequence[_Placed], tier: OffloadTierName) -> None:
+        """Moves the values of a unit that are wanted in `tier` from the other one."""
         if not wanted or not self.flats[number]:
             return
         for index, (now, then) in enumerate(zip(self.flats[number], wanted, strict=True)):
-            layout = now.layout
+            layout, home = now.layout, self._homes[now.flat]
             with contextlib.ExitStack() as undo:
+                make = partial(make_buffer, tier=tier, scratch=self._scratch, undo=undo, slots=layout.slots)
                 weights = rest = None
-                if then.weights == to != now.weights:
-                    weights = self._place(layout, layout.flat.nbytes, to, undo, of_weights=True)
-                if then.rest == to != now.rest:
-                    rest = self._place(layout, layout.rest_bytes, to, undo, of_weights=False)
+                if then.weights == tier != now.weights:
+                    weights = make(layout.flat.nbytes, pin=self._pin)
+                if then.rest == tier != now.rest:
+                    rest = make(layout.rest_bytes, pin=False)
                 if weights is not None or rest is not None:
-                    self.homes[layout.flat].move(weights, rest)
+                    home.move(weights, rest)
                 undo.pop_all()
-            weights_now, rest_now = _where(self.homes[layout.flat])
-            self.flats[number][index] = replace(now, weights=weights_now, rest=rest_now)
+            self.flats[number][index] = _placed(home, now.rule)
 
-    def _leave_device(self, number: int, wanted: Sequence[_Wanted]) -> None:
-        """Takes a unit that is on the device to where it is to be."""
+    def _from_device(self, number: int, wanted: Sequence[_Placed]) -> None:
+        """Offloads a unit that is on the device."""
         if self.flats[number] or not wanted:
             return
         homes: dict[FlatParameter, Home] = {}
         with contextlib.ExitStack() as undo:
             for item in wanted:
-                layout = item.layout
-                weights = self._place(layout, layout.flat.nbytes, item.weights, undo, of_weights=True)
-                assert weights is not None
-                rest = self._place(layout, layout.rest_bytes, item.rest, undo, of_weights=False)
-                homes[layout.flat] = Home(layout, weights, rest, self._copies, self._scratch)
+                tiers = (item.weights, item.rest)
+                homes[item.flat] = make_home(item.layout, tiers, self._scratch, self._model.copies, undo)
             for item in wanted:
-                self._fill(homes[item.layout.flat], item.rule)
+                self._fill(homes[item.flat], item.rule)
             undo.pop_all()
-        rules = {item.layout.flat: item.rule for item in wanted}
-        # What is on the device goes when all of it is where it is to be.
-        for flat in homes:
-            for slice_ in flat.slices:
+        for item in wanted:
+            for slice_ in item.flat.slices:
                 parameter = slice_.parameter
                 parameter.grad = None
                 self.masters.pop(parameter, None)
-                if parameter in self._groups and not isinstance(rules[flat], WholeOptimizer):
+                if parameter in self._groups and not isinstance(item.rule, WholeOptimizer):
                     self._groups[parameter][0].state.pop(parameter, None)
-            flat.adopt()
-        self.homes |= homes
+            item.flat.adopt()
+        self._homes |= homes
         self.flats[number] = list(wanted)
 
     def _fill(self, home: Home, rule: FlatOptimizer | None) -> None:
-        """Puts what the device has of a flat into its home, which is empty; returns when it is there."""
+        """Copies a flat parameter's values from the device to its empty store, and waits for it."""
         parameters = [slice_.parameter for slice_ in home.flat.slices]
 
         def load_states(values: Opened) -> None:
             for index, parameter in enumerate(parameters):
                 if rule is not None and not isinstance(rule, WholeOptimizer):
-                    kept = self._groups[parameter][0].state.get(parameter, {})
-                    rule.load_state(index, _to(kept, torch.device("cpu")), values)
+                    state = self._groups[parameter][0].state.get(parameter, {})
+                    rule.load_state(index, _copy_state(state, torch.device("cpu")), values)
 
         home.store([self.masters.get(parameter, parameter.data) for parameter in parameters], load_states)
         home.drain()
 
-    def _come_to_device(self, number: int, wanted: Sequence[_Wanted]) -> None:
-        """Takes a unit that is to be on the device there, with its optimizer states."""
+    def _to_device(self, number: int, wanted: Sequence[_Placed]) -> None:
+        """Moves a unit to the device, with its optimizer states."""
         if not self.flats[number] or wanted:
             return
         for item in self.flats[number]:
-            flat = item.layout.flat
-            for index, shared in flat.shared.items():
-                if shared.foreign:
-                    raise RuntimeError(
-                        f"{flat.slices[index].name} shares memory with other code than "
-                        "torch's, and can't be moved to the device, or to another parameter group, meanwhile. Set its "
-                        "`.data` to a `.clone()`."
-                    )
-        found = [self._bring(item) for item in self.flats[number]]  # all of it, or nothing
-        for item, (weights, masters, states) in zip(self.flats[number], found, strict=True):
-            flat = item.layout.flat
+            _check_moves(item.flat)
+        loaded = [self._bring(item) for item in self.flats[number]]  # all of it, or nothing
+        for item, (weights, masters, states) in zip(self.flats[number], loaded, strict=True):
+            flat = item.flat
             for index, (parameter, values) in enumerate(weights.items()):
                 memory = flat.memory(index)
                 parameter.data = values if memory is None else memory
-            for parameter, kept in states.items():
-                self._owners[flat].state[parameter] = kept
+            for parameter, state in states.items():
+                self._owners[flat].state[parameter] = state
             self.masters |= masters
             flat.attached = False
-            self.homes.pop(flat).free()
+            self._homes.pop(flat).free()
         self.flats[number] = []
 
     def _bring(
-        self, item: _Wanted
+        self, item: _Placed
     ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor], dict[nn.Parameter, dict[str, Any]]]:
-        """Returns, on the device, the weights of a flat, master weights, and optimizer states."""
+        """Returns copies of a flat parameter's weights, master weights and optimizer states on the device."""
         weights: dict[nn.Parameter, Tensor] = {}
         masters: dict[nn.Parameter, Tensor] = {}
         states: dict[nn.Parameter, dict[str, Any]] = {}
-        home = self.homes[item.layout.flat]
-        opened = home.open().result()
+        home = self._homes[item.flat]
+        staged = home.open().result()
         try:
-            whole = opened.masters()
+            whole = staged.masters()
             for index, slice_ in enumerate(home.flat.slices):
                 parameter, values = slice_.parameter, slice_.of(whole)
                 weights[parameter] = values.to(self._device, slice_.dtype, copy=True)
                 if slice_.dtype == torch.bfloat16 and parameter in self._groups:
                     masters[parameter] = values.to(self._device, copy=True)
-                if item.rule is not None and (kept := item.rule.state_of(index, opened)):
+                if item.rule is not None and (state := item.rule.state_of(index, staged)):
                     optimizer, group = self._groups.get(parameter, (None, 0))
                     options = {} if optimizer is None else optimizer.param_groups[group]
-                    states[parameter] = self._on_device(kept, options)
+                    states[parameter] = self._state_on_device(state, options)
         finally:
-            home.close(opened, changed=False)
+            home.close(staged, changed=False)
         return weights, masters, states
 
-    def _on_device(self, kept: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns an optimizer's state of a parameter where torch's optimizers have it."""
-        counts_here = not (group.get("capturable") or group.get("fused"))
-        on_host = {"step": kept["step"]} if counts_here and "step" in kept else {}
-        there = {name: value for name, value in kept.items() if name not in on_host}
-        return {**_to(there, self._device), **on_host}
+    def _state_on_device(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a copy of a parameter's optimizer state on the devices that torch's optimizers keep it on."""
+        counts_on_host = not (options.get("capturable") or options.get("fused"))
+        on_host = {"step": state["step"]} if counts_on_host and "step" in state else {}
+        there = {name: value for name, value in state.items() if name not in on_host}
+        return {**_copy_state(there, self._device), **on_host}
 
-    def _place(
-        self, layout: Layout, nbytes: int, where: OffloadTierName, undo: contextlib.ExitStack, *, of_weights: bool
-    ) -> StateBuffer | None:
-        """Makes a place, if there is anything for it, which `undo` gives back."""
-        if not nbytes:
-            return None
-        pin = self._pin and of_weights
-        place = make_place(nbytes, where, self._scratch, None, slots=layout.slots, pin=pin)
-        undo.callback(place.free)
-        return place
-
-    def _give_up(self) -> None:
+    def _restore(self) -> None:
+        """Makes the parameters whole on the CPU, and frees everything."""
         with contextlib.ExitStack() as stack:
             if self._scratch is not None:
                 stack.callback(self._scratch.close)
-            stack.callback(self._copies.close)
-            for home in self.homes.values():
+            stack.callback(self._model.copies.close)
+            for home in self._homes.values():
                 stack.callback(home.free)
                 stack.callback(home.give_back)
 
 
-def _to(kept: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Returns an optimizer's state of a parameter, copied to a device."""
-    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.to(device, copy=True), dict(kept))
+def _check_moves(flat: FlatParameter) -> None:
+    for index, shared in flat.shared.items():
+        if shared.foreign:
+            raise RuntimeError(
+                f"{flat.slices[index].name} shares memory with other code than torch's, and can't be moved to the "
+                "device, or to another parameter group, meanwhile. Set its `.data` to a `.clone()`."
+            )
+
+
+def _copy_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Returns a parameter's optimizer state, copied to a device."""
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.to(device, copy=True), dict(state))
     return copied
-
-
-def _where(home: Home) -> tuple[OffloadTierName, OffloadTierName]:
-    weights, rest = home.on_ssd
-    return "ssd" if weights else "host", "ssd" if rest else "host"

@@ -27,6 +27,9 @@ from lightning_ssd.states.split import join, split
 Options = Mapping[str, Any]
 """A parameter group without its parameters."""
 
+Groups = Mapping[nn.Parameter, tuple[Optimizer, int]]
+"""For each parameter, its optimizer and the index of its parameter group."""
+
 
 class FlatOptimizer(ABC):
     """How one optimizer class steps a flat.
@@ -402,6 +405,18 @@ def zeroes_otherwise(optimizer: Optimizer) -> bool:
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Returns the parameters of all groups, in the order in which a state dict numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def groups_of(optimizers: Sequence[Optimizer]) -> tuple[dict[nn.Parameter, tuple[Optimizer, int]], set[nn.Parameter]]:
+    """Returns the group of every parameter, and the parameters that two optimizers step."""
+    groups: dict[nn.Parameter, tuple[Optimizer, int]] = {}
+    twice: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if groups.setdefault(parameter, (optimizer, number))[0] is not optimizer:
+                    twice.add(parameter)
+    return groups, twice
 
 
 def make_flat_optimizer(optimizer: Optimizer, flat: FlatParameter, whole: Container[Optimizer] = ()) -> FlatOptimizer:

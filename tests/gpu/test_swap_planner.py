@@ -66,7 +66,7 @@ def test_numbers_stay_under_any_plan_and_timing(
 
 def test_model_states_move_to_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They began in host memory, and the link is said to be slow."""
-    monkeypatch.setattr(StatesConfig, "leave", lambda *_, **__: True)  # so small a model would stay
+    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)  # so small a model would stay
     machine = tmp_path / "machine.json"
     slow = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e6)
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)

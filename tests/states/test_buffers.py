@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.states import budget, build
+from lightning_ssd.states import budget, build, state_storage
 from lightning_ssd.storage import ChecksumError, PosixBackend, StorageError, StorageFullError
 from tests.support.faults import FaultyBackend
 from tests.support.products import combinations, thorough
@@ -297,16 +297,16 @@ def test_what_does_not_fit(tmp_path: Path, arguments: Any, error: Any, message: 
 def test_memory_that_runs_out_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters that had moved are whole again."""
     model, before = Model(), Model().state_dict()
-    made = build.make_place
+    made = state_storage.make_buffer
     places: list[Any] = []
 
-    def make_place(*args: Any, **kwargs: Any) -> Any:
+    def make_buffer(*args: Any, **kwargs: Any) -> Any:
         places.append(None)
         if len(places) == 6:
             raise StorageError("could not take 4 GiB of host memory")
         return made(*args, **kwargs)
 
-    monkeypatch.setattr(build, "make_place", make_place)
+    monkeypatch.setattr(state_storage, "make_buffer", make_buffer)
     trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=1, default_root_dir=tmp_path, logger=False,
                          enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
     with pytest.raises(StorageError, match="could not take"):

@@ -145,7 +145,7 @@ def test_memory_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were put in host memory as they came, the link is slow, and there is room on the device."""
-    monkeypatch.setattr(StatesConfig, "leave", lambda *_, **__: True)  # a CPU's memory is the host's: nothing would
+    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)  # a CPU's memory is the host's: nothing would
     machine = tmp_path / "machine.json"
     slow = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e6)
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.states.build import _Taken
 from lightning_ssd.states.journal import Journal
 from lightning_ssd.states.plain_data import encode
 from lightning_ssd.states.settings import Settings
+from lightning_ssd.states.state_storage import KilledRun
 from lightning_ssd.storage import BlobStore, StorageError
 from tests.support.killed import KEPT, FailAt, Failure, fit, outcome, recovering, same
 from tests.support.states import assert_nothing_is_left
@@ -85,7 +85,7 @@ def opened(
     paths: Sequence[Path], *, start_over: bool = False, remove: bool = False
 ) -> Iterator[tuple[BlobStore, bool]]:
     """A run's store, and whether it goes on from a record."""
-    taken = _Taken([], Settings.none(), start_over=start_over)
+    taken = KilledRun([], Settings.none(), start_over=start_over)
     store = BlobStore(paths, device=torch.device("cpu"), capacity=2**16 * len(paths), keep=True, kept=taken)
     try:
         yield store, taken.record is not None
