@@ -76,9 +76,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         path: directory for scratch files, or several, one for each SSD: they are striped. Default: the Trainer's
             `default_root_dir`. Files live in a directory of their own, which goes away with the training.
         tier: `"ssd"`, or `"host"` for host memory alone.
-        offload: how much goes out of each micro-batch. `"auto"`: as much as the bandwidth carries while the device
-            computes, measured in the first steps (SSDTrain's rule). A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is
-            everything, like 1.0). Bytes: `"8GiB"`. `"none"`: nothing.
+        offload: activations of each micro-batch to offload. `"auto"`: as many bytes as the bandwidth carries while the
+            device computes, measured in the first steps (SSDTrain's rule), and beyond these all for which the device
+            has no room. A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is everything, like 1.0). Bytes: `"8GiB"`.
+            `"none"`: nothing.
         host_memory: bytes of host memory that states and, in what they leave, activations may take: `"32GiB"`, or
             `"50%"` of what is free when training starts. As in all arguments that are bytes, `32GB` and `32G` are
             powers of 1000, `32GiB` and `32Gi` of 1024, and in a budget a bare number under 1 MB is refused, as a unit

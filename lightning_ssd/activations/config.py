@@ -16,9 +16,10 @@ from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader
 from lightning_ssd.activations.placement import FixedAmount, KeepAll, Placement, SSDTrainAuto
 from lightning_ssd.activations.policy import OffloadPolicy
+from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import OffloadTier
-from lightning_ssd.device import CopyEngine, available_memory, make_clock, make_copy_engine
+from lightning_ssd.device import CopyEngine, CUDAMemory, available_memory, make_clock, make_copy_engine
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
@@ -150,18 +151,18 @@ def make_offloader(
     return ActivationOffloader(
         copies,
         tiers,
-        OffloadPolicy(_make_placement(amount, speeds)),
+        OffloadPolicy(_make_placement(amount, speeds, device)),
         min_bytes=parse_bytes(config.min_bytes, "min_bytes"),
     )
 
 
 def _make_placement(
-    amount: float | int | Literal["auto", "none"], speeds: dict[OffloadTierName, TierSpeed]
+    amount: float | int | Literal["auto", "none"], speeds: dict[OffloadTierName, TierSpeed], device: torch.device
 ) -> Placement:
     if amount == "none" or not speeds:
         return KeepAll()
     if amount == "auto":
-        return SSDTrainAuto(speeds)
+        return SSDTrainAuto(speeds, ResidentLimit(CUDAMemory(device)) if device.type == "cuda" else None)
     assert not isinstance(amount, str)
     return FixedAmount(amount, tuple(speeds))
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
+from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.types import OffloadTierName
 
@@ -21,8 +22,10 @@ class Placement(ABC):
     must_fit: bool = False
     """Whether it is an error when no tier has room for what was placed (else it stays on the device)."""
 
-    may_wait: bool = True
-    """Whether a store may hold the training up until staging memory is free."""
+    @property
+    def may_wait(self) -> bool:
+        """Whether a store may hold the training up until staging memory is free."""
+        return True
 
     @abstractmethod
     def begin(self, expected_bytes: int) -> None:
@@ -135,10 +138,11 @@ class SSDTrainAuto(Placement):
 
     Until a micro-batch was measured, everything that can leave without holding the training up goes out. Then each tier
     gets its share, and a share shrinks while the compute stream still has to wait for its tier, and grows back slowly
-    while it does not.
+    while it does not. What the device has no room for is offloaded beyond the tiers' shares, and waited for.
 
     Args:
         speeds: of each tier, what it can carry; in the order in which the tiers are filled.
+        limit: bytes that may stay on the device; None: as many as there are.
     """
 
     #: A tier's stalls may take this share of a micro-batch before its share shrinks.
@@ -155,37 +159,54 @@ class SSDTrainAuto(Placement):
     #: The first micro-batch pays for lazy initialisation; it is not measured.
     WARM_UP = 1
 
-    def __init__(self, speeds: Mapping[OffloadTierName, TierSpeed]) -> None:
+    def __init__(self, speeds: Mapping[OffloadTierName, TierSpeed], limit: ResidentLimit | None = None) -> None:
         self._speeds = speeds
+        self._limit = limit
         self._tiers = tuple(speeds)
         self._scale: dict[OffloadTierName, float] = dict.fromkeys(speeds, 1.0)
         self._amounts: dict[OffloadTierName, int] | None = None
         self._ratios: dict[OffloadTierName, float] | None = None
         self._shares: dict[OffloadTierName, _Share] = {}
+        self._excess = _Share(0.0)
+        """Of the storages that the tiers' shares leave on the device, those that it has no room for."""
         self._seen = 0
         self._seen_of_plan = 0
         self._patience = dict.fromkeys(speeds, 1)
         """Of each tier, micro-batches almost without stalls before its share grows."""
         self._quiet = dict.fromkeys(speeds, 0)
         """Of each tier, how many of those there have been in a row."""
-        self.may_wait = False
+
+    @property
+    def may_wait(self) -> bool:
+        return self._amounts is not None or (self._limit is not None and self._limit.waits())
 
     def begin(self, expected_bytes: int) -> None:
+        if self._limit is not None:
+            was_measuring = self._limit.measuring
+            self._limit.begin(expected_bytes)
+            if self._limit.measuring != was_measuring:
+                self._change_plan()
         if self._amounts is None or not expected_bytes:
             return
         if self._ratios is None:
             # A ratio from here on: the forward time of a larger or smaller micro-batch goes with its bytes.
             self._ratios = {tier: amount / expected_bytes for tier, amount in self._amounts.items()}
-        self._shares = {tier: _Share(min(1.0, self._scale[tier] * ratio)) for tier, ratio in self._ratios.items()}
+        shares = {tier: min(1.0, self._scale[tier] * ratio) for tier, ratio in self._ratios.items()}
+        self._shares = {tier: _Share(share) for tier, share in shares.items()}
+        if self._limit is not None:
+            stays = max(0.0, 1.0 - sum(shares.values())) * expected_bytes
+            self._excess = _Share(self._limit.excess(stays))
 
     def place(self, nbytes: int) -> Sequence[OffloadTierName]:
-        if self._amounts is None:
+        if self._amounts is None or (self._limit is not None and self._limit.measuring):
             return self._tiers
         # Every share grows with every storage; the first that is due takes it.
         due: tuple[OffloadTierName, ...] = ()
         for tier, share in self._shares.items():
             if share.take(nbytes, unless=bool(due)):
                 due = (tier,)
+        if not due and self._limit is not None and (self._excess.take(nbytes) or not self._limit.keep(nbytes)):
+            return self._tiers
         return due
 
     def observe(self, profile: MicroBatchProfile) -> None:
@@ -200,7 +221,6 @@ class SSDTrainAuto(Placement):
                 self.MARGIN * (profile.backward_seconds - sum(into for _, into in stalls)),
                 self._speeds,
             )
-            self.may_wait = True
             self._change_plan()
             return
         self._seen_of_plan += 1

@@ -188,3 +188,50 @@ def test_kvikio_gives_the_same_numbers(model: Any, checksum: bool) -> None:
     strategy = SSDOffloadStrategy(offload=1.0, min_bytes=1, host_memory=0, backend="kvikio", checksum=checksum)
     assert_same(plain, train(strategy, device="cuda", model=model, callbacks=[moved]))
     assert moved.stored > 0
+
+
+class Deep(pl.LightningModule):
+    """24 layers that save 128 MiB each of a batch of 16,384 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = _chain(1024, 24)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_training_that_runs_out_of_memory_fits_by_default(accumulate: int, tmp_path: Path) -> None:
+    """A process that may have 2 GiB: plain Lightning takes 3.7 GiB, and everything but activations takes 0.9 GiB."""
+
+    def fit(strategy: Any) -> dict[str, Tensor]:
+        rows = torch.randn(2**14, 1024, generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.TensorDataset(rows.expand(12, -1, -1).reshape(-1, 1024))
+        trainer = pl.Trainer(
+            accelerator="gpu", devices=1, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, logger=False,
+            accumulate_grad_batches=accumulate, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        module = Deep()
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2**14))
+        return {name: value.detach().cpu() for name, value in module.state_dict().items()}
+
+    plain = fit("auto")
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            fit("auto")
+        gc.collect()
+        torch.cuda.empty_cache()
+        ours = fit("ssd_offload")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(torch.equal(value, ours[name]) for name, value in plain.items())

@@ -1,0 +1,163 @@
+"""Memory that `offload="auto"` takes on a device whose allocator is simulated: never more than its limit."""
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ssd.activations.micro_batch import MicroBatchProfile
+from lightning_ssd.activations.placement import SSDTrainAuto
+from lightning_ssd.activations.resident_limit import ResidentLimit
+from lightning_ssd.planning import TierSpeed
+
+
+class Allocator:
+    """Counts bytes as torch's allocator does."""
+
+    def __init__(self) -> None:
+        self.most = 0.0
+        self.level = self.highest = self.highest_of_micro_batch = self.resets = 0
+
+    def limit(self) -> float:
+        return self.most
+
+    def allocated(self) -> int:
+        return self.level
+
+    def peak(self) -> int:
+        return self.highest
+
+    def reset_peak(self) -> None:
+        self.highest = self.level
+        self.resets += 1
+
+    def change(self, nbytes: int) -> None:
+        self.level += nbytes
+        self.highest = max(self.highest, self.level)
+        self.highest_of_micro_batch = max(self.highest_of_micro_batch, self.level)
+
+
+@dataclass
+class Training:
+    """A training whose saved storages are `sizes`, each with a transient tensor and a gradient of its layer."""
+
+    weights: int
+    sizes: list[int]
+    transients: list[int]
+    gradients: list[int]
+    accumulate: int
+
+    @property
+    def states(self) -> int:
+        return 2 * sum(self.gradients)
+
+    def run(self, auto: SSDTrainAuto | None, memory: Allocator, micro_batches: int) -> list[int]:
+        """Trains on `memory`, and returns the peak of each micro-batch; None: all storages are offloaded at once."""
+        peaks = []
+        memory.change(self.weights)
+        allocated = [False] * len(self.sizes)
+        for number in range(micro_batches):
+            memory.highest_of_micro_batch = 0
+            if auto is not None:
+                auto.begin(sum(self.sizes) if number else 0)
+            kept = []
+            for size, transient in zip(self.sizes, self.transients, strict=True):
+                memory.change(size + transient)
+                memory.change(-transient)
+                # Until amounts are known, the rule has a copy that would have to wait given up: nothing is offloaded.
+                stays = auto is not None and not (auto.place(size) and auto.may_wait)
+                kept.append(size if stays else 0)
+                memory.change(kept[-1] - size)
+            for index in reversed(range(len(self.sizes))):
+                fetched = self.sizes[index] - kept[index]
+                memory.change(fetched + self.transients[index])
+                if not allocated[index]:
+                    memory.change(self.gradients[index])
+                    allocated[index] = True
+                memory.change(-self.transients[index] - self.sizes[index])
+            peaks.append(memory.highest_of_micro_batch)
+            if auto is not None:
+                saved = sum(self.sizes)
+                stalls = {"host": (0.1, 0.1), "ssd": (0.0, 0.0)}
+                auto.observe(MicroBatchProfile(1.0, 2.0, stalls, saved, auto.plan))  # type: ignore[arg-type]
+            if (number + 1) % self.accumulate == 0:
+                if number + 1 == self.accumulate:
+                    memory.change(self.states)
+                memory.change(-sum(self.gradients))
+                allocated = [False] * len(self.sizes)
+        return peaks
+
+
+SIZES = st.integers(1, 1000)
+TRAININGS = st.integers(1, 12).flatmap(
+    lambda count: st.builds(
+        Training,
+        weights=SIZES,
+        sizes=st.lists(SIZES, min_size=count, max_size=count),
+        transients=st.lists(SIZES, min_size=count, max_size=count),
+        gradients=st.lists(st.integers(0, 300), min_size=count, max_size=count),
+        accumulate=st.integers(1, 3),
+    )
+)
+
+
+def limited(memory: Allocator) -> SSDTrainAuto:
+    return SSDTrainAuto({"host": TierSpeed(50, 50)}, ResidentLimit(memory))
+
+
+@settings(max_examples=300, deadline=None)
+@given(TRAININGS, st.floats(1.0, 3.0), st.integers(0, 30))
+def test_never_takes_more_than_the_limit_where_offloading_all_fits(training: Training, room: float, speed: int) -> None:
+    """From the second micro-batch on: in the first one nobody knows what backward allocates."""
+    least = max(training.run(None, Allocator(), 8))
+    memory = Allocator()
+    memory.most = least * room
+    auto = SSDTrainAuto({"host": TierSpeed(speed, speed)}, ResidentLimit(memory))
+    peaks = training.run(auto, memory, 12)
+    assert max(peaks[1:]) <= memory.most
+
+
+@given(TRAININGS)
+def test_limits_nothing_where_everything_fits(training: Training) -> None:
+    """The rule chooses as it does without a limit, and the allocator's peak is the user's."""
+    free, memory = Allocator(), Allocator()
+    memory.most = 10.0 * (sum(training.sizes) + sum(training.transients) + 4 * sum(training.gradients) + 1000)
+    plain = training.run(SSDTrainAuto({"host": TierSpeed(50, 50)}), free, 12)
+    assert training.run(limited(memory), memory, 12) == plain
+    assert not memory.resets
+
+
+def test_keeps_as_much_as_there_is_room_for() -> None:
+    """Ten storages of 100 beside 1,000 bytes that everything else takes: 650 of room are for six of them."""
+    training = Training(500, [100] * 10, [100] * 10, [0] * 10, 1)
+    memory = Allocator()
+    least = max(training.run(None, Allocator(), 8))
+    memory.most = least + 650
+    auto = SSDTrainAuto({"host": TierSpeed(0, 0)}, ResidentLimit(memory))
+    peaks = training.run(auto, memory, 12)
+    assert peaks[-1] == least + 600
+    assert memory.resets == 1
+
+
+def test_a_larger_batch_keeps_no_more() -> None:
+    """Storages beyond those that were expected do not stay either."""
+    training = Training(500, [100] * 10, [0] * 10, [0] * 10, 1)
+    memory = Allocator()
+    memory.most = max(training.run(None, Allocator(), 8)) + 500
+    auto = SSDTrainAuto({"host": TierSpeed(0, 0)}, ResidentLimit(memory))
+    training.run(auto, memory, 12)
+    auto.begin(1000)
+    assert sum(not auto.place(100) for _ in range(30)) == 5
+
+
+def test_a_peak_beyond_the_limit_lowers_what_stays() -> None:
+    """Transient tensors grow and exceed the limit; after two micro-batches fewer storages stay."""
+    training = Training(500, [100] * 10, [100] * 10, [0] * 10, 1)
+    memory = Allocator()
+    memory.most = max(training.run(None, Allocator(), 8)) + 500
+    auto = SSDTrainAuto({"host": TierSpeed(0, 0)}, ResidentLimit(memory))
+    training.run(auto, memory, 12)
+    larger = Training(0, [100] * 10, [300] * 10, [0] * 10, 1)
+    peaks = larger.run(auto, memory, 6)
+    assert peaks[0] > memory.most
+    assert max(peaks[2:]) <= memory.most
