@@ -1,14 +1,18 @@
-"""`torch.compile` under `ssd_offload` on one GPU: step time and memory of a Llama with every layer compiled.
+"""The defaults on one GPU: step time and memory of a Llama by `ssd_offload`, plain Lightning, and recomputation.
 
-    python -m benchmarks.compiled --out results.json [--modes plain ours] [--rounds 3] [--profile trace.json.gz]
+    python -m benchmarks.default --out results.json [--modes plain ours] [--rounds 3] [--profile trace.json.gz]
+    python -m benchmarks.default --gpu 24 --modes plain-eager recompute-eager ours-eager    # a GPU of 24 GiB
+    python -m benchmarks.default --batch 1 --tokens 32768 --modes recompute-eager ours-eager
 
 Modes, each a `Trainer.fit` of its own with the same weights and data, in turn, `--rounds` times:
-  plain-eager  Lightning's own strategy, eager
   plain        Lightning's own strategy, every layer compiled
-  ours-eager   `ssd_offload` with its defaults, eager
+  plain=0.5    the same with that `activation_memory_budget` of torch's partitioner
+  recompute    Lightning's own strategy with gradient checkpointing of every layer, each layer compiled
   ours         `ssd_offload` with its defaults, every layer compiled
   ours-none    the same with `offload="none"`: what the strategy costs by itself
   ours=0.5     the same with a fixed share of the saved bytes offloaded
+  planned      `ssd_offload` with `SwapPlanner()`, which refuses compiled layers: with `-eager` only
+  plain-eager, ours-eager, ...   the same with nothing compiled
 
 The model has hidden size 2048, 16 layers, grouped-query attention (0.85B parameters); batches of 8 x 1024 tokens,
 AdamW, clipping at 1.0, bf16-mixed. Step time: from one `on_train_batch_start` to the next on the GPU's clock; medians
@@ -25,15 +29,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.activation_offload import RandomTokens, quiet_trainer
-from lightning_ssd import SSDOffloadStrategy
+from benchmarks.activation_offload import quiet_trainer
+from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader
 
 MODES = ("plain-eager", "plain", "ours-eager", "ours")
+VOCABULARY = 32000
+
+
+class RandomTokens(Dataset[torch.Tensor]):
+    """Samples of random token ids."""
+
+    def __init__(self, samples: int, tokens: int) -> None:
+        self._ids = torch.randint(0, VOCABULARY, (samples, tokens), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._ids[index]
 
 
 class Llama(pl.LightningModule):
@@ -41,29 +59,32 @@ class Llama(pl.LightningModule):
 
     Args:
         compiled: compile every layer.
+        recompute: checkpoint every layer.
         hidden: size of the hidden dimension.
         layers: count of decoder layers.
+        tokens: of a sample.
     """
 
-    def __init__(self, *, compiled: bool, hidden: int, layers: int) -> None:
+    def __init__(self, *, compiled: bool, recompute: bool, hidden: int, layers: int, tokens: int) -> None:
         super().__init__()
         config = LlamaConfig(
-            vocab_size=32000,
+            vocab_size=VOCABULARY,
             hidden_size=hidden,
             intermediate_size=hidden * 11 // 4 // 64 * 64,
             num_hidden_layers=layers,
             num_attention_heads=hidden // 64,
             num_key_value_heads=max(1, hidden // 256),
-            max_position_embeddings=1024,
+            max_position_embeddings=tokens,
             use_cache=False,
         )
         self.model = LlamaForCausalLM(config)
+        if recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if compiled:
             for layer in self.model.model.layers:
                 layer.compile()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        batch = batch % 32000
         loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
         return loss
 
@@ -125,30 +146,43 @@ def _totals(trainer: Any) -> dict[str, float]:
 def strategy_for(mode: str) -> Any:
     """Returns the strategy of a mode."""
     name, _, share = mode.partition("=")
-    if name.startswith("plain"):
+    if name.startswith(("plain", "recompute")):
         return "auto"
-    if name == "ours-none":
+    if name.startswith("ours-none"):
         return SSDOffloadStrategy(offload="none")
     return SSDOffloadStrategy(offload=float(share)) if share else "ssd_offload"
 
 
 def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[str, Any]:
-    """Trains once and returns what was measured."""
+    """Trains once and returns the measurements, or `error` where the GPU's memory did not suffice."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
+    name, _, value = mode.partition("=")
+    torch._functorch.config.activation_memory_budget = float(value) if value and name.startswith("plain") else 1.0
     probe = Probe(arguments.warm_up, arguments.steps, trace)
     total = arguments.warm_up + arguments.steps + 3
+    callbacks = [probe, SwapPlanner()] if name.startswith("planned") else [probe]
     with tempfile.TemporaryDirectory() as path:
-        trainer = quiet_trainer("bf16-mixed", strategy_for(mode), total, [probe], path)
+        trainer = quiet_trainer("bf16-mixed", strategy_for(mode), total, callbacks, path)
         trainer.gradient_clip_val = 1.0
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = Llama(compiled="eager" not in mode, hidden=arguments.hidden, layers=arguments.layers)
-        trainer.fit(model, DataLoader(RandomTokens(arguments.batch * total), batch_size=arguments.batch))
+            model = Llama(
+                compiled="eager" not in mode,
+                recompute=name.startswith("recompute"),
+                hidden=arguments.hidden,
+                layers=arguments.layers,
+                tokens=arguments.tokens,
+            )
+        data = RandomTokens(arguments.batch * total, arguments.tokens)
+        try:
+            trainer.fit(model, DataLoader(data, batch_size=arguments.batch))
+        except torch.OutOfMemoryError:
+            probe.result = {"error": "out of memory"}
     counters = torch._dynamo.utils.counters
     probe.result["graph_breaks"] = sum(counters["graph_break"].values())
     probe.result["graphs"] = counters["stats"]["unique_graphs"]
-    del model, trainer
+    del model, trainer, callbacks
     gc.collect()
     torch.cuda.empty_cache()
     return probe.result
@@ -156,6 +190,8 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
 
 def summarise(runs: list[Mapping[str, Any]], anchor: float | None) -> str:
     """Returns a row of the table."""
+    if any("error" in run for run in runs):
+        return "out of memory | | | | | | "
     steps = [run["step"] for run in runs]
     step = statistics.median(steps)
     against = "" if anchor is None else f"{step / anchor:.3f}"
@@ -179,8 +215,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--gpu", type=float, help="GiB of the GPU that may be used")
     parser.add_argument("--profile", type=Path, help="write a trace of the last steps of mode `ours` there")
     arguments = parser.parse_args()
+    if arguments.gpu:
+        size = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(arguments.gpu * 2**30 / size)
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in arguments.modes}
     for number in range(arguments.rounds):
         for mode in arguments.modes:
@@ -191,7 +232,11 @@ def main() -> None:
         arguments.out.write_text(
             json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "runs": runs}, indent=1)
         )
-    anchors = {mode: statistics.median(run["step"] for run in of_mode) for mode, of_mode in runs.items()}
+    anchors = {
+        mode: statistics.median(run["step"] for run in of_mode)
+        for mode, of_mode in runs.items()
+        if not any("error" in run for run in of_mode)
+    }
     print("| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks |")
     print("|---|---|---|---|---|---|---|---|")
     for mode, of_mode in runs.items():
