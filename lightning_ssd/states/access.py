@@ -17,7 +17,7 @@ import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -296,18 +296,22 @@ class Access:
         found: "dict[int, OffloadedParameter | OffloadedView]",
     ) -> Any:
         written: dict[int, OffloadedParameter | OffloadedView] = {}
-        offloaded_in(args[:1] if kind is Kind.WRITE else (), written)
+        offloaded_in(_written(args, kwargs) if kind is Kind.WRITE else (), written)
         offloaded_in(kwargs.get("out"), written)
         writes = bool(written)  # `x += p` writes to a tensor of the user, and autograd follows it
         computing = torch.is_grad_enabled() and not writes
-        matmul = kind is Kind.MATMUL
+        matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
         with self._values(found, computing=computing, matmul=matmul) as values, _references_saved():
+            nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: value._version for key, value in values.items()}
             shapes = {key: _geometry(value) for key, value in values.items()}
             result = func(*_substitute(args, values), **_substitute(kwargs, values))
             changed = [key for key, value in values.items() if value._version != versions[key]]
+            if any(values[key].grad_fn is not node for key, node in nodes.items()):
+                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             if writes and not changed:  # not every kernel tells (`torch._fused_adamw_`)
                 changed = list(values)
+            changed += [id(tensor) for tensor in _statistics(func, args, kwargs) if id(tensor) in values]
             for key in values if writes else ():
                 if _geometry(values[key]) != shapes[key]:
                     raise RuntimeError(
@@ -316,11 +320,16 @@ class Access:
                     )
             with torch.inference_mode(False), torch.no_grad():
                 for source in {id(found[key].source): found[key].source for key in changed}.values():
-                    source.write(self._bases[id(source)] if id(source) in self._bases else source.read())
+                    source.write(self.base(source))
                 for tensor in map(found.__getitem__, changed):
                     if not isinstance(tensor, OffloadedView) or tensor.versioned:
                         tensor.source.changed()
-            return self._wrap(result, values, found)
+            followed: dict[Weights, Tensor] = {}
+            wrapped = self._wrap(result, values, found, followed)
+        if not self.stream.in_micro_batch:
+            for weights, memory in followed.items():
+                self._share(weights, memory)
+        return wrapped
 
     @contextlib.contextmanager
     def _values(
@@ -353,19 +362,23 @@ class Access:
             if source.whole or (source.flat.mixed and _rounds(tensor, matmul)):
                 return tensor
             if computing and tensor.requires_grad:
-                if not source.flat.mixed:
+                if not source.flat.mixed and (self.stream.in_micro_batch or source.flat.memory(source.index) is None):
                     return tensor
-                self.summed_on_host.add(source.flat)
+                if source.flat.mixed:
+                    self.summed_on_host.add(source.flat)
                 whole: Tensor = _WholeWeight.apply(tensor, source)  # type: ignore[no-untyped-call]
                 return whole
         return self._value(tensor)
 
+    def base(self, source: Source) -> Tensor:
+        """Returns the values of `source` for the running operator, whose writes to them are taken over afterwards."""
+        if id(source) not in self._bases:
+            self._bases[id(source)] = source.read()
+        return self._bases[id(source)]
+
     def _value(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
-        source = tensor.source
         with torch.inference_mode(False), torch.no_grad():
-            if id(source) not in self._bases:
-                self._bases[id(source)] = source.read()
-            base = self._bases[id(source)]
+            base = self.base(tensor.source)
             if isinstance(tensor, OffloadedView):
                 start = base.storage_offset() * base.itemsize + tensor.offset
                 value = torch.empty(0, dtype=tensor.dtype, device=base.device).set_(
@@ -382,8 +395,16 @@ class Access:
         result: Any,
         values: Mapping[int, Tensor],
         found: "Mapping[int, OffloadedParameter | OffloadedView]",
+        followed: "dict[Weights, Tensor]",
     ) -> Any:
-        """Returns `result` with offloaded tensors in place of those that stood for them, and of views of them."""
+        """Returns `result` with offloaded tensors in place of those that stood for them, and of views of them.
+
+        Args:
+            result: of the operator.
+            values: what stood for the offloaded tensors.
+            found: the offloaded tensors.
+            followed: gets the weights that autograd follows a view of, with their memory.
+        """
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
@@ -392,15 +413,15 @@ class Access:
             if isinstance(value, Tensor):
                 if id(value) in originals:
                     return originals[id(value)]
-                if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
+                if type(value) is not Tensor or value.layout is not torch.strided:
                     return value
-                storage = value.untyped_storage()._cdata
-                for key, base in self._bases.items():  # parameters of a flat share its storage
-                    offset = value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize
-                    if storage == base.untyped_storage()._cdata and 0 <= offset < max(1, base.nbytes):
+                if value.requires_grad:
+                    return self._follow(value, values, found, followed)
+                for key, base in self._bases.items():
+                    if (offset := _offset(value, base)) is not None:
                         return OffloadedView.make(
                             sources[key],
-                            int(offset),
+                            offset,
                             value.size(),
                             value.stride(),
                             value.dtype,
@@ -415,6 +436,37 @@ class Access:
             return value
 
         return wrap(result)
+
+    def _follow(
+        self,
+        value: Tensor,
+        values: Mapping[int, Tensor],
+        found: "Mapping[int, OffloadedParameter | OffloadedView]",
+        followed: "dict[Weights, Tensor]",
+    ) -> Tensor:
+        """Returns `value`, which autograd follows, as a view that refuses what one of a leaf refuses; see `_wrap`."""
+        for key, tensor in found.items():
+            if not isinstance(tensor, OffloadedParameter) or _weights(tensor).whole:
+                continue
+            if _offset(value, values[key]) is None:
+                continue
+            followed[_weights(tensor)] = values[key].detach()
+            if values[key] is not tensor:
+                return cast(Tensor, _FollowedView.apply(value))  # type: ignore[no-untyped-call]
+        return value
+
+    def _share(self, weights: Weights, memory: Tensor) -> None:
+        """Has a parameter share `memory`, which a view that autograd follows has, until there is no such view.
+
+        Views that are taken while a micro-batch runs are left apart: comparing their bytes at every use would be slow.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            in_flat = memory.untyped_storage()._cdata == weights.item.parameter.untyped_storage()._cdata
+        if weights.flat.memory(weights.index) is None:
+            weights.flat.shared[weights.index] = SharedMemory(memory)
+        del memory
+        if in_flat:  # the storage is left to the view
+            self.stream.release(weights.flat)
 
     def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
         source = tensor.source
@@ -480,19 +532,34 @@ class Access:
 
 
 class _WholeWeight(torch.autograd.Function):
-    """A parameter's master weights, where its compute weights have fewer bits than the operator wants."""
+    """A parameter's whole weights, where the flat's memory is not what the operator wants: it has fewer bits, or other
+    tensors of user code share memory with the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, source: Weights) -> Tensor:
         ctx.source = source
         with torch.inference_mode(False):
-            return source.read()
+            return source.access.base(source).detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         source: Weights = ctx.source
+        if not source.flat.mixed:
+            return gradient, None
         source.access.add_grad(source.flat, source.index, gradient)
         return None, None
+
+
+class _FollowedView(torch.autograd.Function):
+    """A view that can't be written in place while autograd follows it, which would not reach the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        return view.view_as(view)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _check_full_precision(tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
@@ -518,6 +585,27 @@ def _rounds(tensor: "OffloadedParameter | OffloadedView", matmul: bool) -> bool:
     return autocast_to(tensor.flat.dtype, tensor.flat.device)
 
 
+def _written(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Returns the arguments that a function of `Kind.WRITE` writes to: the first one, which may be passed by name."""
+    return args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")]
+
+
+def _statistics(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns running statistics that a normalization writes without telling: no version counter moves."""
+    if func not in _STATISTICS:
+        return []
+    return [*args[_STATISTICS[func]], kwargs.get("running_mean"), kwargs.get("running_var")]
+
+
+_STATISTICS = {
+    torch.nn.functional.batch_norm: slice(1, 3),
+    torch.nn.functional.instance_norm: slice(1, 3),
+    torch.batch_norm: slice(3, 5),
+    torch.instance_norm: slice(3, 5),
+}
+"""Of functions that write running statistics, their positions among the arguments."""
+
+
 def _alias(tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> OffloadedView:
     dtype, offset = tensor.dtype, 0
     if isinstance(tensor, OffloadedView):
@@ -527,6 +615,13 @@ def _alias(tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> 
     return OffloadedView.make(
         tensor.source, offset, tensor.size(), tensor.stride(), dtype, tensor.device, versioned=versioned
     )
+
+
+def _offset(value: Tensor, base: Tensor) -> int | None:
+    """Returns where `value` begins in `base`, in bytes; None: elsewhere. Parameters of a flat share its storage."""
+    offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)
+    same = value.untyped_storage()._cdata == base.untyped_storage()._cdata
+    return offset if same and 0 <= offset < max(1, base.nbytes) else None
 
 
 def _geometry(tensor: Tensor) -> tuple[object, ...]:

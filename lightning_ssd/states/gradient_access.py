@@ -54,6 +54,7 @@ class GradientAccess:
     Args:
         gradients: of each flat that is stepped.
         accumulate: has what has landed of a flat summed up; the future is done when it is.
+        resume_accumulation: called before a gradient is added, which the last step may have used.
         changed: told that other code has changed the gradient of a parameter.
     """
 
@@ -61,10 +62,12 @@ class GradientAccess:
         self,
         gradients: Mapping[FlatParameter, Gradient],
         accumulate: Callable[[FlatParameter], object],
+        resume_accumulation: Callable[[FlatParameter, int], None],
         changed: Callable[[FlatParameter, int], None],
     ) -> None:
         self._gradients = gradients
         self._accumulate = accumulate
+        self._resume_accumulation = resume_accumulation
         self.changed = changed
         self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
             weakref.WeakValueDictionary()
@@ -146,7 +149,7 @@ class GradientAccess:
         gradient = self._gradients.get(flat)
         if gradient is None:
             raise RuntimeError(f"{flat.slices[index].name} has a gradient, and is in no optimizer.")
-        self.check(flat, index)
+        self._resume_accumulation(flat, index)
         self._accumulate_arrived(flat)
         gradient.fold()
         total = flat.slices[index].of(gradient.accumulated())

@@ -97,8 +97,7 @@ class GradientOffloader:
         """
         gradient = self._gradients[flat]
         gradient.fold()
-        if gradient.states[index] is GradientState.STEPPED:
-            self._resume_accumulation(flat, index)
+        self.resume_accumulation(flat, index)
         gradient.states[index] = GradientState.PRESENT
         if gradient.arrived[index]:  # a second one in the same backward, as with reentrant checkpointing
             self.accumulate(flat)
@@ -161,9 +160,15 @@ class GradientOffloader:
         self._in_flight_bytes -= data.numel()
         self._copies.wait(mark)
 
-    def _resume_accumulation(self, flat: FlatParameter, index: int) -> None:
-        """Adds the new gradient to the one that the last step has used, as plain training without `zero_grad` does."""
+    def resume_accumulation(self, flat: FlatParameter, index: int) -> None:
+        """Has a new gradient added to the one that the last step has used, as plain training without `zero_grad` does.
+
+        Raises:
+            RuntimeError: that one is gone.
+        """
         gradient = self._gradients[flat]
+        if gradient.states[index] is not GradientState.STEPPED:
+            return
         if not gradient.kept:
             raise RuntimeError(
                 f"a gradient of {flat.slices[index].name} is added to the one that the last step has used, which is "

@@ -187,7 +187,9 @@ class ModelStates:
         )
         for parameter in self._flat_of:  # of an earlier training: Lightning zeroes it, and autograd would add to it
             parameter.grad = None
-        self._grads = GradientAccess(gradients, self._gradients.accumulate, self._gradients.remeasure)
+        self._grads = GradientAccess(
+            gradients, self._gradients.accumulate, self._gradients.resume_accumulation, self._gradients.remeasure
+        )
         self._access = Access(
             self.homes,
             self._prefetcher,
@@ -272,7 +274,8 @@ class ModelStates:
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
         with torch._C.DisableTorchFunctionSubclass():
             grad, parameter.grad = parameter.grad, None
-        assert grad is not None
+        if grad is None:  # all of it was added on the host: that of the fp32 weight, in mixed precision
+            return
         self._steps.check_not_submitted(flat, index)
         self._staged.unstage()  # staging memory may be needed by steps that are waited for here
         self._gradients.receive(flat, index)

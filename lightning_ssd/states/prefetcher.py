@@ -65,6 +65,8 @@ class ParamPrefetcher:
         forward = list(range(len(units)))
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
         self._kind = "evaluate"
+        self.in_micro_batch = False
+        """Whether a forward has begun whose backward has not ended."""
         self._uses: list[int] = []
         self._cursor = 0
         self._lock = threading.RLock()
@@ -76,6 +78,7 @@ class ParamPrefetcher:
             if self._uses:
                 self._expected[self._kind] = self._uses
             self._kind = kind
+            self.in_micro_batch = kind == "train"
             self._entered = [0] * len(self._units)
             self._nodes.clear()
             self._uses = []
