@@ -28,11 +28,14 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from benchmarks.activation_offload import BenchmarkGPT, RandomTokens, quiet_trainer
 from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -56,65 +59,71 @@ SETTINGS = [
 COEFFICIENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-class Sweep(SwapPlanner):
-    """Times SwapPlanner's plan, those of the coefficients, and then SwapPlanner's again: a GPU changes its clock.
+class Sweep(pl.Callback):
+    """Times SwapPlanner's plan, those of the coefficients, and SwapPlanner's plan again: a GPU changes its clock rate.
 
     Args:
-        coefficients: to try.
-        budget: bytes of the device.
-        machine: file of what the machine does.
-        steps: whose median counts.
+        planner: an earlier callback of the Trainer, which must not plan again.
+        coefficients: swap coefficients of the plans.
+        steps: steps under each plan whose median is reported.
     """
 
-    def __init__(self, coefficients: tuple[float, ...], budget: str, machine: Path, steps: int) -> None:
-        super().__init__(gpu_memory=budget, machine=machine, tolerance=1e9)
-        self.WINDOW = steps  # of this object alone
-        self._left = list(coefficients)
+    def __init__(self, planner: SwapPlanner, coefficients: tuple[float, ...], steps: int) -> None:
+        self._planner = planner
+        self._steps = steps
+        self._remaining = list(coefficients)
         self._name = "planned"
         self._planned: Plan | None = None
         self._totals: tuple[float, float, int] = (0.0, 0.0, 0)
         self.results: list[dict[str, Any]] = []
 
-    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        before, plan = self.comparison, self.plan
-        super()._compare(trainer, pl_module)
-        if self.comparison is before:
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        runner, comparison = self._planner.runner, self._planner.comparison
+        if runner is None or comparison is None:
             return
-        stats = self._cache.stats()
+        if not self.results and runner.plan is not comparison.plan:
+            self._add("first plan", trainer, runner, comparison)
+        measured = runner.measured(self._steps)
+        if measured is None:
+            return
+        self._add(self._name, trainer, runner, measured)
+        if self._planned is None:
+            self._planned = measured.plan
+        elif self._name == "planned":
+            trainer.should_stop = True
+            return
+        self._name, plan = "planned", self._planned
+        if self._remaining:
+            coefficient = self._remaining.pop(0)
+            self._name = f"{coefficient:g}"
+            plan = plan_with_coefficient(runner.profile, runner.hardware, coefficient, runner.placement)
+        runner.apply(plan)
+
+    def _add(self, name: str, trainer: pl.Trainer, runner: PlanRunner, measured: Comparison) -> None:
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        stats = offloader.stats()
         totals = stats.store_stall, stats.load_stall, stats.micro_batches
         store, load, count = (now - then for now, then in zip(totals, self._totals, strict=True))
         self._totals = totals
-        assert self.comparison is not None and self.profile is not None and plan is not None
-        predicted = self.comparison.predicted
-        again = plan is not self.plan
+        predicted = measured.predicted
         self.results.append(
             {
-                "plan": "first plan" if again else self._name,
+                "plan": name,
                 "predicted_step": predicted.step_seconds,
-                "step": self.comparison.step_seconds,
+                "step": measured.step_seconds,
                 "predicted_peak": predicted.gpu_peak_bytes,
-                "peak": self.comparison.gpu_peak_bytes,
+                "peak": measured.gpu_peak_bytes,
                 "bound": predicted.bound,
-                "coefficient": swap_coefficient(self.profile, plan),
+                "coefficient": swap_coefficient(runner.profile, measured.plan),
                 "store_stall": store / max(1, count),
                 "load_stall": load / max(1, count),
             }
         )
         print(f"    {time.time():.1f}", json.dumps(self.results[-1]), flush=True)
-        if again:
-            return
-        if self._planned is None:
-            self._planned = plan
-        elif self._name == "planned":
-            trainer.should_stop = True
-            return
-        assert self.hardware is not None
-        self._name, next_plan = "planned", self._planned
-        if self._left:
-            coefficient = self._left.pop(0)
-            self._name = f"{coefficient:g}"
-            next_plan = plan_with_coefficient(self.profile, self.hardware, coefficient, self._settled)
-        self._put_in_force(trainer, next_plan)
 
 
 class AdamGPT(BenchmarkGPT):
@@ -160,16 +169,18 @@ def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict
     kind = BenchmarkGPT if setting["states"] == "gpu" else AdamGPT
     model = kind(50304, 1024, setting["hidden"], setting["layers"], max(1, setting["hidden"] // 128))
     budget = setting["gpu"] if setting["gpu"] == "auto" else f"{setting['gpu']}GiB"
-    sweep = Sweep(COEFFICIENTS, budget, path / "machine.json", steps)
+    planner = SwapPlanner(gpu_memory=budget, machine=path / "machine.json", tolerance=1e9)
+    sweep = Sweep(planner, COEFFICIENTS, steps)
     count = 20 + (len(COEFFICIENTS) + 4) * (steps + 4)  # more than there is to measure, which ends the training
-    trainer = quiet_trainer("bf16-true", strategy_for(setting, path), count, [sweep], path)
+    trainer = quiet_trainer("bf16-true", strategy_for(setting, path), count, [planner, sweep], path)
     trainer.fit(model, DataLoader(RandomTokens(setting["batch"] * count), batch_size=setting["batch"]))
-    assert sweep.profile is not None and sweep.hardware is not None
-    sweep.profile.to_json(path / "profile.json")
-    sweep.hardware.to_json(path / "machine.json")
+    runner = planner.runner
+    assert runner is not None
+    runner.profile.to_json(path / "profile.json")
+    runner.hardware.to_json(path / "machine.json")
     return {
         "plans": sweep.results,
-        "settled": asdict(sweep._settled),
+        "settled": asdict(runner.placement),
         "profile": json.loads((path / "profile.json").read_text()),
         "machine": json.loads((path / "machine.json").read_text()),
     }

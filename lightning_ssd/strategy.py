@@ -302,7 +302,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             of_states = describe_states(states, self.model, device)
         else:
             chosen = "`states='gpu'`" if self.states_config.states == "gpu" else None
-            if self._pinned() is not None:
+            if self._user_plan() is not None:
                 chosen = "as SwapPlanner's `plan` says"
             need, room = bytes_on_device(self.model, fitting=True), self.states_config.resident_budget(device)
             of_states = describe_resident(need, room, chosen, device)
@@ -321,9 +321,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 "Remove it, or set `recover=False`."
             )
         autocast = autocast_dtype(self.precision_plugin, self.states_config.states, fitting=fitting)
-        config, pinned = self.states_config, self._pinned() if fitting else None
-        if pinned is not None and pinned.clip != "off":
-            config = replace(config, clip=pinned.clip)
+        config, user_plan = self.states_config, self._user_plan() if fitting else None
+        if user_plan is not None and user_plan.clip != "off":
+            config = replace(config, clip=user_plan.clip)
         try:
             super().setup(trainer)
             if fitting and self._has_left:
@@ -350,7 +350,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 self._unborn,
                 self.root_device,
                 self._setup,
-                given=None if pinned is None else _placed_states(pinned),
+                given=None if user_plan is None else _placed_states(user_plan),
                 loaded=self._values(),
             )
             self._has_left = True
@@ -418,7 +418,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         chosen = config.states != "auto" or config.gpu_memory != "auto" or config.recover
         # With manual optimization gradients may add up from one batch to the next.
         assert self.lightning_module is not None
-        if chosen or not self.lightning_module.automatic_optimization or self._pinned() is not None:
+        if chosen or not self.lightning_module.automatic_optimization or self._user_plan() is not None:
             return False
         if self._setup is not None and self._setup.whole:
             return False
@@ -506,19 +506,19 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if self._streams is None:
             assert self.model is not None and self.lightning_module is not None
             fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-            if fitting and (pinned := self._pinned()) is not None:
-                self._streams = any(unit.states != "gpu" for unit in pinned.units.values())
+            if fitting and (user_plan := self._user_plan()) is not None:
+                self._streams = any(unit.states != "gpu" for unit in user_plan.units.values())
                 return self._streams
             self._streams = self.states_config.offloads(self.model, self.root_device, fitting=fitting)
         return self._streams
 
-    def _pinned(self) -> Plan | None:
+    def _user_plan(self) -> Plan | None:
         """Returns the plan that says where states are, if the user has given a callback one."""
         if self.states_config.states != "auto" or self.states_config.recover:
             return None
         assert self.lightning_module is not None
         callbacks = trainer_callbacks(self.lightning_module.trainer)
-        return next((callback.pinned for callback in callbacks if isinstance(callback, SwapPlanner)), None)
+        return next((callback.user_plan for callback in callbacks if isinstance(callback, SwapPlanner)), None)
 
     # ---- checkpoints: of states that have left, written and read without their ever being in RAM together ----
 

@@ -6,7 +6,7 @@ from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError
 from lightning_ssd.activations.placement import OffloadAll, OffloadOnPressure, Placement
 from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
-from lightning_ssd.activations.unit_dispatch_mode import UnitCall
+from lightning_ssd.activations.unit_dispatch_mode import UnitCall, UnitDispatchMode
 from lightning_ssd.activations.weights import mark_weights
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "OffloadOnPressure",
     "ActivationOffloader",
     "UnitCall",
+    "UnitDispatchMode",
     "make_schedule",
     "make_offloader",
     "mark_weights",

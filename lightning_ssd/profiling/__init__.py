@@ -1,6 +1,12 @@
 """Measurements that plans are made of: a training step operator by operator, the host's overhead, and the machine."""
 
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
+from lightning_ssd.profiling.limits import (
+    add_unseen_memory,
+    current_placement,
+    limit_hardware,
+    measure_training_machine,
+)
 from lightning_ssd.profiling.machine import adam_step, measure_machine, mixed_bandwidth
 from lightning_ssd.profiling.model import Profiler, count_bytes, count_samples, unit_profiles
 from lightning_ssd.profiling.trace_mode import TraceMode
@@ -10,12 +16,16 @@ __all__ = [
     "Profiler",
     "TraceMode",
     "TracingError",
+    "add_unseen_memory",
     "adam_step",
     "count_bytes",
     "count_samples",
+    "current_placement",
     "fake_tensors",
+    "limit_hardware",
     "measure_host_overhead",
     "measure_machine",
+    "measure_training_machine",
     "mixed_bandwidth",
     "trace",
     "unit_profiles",

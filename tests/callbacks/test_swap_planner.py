@@ -4,7 +4,7 @@ import csv
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.callbacks import profiling_budget, swap_planner
+from lightning_ssd.callbacks import plan_runner, profiling_budget
 from lightning_ssd.device import clock
-from lightning_ssd.planning import HardwareProfile, Plan, Prediction, simulate, swap_coefficient
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, Prediction, simulate, swap_coefficient
 from lightning_ssd.profiling import model as profiler
 from lightning_ssd.states import step
 from tests.support.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
@@ -354,34 +354,19 @@ def test_sparse_batches_are_looked_after() -> None:
     assert first.plan is not None and first.plan.keeps_all and all(looks.found)
 
 
-class Puts(SwapPlanner):
-    """Remembers the plans that were in force."""
-
-    def _put_in_force(self, trainer: Any, plan: Plan) -> None:
-        super()._put_in_force(trainer, plan)
-        vars(self).setdefault("plans", []).append(plan)
-
-    @property
-    def recompute(self) -> list[bool]:
-        """Of each plan, whether it has anything computed again."""
-        found = []
-        for plan in vars(self)["plans"]:
-            found.append(any("recompute" in unit.operators.values() for unit in plan.units.values()))
-        return found
-
-
-def test_a_plan_is_tried_before_there_is_one(tmp_path: Path) -> None:
-    """With everything computed again; but not where a plan is given, and not where that has no room."""
-    how: Any = {"machine": MACHINE, "warm_up": 2, "steps": 1}
-    first = Puts(**how, save=tmp_path / "plan.yaml")
-    train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=12)
-    assert first.recompute == [True, False]
-    pinned = Puts(**how, plan=tmp_path / "plan.yaml")
-    train(SSDOffloadStrategy(**BOTH), callbacks=[pinned], steps=12)
-    assert pinned.recompute == [False]
-    small = Puts(**how, gpu_memory="1B")
-    train(SSDOffloadStrategy(**BOTH), callbacks=[small], steps=7)
-    assert len(small.recompute) == 1
+def test_a_calibration_plan_precedes_the_plan(tmp_path: Path) -> None:
+    """It recomputes; there is none before a plan of the user's, and none where it exceeds the memory."""
+    for arguments, steps, expected in (
+        ({"save": tmp_path / "plan.yaml"}, 12, [True, False]),
+        ({"plan": tmp_path / "plan.yaml"}, 12, [False]),
+        ({"gpu_memory": "1B"}, 7, [False]),
+    ):
+        first = planner(**arguments)
+        applied = AppliedPlans(first)
+        train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], steps=steps)
+        assert [item.calibrating for item in applied.found] == expected
+        recompute = ["recompute" in unit.operators.values() for unit in applied.found[0].plan.units.values()]
+        assert any(recompute) or not expected[0]
 
 
 class Clock:
@@ -402,6 +387,46 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield made
 
 
+@dataclass(frozen=True)
+class AppliedPlan:
+    """A plan, the first step under it, the time of that step, and the planner's state as it began."""
+
+    plan: Plan
+    step: int
+    seconds: float
+    calibrating: bool
+    prediction: Prediction
+    profile: ModelProfile
+    hardware: HardwareProfile
+
+
+class AppliedPlans(pl.Callback):
+    """Remembers the plans that `planner`, an earlier callback, has applied."""
+
+    def __init__(self, planner: SwapPlanner, time: "Clock | None" = None) -> None:
+        self.found: list[AppliedPlan] = []
+        self._planner = planner
+        self._time = time
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        planner = self._planner
+        if planner.plan is None or (self.found and planner.plan is self.found[-1].plan):
+            return
+        assert planner.prediction is not None and planner.profile is not None and planner.hardware is not None
+        now = 0.0 if self._time is None else self._time.now
+        self.found.append(
+            AppliedPlan(
+                planner.plan,
+                trainer.global_step,
+                now,
+                planner.calibrating,
+                planner.prediction,
+                planner.profile,
+                planner.hardware,
+            )
+        )
+
+
 class Taking(TinyGPT):
     """Takes a second a step, outside of all operations, and from a step on three."""
 
@@ -413,69 +438,53 @@ class Taking(TinyGPT):
         return super().training_step(batch, batch_idx)
 
 
-def test_what_the_trial_takes_is_learnt(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its steps take a fifth longer than foretold, and a byte more than nothing that anybody knows of."""
-    monkeypatch.setattr(Tried, "time", time, raising=False)
-    tried = Tried(machine=MACHINE, warm_up=2, steps=1)
-    train(
-        SSDOffloadStrategy(**BOTH), callbacks=[tried], model=lambda _: SlowTrial(tried, [1.2]), steps=12, recorded=False
-    )
-    foretold, measured = tried.foretold, tried.learnt
-    assert measured.step_seconds == pytest.approx(1.2 * foretold.step_seconds, rel=0.1)
-    assert measured.gpu_peak_bytes == foretold.gpu_peak_bytes + 12345
+@pytest.mark.parametrize(
+    ("factors", "measured"),
+    [
+        ([1.2], 1.2),
+        ([1.3, 1.0, 1.2], 1.0),  # the minimum of three steps
+    ],
+)
+def test_steps_of_the_calibration_plan_correct_the_profile(time: Clock, factors: list[float], measured: float) -> None:
+    """They take `factors` times their prediction; afterwards they are predicted as `measured`."""
+    first = planner(steps=len(factors))
+    applied = AppliedPlans(first)
+    slow = SlowCalibration(first, time, factors)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], model=lambda _: slow, steps=14, recorded=False)
+    calibration = applied.found[0]
+    assert calibration.calibrating and len(applied.found) == 2
+    # Each call of the fake clock lets some time pass.
+    corrected = simulate(applied.found[1].profile, applied.found[1].hardware, calibration.plan)
+    assert corrected.step_seconds == pytest.approx(measured * calibration.prediction.step_seconds, rel=0.1)
 
 
-def test_of_the_trial_the_least_step_counts(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of three takes as long as foretold, the others longer: there is nothing to correct."""
-    monkeypatch.setattr(Tried, "time", time, raising=False)
-    tried = Tried(machine=MACHINE, warm_up=2, steps=3)
-    slow = SlowTrial(tried, [1.3, 1.0, 1.2])
-    train(SSDOffloadStrategy(**BOTH), callbacks=[tried], model=lambda _: slow, steps=14, recorded=False)
-    # Whoever asks for the time lets some of it pass.
-    assert tried.learnt.step_seconds == pytest.approx(tried.foretold.step_seconds, rel=0.1)
+class SlowCalibration(TinyGPT):
+    """Steps under the calibration plan take so many times their prediction, in turn."""
 
-
-class Tried(SwapPlanner):
-    """Remembers what was foretold of the trial, before and after it."""
-
-    time: Clock
-    foretold: Prediction
-    learnt: Prediction
-
-    def _decide(self, trainer: Any, pl_module: Any) -> None:
-        assert self.profile is not None and self.hardware is not None and self.plan is not None
-        assert self.prediction is not None
-        self.foretold, self.learnt = self.prediction, simulate(self.profile, self.hardware, self.plan)
-        super()._decide(trainer, pl_module)
-
-    def _peak(self) -> int:
-        assert self.prediction is not None
-        return self.prediction.gpu_peak_bytes + 12345
-
-
-class SlowTrial(TinyGPT):
-    """Takes that much longer than foretold in steps of the trial, in turn."""
-
-    def __init__(self, tried: Tried, longer: Sequence[float]) -> None:
+    def __init__(self, planner: SwapPlanner, time: Clock, factors: Sequence[float]) -> None:
         super().__init__("none")
-        vars(self).update(tried=tried, longer=itertools.cycle(longer))
+        vars(self).update(planner=planner, time=time, factors=itertools.cycle(factors))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.tried._trying:
-            self.tried.time.now += next(self.longer) * self.tried.prediction.step_seconds  # type: ignore[union-attr]
+        if self.planner.calibrating:
+            self.time.now += next(self.factors) * self.planner.prediction.step_seconds
         return super().training_step(batch, batch_idx)
 
 
-def test_memory_is_learnt_where_time_is_not_explained(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Peaks(SwapPlanner):
-        def _peak(self) -> int:
-            return 123_456_789
-
+def test_a_measured_peak_corrects_the_profile_whether_or_not_the_duration_is_explained(
+    time: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Taking, "time", time, raising=False)
-    peaks = Peaks(machine=MACHINE, warm_up=2, steps=1)
-    train(SSDOffloadStrategy(**BOTH), callbacks=[peaks], model=Taking, steps=50, recorded=False)
-    assert peaks.prediction is not None and peaks.prediction.gpu_peak_bytes == 123_456_789
-    assert peaks.comparison is not None and peaks.comparison.step_seconds == pytest.approx(1.0, rel=0.05)
+    first = planner()
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first], model=Taking, steps=50, recorded=False)
+    assert first.comparison is not None and first.runner is not None
+    assert first.comparison.step_seconds == pytest.approx(1.0, rel=0.05)
+    measured = first.runner.measured()
+    assert measured is not None
+    for seconds, explained in ((1.0, False), (measured.predicted.step_seconds, True)):
+        peak = replace(measured, step_seconds=seconds, predicted=first.prediction, gpu_peak_bytes=123_456_789)
+        assert first.runner.calibrate(peak, tolerance=0.1) == explained
+        assert first.prediction is not None and first.prediction.gpu_peak_bytes == 123_456_789
 
 
 def test_sending_is_no_part_of_what_a_forward_takes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,25 +516,23 @@ class Seconds:
         return self.now
 
 
-class Rates(SwapPlanner):
-    """Remembers, of each plan, how many jobs a second the CPU was said to make."""
-
-    def _put_in_force(self, trainer: Any, plan: Plan) -> None:
-        super()._put_in_force(trainer, plan)
-        assert self.hardware is not None
-        flats = trainer.strategy.model_states.rules
-        jobs = len(flats) / sum(item.numel for flat in flats for item in flat.slices)
-        vars(self).setdefault("found", []).append(jobs * self.hardware.cpu_step_rate)
-
-
 def test_how_quickly_the_cpu_steps_is_measured_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its jobs in the steps of the trial, whatever was said of the machine."""
+    """By its jobs in steps under the calibration plan, not by the file of the machine."""
     monkeypatch.setattr(step, "perf_counter", Seconds().perf_counter)
-    rates = Rates(machine=MACHINE, warm_up=2, steps=1)
+    first = planner()
+    applied = AppliedPlans(first)
+    jobs = []
+
+    class CountJobs(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            flats = trainer.strategy.model_states.rules
+            jobs.append(len(flats) / sum(item.numel for flat in flats for item in flat.slices))
+
     strategy = SSDOffloadStrategy(states="host", overlap="none", min_bytes=1, host_memory="64MiB", gpu_memory="1B")
-    train_states(tmp_path, strategy, Model(), callbacks=[rates], limit_val_batches=0)
-    assert vars(rates)["found"][0] > 1000
-    assert vars(rates)["found"][1] == pytest.approx(1.0)
+    train_states(tmp_path, strategy, Model(), callbacks=[first, applied, CountJobs()], limit_val_batches=0)
+    rates = [jobs[0] * item.hardware.cpu_step_rate for item in applied.found]
+    assert rates[0] > 1000
+    assert rates[1] == pytest.approx(1.0)
 
 
 class Plans(SwapPlanner):
@@ -565,7 +572,7 @@ class Behind(clock.HostClock):
 
 
 def test_a_host_that_is_always_ahead_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_planner, "make_clock", lambda device: Behind())
+    monkeypatch.setattr(plan_runner, "make_clock", lambda device: Behind())
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=24, recorded=False)
     assert first.comparison is not None
@@ -718,16 +725,6 @@ def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: 
     assert [unit.states for unit in second.plan.units.values()] == [unit.states for unit in elsewhere.units.values()]
 
 
-class Phases(SwapPlanner):
-    """Remembers, of each plan, the fake time and the step in which it came into force, and whether it is a trial."""
-
-    time: Clock
-
-    def _put_in_force(self, trainer: Any, plan: Plan) -> None:
-        super()._put_in_force(trainer, plan)
-        vars(self).setdefault("found", []).append((self._trying, self._step, self.time.now))
-
-
 class Steady(TinyGPT):
     """Takes as long as the test wants for each step; while it is recorded or checked, three times that."""
 
@@ -759,16 +756,15 @@ def test_profiling_is_shortened_to_its_budget(
     seconds: float,
     in_force: list[tuple[bool, int]],
 ) -> None:
-    """By steps of `seconds`: the step from which a trial is in force, and from which a plan is; within 30 seconds."""
+    """With steps of `seconds`, these steps are the first under the calibration plan and under the plan."""
     monkeypatch.setattr(profiling_budget, "perf_counter", time.perf_counter)
-    planner = Phases(machine=MACHINE)
-    for taking in (Phases, Steady):
-        monkeypatch.setattr(taking, "time", time, raising=False)
+    planner = SwapPlanner(machine=MACHINE)
+    applied = AppliedPlans(planner, time)
+    monkeypatch.setattr(Steady, "time", time, raising=False)
     monkeypatch.setattr(Steady, "seconds", seconds, raising=False)
     monkeypatch.setattr(Steady, "planner", planner, raising=False)
     with caplog.at_level(logging.INFO):
-        train(SSDOffloadStrategy(**BOTH), callbacks=[planner], model=Steady, steps=14, recorded=False)
-    found = vars(planner)["found"]
-    assert [(is_trial, step) for is_trial, step, _ in found] == in_force
-    assert found[-1][2] < max(30.0, 8.1 * seconds)
+        train(SSDOffloadStrategy(**BOTH), callbacks=[planner, applied], model=Steady, steps=14, recorded=False)
+    assert [(item.calibrating, item.step) for item in applied.found] == in_force
+    assert applied.found[-1].seconds < max(30.0, 8.1 * seconds)
     assert ("profiling is limited to 25 steps or 30 s" in caplog.text) == (len(in_force) == 1 or in_force[0][1] < 7)

@@ -1,0 +1,311 @@
+"""`PlanRunner`: runs training steps under a plan, measures them, and corrects the profiles that plans are made from."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lightning_ssd.activations import (
+    ActivationOffloader,
+    OffloadAll,
+    OffloadOnPressure,
+    Placement,
+    PlanMode,
+    UnitDispatchMode,
+    make_schedule,
+)
+from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.device import WorkCounter, device_memory, make_clock
+from lightning_ssd.planning import (
+    FixedPlacement,
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    Prediction,
+    correct,
+    correct_step_rate,
+    simulate,
+)
+from lightning_ssd.profiling import Profiler
+from lightning_ssd.states import ModelStates
+
+MEDIAN_STEPS = 8
+"""Steps whose median duration is compared with the prediction."""
+
+WARMUP_AFTER_CHANGE = 2
+"""Steps after a change of plan that are not measured: the allocator moves memory in them."""
+
+HISTORY = 64
+"""Steps whose durations are remembered."""
+
+PRESSURE_AT = 0.8
+"""Share of the GPU limit above which a plan that keeps everything offloads: backward allocates the rest."""
+
+HOOKS_OFF_BELOW = 0.5
+"""Share of the GPU limit: hooks may be disabled when a plan that keeps everything is predicted to peak below it."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The prediction for a plan beside measured steps.
+
+    Attributes:
+        plan: the plan of these steps.
+        predicted: result of the simulation.
+        step_seconds: duration of a step: the median of several, or the minimum for a calibration plan.
+        gpu_peak_bytes: peak of allocated GPU memory (CUDA; 0 on a CPU).
+        host_peak_bytes: peak of host memory for activations and model states.
+    """
+
+    plan: Plan
+    predicted: Prediction
+    step_seconds: float
+    gpu_peak_bytes: int
+    host_peak_bytes: int
+
+
+class PlanRunner:
+    """Runs the steps of one training under plans for one profile.
+
+    A new profile needs a new runner. All methods are called on the training thread, outside of forward and backward;
+    none waits for the device.
+
+    Args:
+        profiler: recorded the forward that plans are for.
+        offloader: follows the plans.
+        states: offloaded model states; `None`: all of them are on the GPU.
+        schedulers: follow the prefetch window of the plans.
+        profile: of the model.
+        hardware: of the machine, with the bytes that this training may take.
+        placement: of model states, which plans leave as it is.
+
+    Attributes:
+        profile: of the model, corrected by `calibrate`.
+        hardware: of the machine, corrected by `calibrate`.
+        placement: as given.
+        plan: the plan in force.
+        prediction: for the plan in force.
+        num_steps: steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`.
+        hooks_skippable: whether the plan keeps everything and needs little memory, so that hooks may be disabled.
+    """
+
+    def __init__(
+        self,
+        profiler: Profiler,
+        offloader: ActivationOffloader,
+        states: ModelStates | None,
+        schedulers: Sequence[PrefetchScheduler],
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        placement: FixedPlacement,
+    ) -> None:
+        self.profile = profile
+        self.hardware = hardware
+        self.placement = placement
+        self.plan: Plan | None = None
+        self.prediction: Prediction | None = None
+        self.num_steps = 0
+        self.hooks_skippable = False
+        self._profiler = profiler
+        self._offloader = offloader
+        self._states = states
+        self._schedulers = schedulers
+        self._clock = make_clock(offloader.device)
+        self._mode: PlanMode | None = None
+        self._slowdown = 1.0  # current forward time / profiled forward time
+        self._warm_up = 0
+        self._step_began: Any = None
+        self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of steps that the device has not ended
+        self._seconds: deque[float] = deque(maxlen=HISTORY)
+        self._peak_bytes = 0  # of steps before the last validation
+        self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
+
+    def apply(self, plan: Plan) -> None:
+        """Puts `plan` in force for the next step, and predicts its steps.
+
+        Args:
+            plan: places model states as they are placed.
+
+        Raises:
+            ValueError: the plan is not one for the model.
+        """
+        self.prediction = simulate(self.profile, self.hardware, plan)
+        self.plan = plan
+        if plan.keeps_all:
+            self._close_mode()
+            self._follow(OffloadOnPressure(tuple(self._offloader.tiers), self._is_short), None)
+            # Hooks are needed for offloaded weights, and for batches that need more memory than the recorded one.
+            ample = self.prediction.gpu_peak_bytes <= HOOKS_OFF_BELOW * self._gpu_limit()
+            self.hooks_skippable = ample and set(self.placement.weights) == {"gpu"}
+        else:
+            self._follow(OffloadAll(tuple(self._offloader.tiers)), self._plan_mode(plan))
+            self.hooks_skippable = False
+        self._hold_window(plan.window_bytes)
+        self._warm_up = WARMUP_AFTER_CHANGE
+        self._discard_steps()
+
+    def stop(self) -> None:
+        """Offloads all saved tensors from the next step on, as before the first plan."""
+        self.hooks_skippable = False
+        offload_all(self._offloader)
+        self._hold_window(None)
+        self._discard_steps()
+
+    def close(self) -> None:
+        """Removes hooks from the model. What was measured can still be read."""
+        self._close_mode()
+
+    # ---- steps ----
+
+    def enable_hooks(self, enabled: bool) -> None:
+        """Enables or disables saved-tensor hooks for the next forward; see `hooks_skippable`."""
+        if self._offloader.policy.hooks_enabled != enabled:
+            self._offloader.run(replace(self._offloader.policy, hooks_enabled=enabled))
+
+    def begin_step(self) -> None:
+        """A step begins; the one before it, if there was one, has ended."""
+        if self._warm_up:
+            self._warm_up -= 1
+            if not self._warm_up:
+                self._peak_bytes = 0
+                self._reset_peak()
+                if self._states is not None:
+                    self._stepped = self._states.stepped()
+            return
+        now = self._clock.now()
+        if self._step_began is not None:
+            self._pending.append((self._step_began, now))
+            self.num_steps += 1
+        self._step_began = now
+        while self._pending and (seconds := self._clock.elapsed(*self._pending[0])) is not None:
+            self._pending.popleft()
+            self._seconds.append(seconds)
+
+    def pause(self) -> None:
+        """A validation begins: neither its time nor its memory is measured."""
+        self._step_began = None
+        self._peak_bytes = self._gpu_peak()
+
+    def resume(self) -> None:
+        """A validation has ended."""
+        self._reset_peak()
+
+    def measured(
+        self, steps: int = MEDIAN_STEPS, typical: Callable[[Sequence[float]], float] = statistics.median
+    ) -> Comparison | None:
+        """Returns the prediction beside the last steps under the plan.
+
+        Args:
+            steps: that are measured, up to `HISTORY`.
+            typical: returns the duration of a step from those of several.
+
+        Returns:
+            `None` while the device has ended fewer steps under the plan.
+        """
+        if self.plan is None or self.prediction is None or len(self._seconds) < steps:
+            return None
+        host_bytes = self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes)
+        seconds = list(self._seconds)[-steps:]
+        return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes)
+
+    def calibrate(self, comparison: Comparison, tolerance: float) -> bool:
+        """Corrects the profiles by measured steps of the plan in force, and predicts them again.
+
+        A GPU that waits for transfers is cooler, and faster, than one that never does. Drives and host memory are
+        slower when everything uses them. Some GPU memory belongs to no recorded operator. The rate of the CPU optimizer
+        is measured; the rest of the difference is inferred from the step's duration.
+
+        Args:
+            comparison: measured steps of the plan in force.
+            tolerance: relative error of the step's duration that needs no explanation.
+
+        Returns:
+            Whether the corrections explain the step's duration.
+        """
+        assert self.plan is not None
+        predicted, measured = comparison.predicted, comparison.step_seconds
+        if comparison.gpu_peak_bytes:
+            unseen = comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
+            self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + unseen)
+        stepped = WorkCounter(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
+        if stepped.amount and stepped.seconds:
+            rate = stepped.amount / stepped.seconds
+            self.hardware = correct_step_rate(self.profile, self.hardware, self.plan, rate, measured)
+        corrected = correct(self.profile, self.hardware, self.plan, measured)
+        if corrected is not None:
+            self._slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
+            if self._mode is not None:
+                self._mode.pace = self._slowdown
+            self.profile, self.hardware = corrected
+        self.prediction = simulate(self.profile, self.hardware, self.plan)
+        return corrected is not None or abs(measured / self.prediction.step_seconds - 1) <= tolerance
+
+    # ---- how ----
+
+    def _follow(self, placement: Placement, mode: UnitDispatchMode | None) -> None:
+        self._offloader.run(replace(self._offloader.policy, placement=placement, mode=mode, hooks_enabled=True))
+
+    def _plan_mode(self, plan: Plan) -> PlanMode:
+        """Returns the dispatch mode that applies `plan` to forwards."""
+        profiler = self._profiler
+        choices, chains = {}, {}
+        for item in profiler.saved():
+            unit = plan.units[profiler.name_of(item.visit)]
+            choices[item.buffer] = unit.input if item.inbound else unit.operators[item.name]
+            if choices[item.buffer] == "recompute":
+                chains[item.buffer] = item.chain
+        if self._mode is None:
+            modules = [unit.modules for unit in profiler.units]
+            self._mode = PlanMode(modules, self._offloader.device, self._offloader.pack, self._offloader.unpack)
+        self._mode.pace = self._slowdown
+        self._mode.program = make_schedule(profiler.graph, choices, chains)
+        return self._mode
+
+    def _close_mode(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.close()
+
+    def _hold_window(self, window_bytes: int | None) -> None:
+        for scheduler in self._schedulers:
+            scheduler.hold(window_bytes)
+
+    def _discard_steps(self) -> None:
+        self.num_steps = 0
+        self._step_began = None
+        self._pending.clear()
+        self._seconds.clear()
+
+    def _is_short(self) -> bool:
+        """Returns whether a forward that differs from the recorded one leaves too little GPU memory."""
+        device = self._offloader.device
+        if device.type != "cuda":
+            return False
+        assert self.prediction is not None
+        allocated = torch.cuda.memory_allocated(device)
+        return allocated > max(self.prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit())
+
+    def _gpu_limit(self) -> float:
+        """Returns the bytes of the device that this training may allocate."""
+        device = self._offloader.device
+        return min(self.hardware.gpu_bytes, device_memory(device) if device.type == "cuda" else math.inf)
+
+    def _gpu_peak(self) -> int:
+        """Returns the peak of allocated GPU memory in measured steps, without validations (CUDA; else 0)."""
+        if self._offloader.device.type != "cuda":
+            return 0
+        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self._offloader.device))
+
+    def _reset_peak(self) -> None:
+        if self._offloader.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._offloader.device)
+
+
+def offload_all(offloader: ActivationOffloader) -> None:
+    """Has `offloader` offload all saved tensors: the placement before the first plan, which needs least memory."""
+    placement = OffloadAll(tuple(offloader.tiers))
+    offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))
