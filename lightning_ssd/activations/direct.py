@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
+from lightning_ssd.device import Mark
 from lightning_ssd.storage import Blob
 
 
@@ -50,12 +51,13 @@ class _DirectCopy(StoredCopy):
         except Exception as error:  # a closed store, a lost device: the training thread gets it when it asks
             self._requests.set_exception(error)
 
-    def wait_copied(self) -> None:
+    def wait_copied(self) -> Mark:
         requests = self._requests.result()
         wait(requests)
         for request in requests:
             if not request.cancelled():  # by `free`: nobody wants the bytes
                 request.result()
+        return None
 
     def load(self, *, urgent: bool) -> Load:
         self.tier.bytes_in += self.blob.nbytes
@@ -84,9 +86,10 @@ class _DirectLoad(Load):
             return False
         return self._requests.exception() is not None or all(request.done() for request in self._requests.result())
 
-    def wait(self) -> None:
+    def wait(self) -> Mark:
         for request in self._requests.result():
             request.result()
+        return None
 
     def _read(self, copy: _DirectCopy, urgent: bool, free: "Future[None]") -> None:
         parts = ((piece, self.data[piece.start : piece.start + piece.nbytes]) for piece in copy.blob.pieces)

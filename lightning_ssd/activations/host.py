@@ -25,14 +25,15 @@ class HostTier(OffloadTier):
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
         # Never waits for room: what holds it is freed by backward, which comes later on the same thread.
-        if data.numel() > self.pool.largest:
+        nbytes = data.numel()
+        if nbytes > self.pool.largest:
             return None
-        buffer = self.pool.try_acquire(data.numel())
+        buffer = self.pool.try_acquire(nbytes)
         if buffer is None:
             return None
         copied = self._copies.d2h(data, buffer.tensor, after=self._copies.mark())
-        self.bytes_out += data.numel()
-        return _HostCopy(self, buffer, copied, data.numel())
+        self.bytes_out += nbytes
+        return _HostCopy(self, buffer, copied)
 
     def peak_pinned_bytes(self) -> int:
         return self.pool.peak_bytes
@@ -46,31 +47,35 @@ class HostTier(OffloadTier):
         finally:
             self.pool.close()
 
-    def _load(self, buffer: PinnedBuffer, nbytes: int) -> Load:
-        self.bytes_in += nbytes
-        data = self._copies.empty(nbytes)
+    def _load(self, buffer: PinnedBuffer) -> Load:
+        self.bytes_in += buffer.nbytes
+        data = self._copies.empty(buffer.nbytes)
         arrived = self._copies.h2d(buffer.tensor, data, after=self._copies.mark())
         return _HostLoad(data, arrived, self._copies)
 
 
 class _HostCopy(StoredCopy):
-    def __init__(self, tier: HostTier, buffer: PinnedBuffer, copied: Mark, nbytes: int) -> None:
+    __slots__ = ("_buffer", "_copied", "_tier")
+
+    def __init__(self, tier: HostTier, buffer: PinnedBuffer, copied: Mark) -> None:
         self._tier = tier
         self._buffer = buffer
         self._copied = copied
-        self._nbytes = nbytes
 
-    def wait_copied(self) -> None:
+    def wait_copied(self) -> Mark:
         self._tier._copies.wait(self._copied)
+        return self._copied
 
     def load(self, *, urgent: bool) -> Load:
-        return self._tier._load(self._buffer, self._nbytes)
+        return self._tier._load(self._buffer)
 
     def free(self) -> None:
         self._buffer.release()
 
 
 class _HostLoad(Load):
+    __slots__ = ("_arrived", "_copies", "data")
+
     settled = True  # the copy was issued when the load was made
 
     def __init__(self, data: Tensor, arrived: Mark, copies: CopyEngine) -> None:
@@ -78,5 +83,6 @@ class _HostLoad(Load):
         self._arrived = arrived
         self._copies = copies
 
-    def wait(self) -> None:
+    def wait(self) -> Mark:
         self._copies.wait(self._arrived)
+        return self._arrived

@@ -45,6 +45,10 @@ class Pattern:
         """Whether storage `index` had `nbytes` bytes."""
         return index < len(self.sizes) and self.sizes[index] == nbytes
 
+    def begins_with(self, sizes: Sequence[int]) -> bool:
+        """Whether its first storages had `sizes` bytes."""
+        return self.sizes[: len(sizes)] == tuple(sizes)
+
     def is_wanted_early(self, index: int, window_bytes: int) -> bool:
         """Whether storage `index` is what backward wanted first, or in the `window_bytes` after that."""
         before = self._bytes_before.get(index)
@@ -84,12 +88,15 @@ class MicroBatch:
         self.saved_bytes = 0
         self._repeated = patterns[0] if patterns and patterns[0].complete else None
         """The last micro-batch, as long as this one saves storages of the same sizes."""
+        self.in_backward = False
+        """Whether backward has wanted something."""
         self.stalls: dict[OffloadTierName, tuple[Stopwatch, Stopwatch]] = {
             tier: (Stopwatch(clock), Stopwatch(clock)) for tier in ("host", "ssd")
         }
         self._records: list[Callable[[], SavedStorage | None]] = []
         self._wanted: dict[int, None] = {}  # a set that keeps its order
         self._candidates = list(dict.fromkeys(patterns))
+        """Earlier micro-batches that this one may repeat, the newest first; the first one is known to match so far."""
         self._expected: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._cursor = 0
@@ -121,11 +128,6 @@ class MicroBatch:
         self._count(nbytes, _no_record)
 
     @property
-    def in_backward(self) -> bool:
-        """Whether backward has wanted something."""
-        return self._turned is not None
-
-    @property
     def ended(self) -> bool:
         """Whether its backward has run, and is over."""
         return self.in_backward and self._ended is not None
@@ -139,26 +141,27 @@ class MicroBatch:
         self.sizes.append(nbytes)
         self.saved_bytes += nbytes
         self._records.append(record)
-        self._candidates = [pattern for pattern in self._candidates if pattern.has(index, nbytes)]
-        if self._repeated is not None and not self._repeated.has(index, nbytes):
+        if self._candidates and not self._candidates[0].has(index, nbytes):
+            self._candidates = [pattern for pattern in self._candidates[1:] if pattern.begins_with(self.sizes)]
             self._repeated = None
 
     def keeps(self, record: SavedStorage, window_bytes: int) -> bool:
         """Whether backward will want `record` so early that it would be fetched back at once: it never leaves."""
-        early = any(pattern.is_wanted_early(record.index, window_bytes) for pattern in self._candidates[:1])
-        if early:
-            self._early[record.index] = record.nbytes
-            self._early_bytes += record.nbytes
-        return early
+        if not self._candidates or not self._candidates[0].is_wanted_early(record.index, window_bytes):
+            return False
+        self._early[record.index] = record.nbytes
+        self._early_bytes += record.nbytes
+        return True
 
     def begin_backward(self) -> None:
         """Backward wants something for the first time, of what was saved so far."""
+        self.in_backward = True
         self._turned = self._clock.now()
         self._settle_order()
 
     def want(self, record: SavedStorage) -> None:
         """Notes that backward wants `record` now."""
-        if self._turned is None:
+        if not self.in_backward:
             self.begin_backward()
         if record.index >= self._settled:
             self._settle_order()
@@ -231,7 +234,7 @@ class MicroBatch:
     def _settle_order(self) -> None:
         """A backward begins over what was saved so far: settle on the order in which it will want things."""
         self._settled = len(self.sizes)
-        known = next((pattern.order for pattern in self._candidates if pattern.order), ())
+        known = next((each.order for each in self._candidates if each.order and each.begins_with(self.sizes)), ())
         # Never seen before: backward mostly goes in the reverse of saving.
         order = known or range(self._settled - 1, -1, -1)
         self._expected = [index for index in order if index < self._settled]

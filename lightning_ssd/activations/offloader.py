@@ -34,14 +34,16 @@ from lightning_ssd.activations.record import (
     State,
     as_plain_autograd_keeps,
     attach_saved_storage,
-    check_version,
+    bytes_of,
     find_saved_storage,
+    modified_in_place,
 )
 from lightning_ssd.activations.tier import OffloadTier, StoredCopy
 from lightning_ssd.activations.unit_dispatch_mode import in_backward
-from lightning_ssd.activations.weights import SavedWeight, is_weight, offloaded_weights
+from lightning_ssd.activations.untraced import untraced
+from lightning_ssd.activations.weights import is_weight, offloaded_weights
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
-from lightning_ssd.device import CopyEngine, Stopwatch, make_clock
+from lightning_ssd.device import CopyEngine, make_clock
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
@@ -228,9 +230,7 @@ class ActivationOffloader:
 
     # ---- forward ----
 
-    # Autograd calls both hooks wherever user code runs, also between the frames of a function that Dynamo compiles or
-    # has skipped. Dynamo must not compile them: they are no part of the user's program.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def pack(self, tensor: Tensor) -> "Kept | SavedHandle | SavedWrapper[Any]":
         """Takes a saved tensor over, and returns what autograd keeps in its place."""
         if self._mode is None:
@@ -257,10 +257,11 @@ class ActivationOffloader:
         if choice == "keep":
             self._make_progress()
             return _keep(tensor)
-        if nbytes < self.min_bytes or getattr(storage, _STAYS, 0) == self._stats.micro_batches:
-            return _keep(tensor)
         if (
-            tensor.device != self.device
+            nbytes < self.min_bytes
+            or getattr(storage, _STAYS, 0) == self._stats.micro_batches
+            or is_weight(tensor, storage)
+            or tensor.device != self.device
             or type(tensor) not in _PLAIN
             # More, or less, than bytes, shape and strides.
             or tensor.is_conj()
@@ -269,8 +270,6 @@ class ActivationOffloader:
             or tensor._is_zerotensor()
             or in_backward()  # recomputed, or made by a double backward: wanted at once
         ):
-            return _keep(tensor)
-        if is_weight(tensor, storage):
             return _keep(tensor)
         if self._placement.keeps(nbytes):
             setattr(storage, _STAYS, self._stats.micro_batches)
@@ -329,7 +328,7 @@ class ActivationOffloader:
         begun = perf_counter()
         self._collect()
         if data is None:
-            data = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+            data = bytes_of(storage)
         record = SavedStorage(data, self._batch, len(self._batch.sizes), self._pending_frees)
         attach_saved_storage(storage, record)
         self._batch.add(record)
@@ -353,11 +352,9 @@ class ActivationOffloader:
 
     def _offload_waiting(self, count: int) -> None:
         """Offloads those of the newest `count` waiting storages that nothing but their records can reach any more."""
-        if not self._waiting:
-            return
-        looked_at, self._waiting = self._waiting[-count:], self._waiting[:-count]
-        while looked_at:
-            reference, tiers = looked_at.pop(0)
+        newest = self._waiting[-count:]
+        del self._waiting[-count:]
+        for reference, tiers in newest:
             record = reference()
             if record is None or record.state is not State.RESIDENT:
                 continue
@@ -373,11 +370,11 @@ class ActivationOffloader:
         return self._placement.may_wait or self.copies.memory_is_short(record.nbytes)
 
     def _offload(self, record: SavedStorage, tiers: Sequence[OffloadTierName]) -> None:
-        data = record.data
-        assert data is not None
-        if data.untyped_storage().nbytes() < record.nbytes:
+        data, nbytes = record.data, record.nbytes
+        assert data is not None and self._batch is not None
+        if data.untyped_storage().nbytes() < nbytes:
             return  # shrunk by its owner before that let go of it
-        may_wait = self._placement.may_wait or self.copies.memory_is_short(record.nbytes)
+        may_wait = self._placement.may_wait or self.copies.memory_is_short(nbytes)
         for name in tiers:
             copy = self._store(name, data, may_wait)
             if copy is not None:
@@ -385,26 +382,26 @@ class ActivationOffloader:
         else:
             if self._placement.must_fit:
                 raise BudgetError(
-                    f"no room for a saved tensor of {format_bytes(record.nbytes)}: "
+                    f"no room for a saved tensor of {format_bytes(nbytes)}: "
                     + ", ".join(f"{name} tier: {self.tiers[name].describe()}" for name in tiers)
                     + ". Raise `host_memory` or `ssd_capacity`, lower `offload`, or set `offload='auto'`, which keeps "
                     "on the device what finds no room."
                 )
             return
         record.offload(copy, name)
-        self._stats.stored += record.nbytes
-        assert self._batch is not None
-        now, copying = self._progress(record.nbytes)
+        self._stats.stored += nbytes
+        now, copying = self._progress(nbytes)
         self._copied_at = max(self._copied_at, now) + (copying or 0.0)
         # Bytes saved stand for time badly: forwards are not even.
-        margin = EVICT_MARGIN * self._copied_at if self._elapsed is not None else record.nbytes
-        self._window.append(_InFlight(weakref.ref(record), data, copy, name, self._copied_at + margin))
-        self._window_used += record.nbytes
+        margin = EVICT_MARGIN * self._copied_at if self._elapsed is not None else nbytes
+        self._window.append(_InFlight(record, data, copy, self._copied_at + margin))
+        self._window_used += nbytes
 
     def _store(self, tier: OffloadTierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
         copy = self.tiers[tier].store(data, may_wait=False)
         if copy is None and may_wait:
-            stall = self._stall(tier, _OUT)
+            assert self._batch is not None
+            stall = self._batch.stalls[tier][_OUT]
             start = stall.now()
             with span(WAIT + "room to offload"):
                 copy = self.tiers[tier].store(data, may_wait=True)
@@ -449,19 +446,19 @@ class ActivationOffloader:
 
     def _pop_window(self) -> None:
         """Lets go of the oldest storage on its way out: on the device's clock, whatever the host's is."""
+        assert self._batch is not None
         leaving = self._window.popleft()
-        self._window_used -= leaving.data.numel()
-        stall = self._stall(leaving.tier, _OUT)
+        self._window_used -= leaving.nbytes
+        stall = self._batch.stalls[leaving.tier][_OUT]
         start = stall.now()
-        leaving.copy.wait_copied()
-        stall.add(start)
+        stall.add(start, leaving.copy.wait_copied())
         record = leaving.record()
         if record is not None:
             record.evict()
 
     # ---- backward ----
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def unpack(self, saved: "Kept | SavedHandle | SavedWrapper[Any]") -> Tensor:
         """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
         if isinstance(saved, SavedWrapper):
@@ -472,14 +469,16 @@ class ActivationOffloader:
             return self._unpack(saved)
 
     def _unpack(self, saved: "Kept | SavedHandle") -> Tensor:
-        if isinstance(saved, tuple | SavedWeight):
-            if isinstance(saved, SavedWeight):
+        if not isinstance(saved, SavedHandle):
+            if isinstance(saved, tuple):
+                tensor, version, original = saved
+                if original is not None:
+                    tensor = as_plain_autograd_keeps(tensor, original)
+                if tensor._version != version:
+                    raise modified_in_place(tensor, version, tensor.dtype, tensor.size())
+            else:
                 with self._turn:
                     tensor = saved.load()
-            else:
-                tensor, version, original = saved
-                tensor = as_plain_autograd_keeps(tensor, original)
-                check_version(tensor, version, tensor.dtype, tensor.size())
             # Backward begins with what stays: what has left is fetched ahead. One inside a forward wants but little.
             if not self._forwards and self._batch is not None and not self._batch.in_backward and in_backward():
                 with self._turn:
@@ -512,11 +511,10 @@ class ActivationOffloader:
             record.prefetch(urgent=True)
         self._prefetch(record.batch)
         if record.state is State.PREFETCHING:
-            assert record.tier is not None
-            stall = self._stall(record.tier, _IN)
+            assert record.tier is not None and self._batch is not None
+            stall = self._batch.stalls[record.tier][_IN]
             start = stall.now()
-            record.wait()
-            stall.add(start)
+            stall.add(start, record.wait())
             self._stats.loaded += record.nbytes
 
     def _prefetch(self, batch: MicroBatch) -> None:
@@ -536,11 +534,6 @@ class ActivationOffloader:
                 with contextlib.suppress(Exception):  # nobody wants these bytes any more
                     leftover.load.wait()
             leftover.copy.free()
-
-    def _stall(self, tier: OffloadTierName, direction: int) -> Stopwatch:
-        """Returns what adds up how long the compute stream waits for `tier`."""
-        assert self._batch is not None
-        return self._batch.stalls[tier][direction]
 
     def _read_profiles(self) -> None:
         """Hears of the micro-batches that the device is through with."""
@@ -562,16 +555,26 @@ class ActivationOffloader:
             self._busy_before = busy
 
 
-@dataclasses.dataclass(frozen=True)
 class _InFlight:
-    """A storage on its way out. Owns the device's bytes until the compute stream is ordered after their copy."""
+    """A storage on its way out. Owns the device's bytes until the compute stream is ordered after their copy.
 
-    record: "weakref.ref[SavedStorage]"
-    data: Tensor
-    copy: StoredCopy
-    tier: OffloadTierName
-    due_at: float
-    """How far the forward is when the copy must be done."""
+    Args:
+        record: of the storage; it may die first.
+        data: the device's bytes.
+        copy: the tier's.
+        due_at: how far the forward is when the copy must be done.
+    """
+
+    __slots__ = ("copy", "data", "due_at", "nbytes", "record", "tier")
+
+    def __init__(self, record: SavedStorage, data: Tensor, copy: StoredCopy, due_at: float) -> None:
+        assert record.tier is not None
+        self.record = weakref.ref(record)
+        self.data = data
+        self.nbytes = record.nbytes
+        self.copy = copy
+        self.tier = record.tier
+        self.due_at = due_at
 
 
 _OUT, _IN = 0, 1
@@ -587,5 +590,7 @@ _IN_PLACE_OF: Mapping[Choice, Sequence[OffloadTierName]] = {"host": ("host", "ss
 
 
 def _keep(tensor: Tensor) -> "Kept":
+    if tensor.is_leaf:
+        return tensor, tensor._version, None
     # Detached: the node that saves its own output would else own itself, and never be freed.
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version, weakref.ref(tensor)
+    return tensor.detach(), tensor._version, weakref.ref(tensor)

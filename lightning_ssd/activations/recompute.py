@@ -18,9 +18,10 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from lightning_ssd.activations.graph import is_random, tensors_of
-from lightning_ssd.activations.record import Kept, RefCountedBytes, SavedHandle, forget_original
+from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, forget_original
 
-Pack = Callable[[Tensor], "Kept | SavedHandle"]
+Pack = Callable[[Tensor], Any]
+"""The hook `ActivationOffloader.pack`, which returns `Kept` or a `SavedHandle` under a `UnitDispatchMode`."""
 
 
 class RecomputeNode:

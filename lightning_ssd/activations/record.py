@@ -19,6 +19,7 @@ Ownership of a storage's bytes, which makes a record exact whatever shares the s
 A saved tensor whose version counter moved raises PyTorch's error in backward (`check_version`), as without hooks.
 """
 
+import functools
 import sys
 import threading
 import weakref
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.activations.weights import SavedWeight
+from lightning_ssd.device import Mark
 from lightning_ssd.types import OffloadTierName
 
 if TYPE_CHECKING:
@@ -42,9 +44,9 @@ if TYPE_CHECKING:
 Original = Callable[[], Tensor | None]
 """A weak reference to the tensor that was saved."""
 
-Kept = tuple[Tensor, int, Original] | SavedWeight
-"""A saved tensor that stays where it is, its version, and the tensor that autograd was given; or a reference to a
-weight that may be evicted."""
+Kept = tuple[Tensor, int, Original | None] | SavedWeight
+"""A saved tensor that stays where it is, its version, and the tensor that autograd was given (`None`: the same); or a
+reference to a weight that may be evicted."""
 
 
 class State(Enum):
@@ -114,7 +116,9 @@ class RefCountedBytes:
         with _counting:
             self.views -= 1
             if last_shown != self.times_back:
-                self.consumed()
+                self.unseen -= 1
+                if self.unseen <= 0:
+                    self.release()
 
     def consumed(self) -> None:
         """One more view was handed out, or died, since the bytes came back; after the last one they are let go."""
@@ -188,12 +192,14 @@ class SavedStorage(RefCountedBytes):
         self.load = self.copy.load(urgent=urgent)
         self.state = State.PREFETCHING
 
-    def wait(self) -> None:
-        """Orders the compute stream after the load."""
-        assert self.load is not None
-        self.load.wait()
+    def wait(self) -> Mark:
+        """Orders the compute stream after the load, and returns the mark that the stream waits for."""
+        load = self.load
+        assert load is not None
+        arrived = load.wait()
         self.restored()
-        self.data, self.load, self.state = self.load.data, None, State.RESTORED
+        self.data, self.load, self.state = load.data, None, State.RESTORED
+        return arrived
 
     def release(self) -> None:
         if self.state is State.RESTORED:
@@ -218,7 +224,7 @@ class SavedHandle:
         self._version = tensor._version
         self._probe = tensor.detach()
         self._probe.data = empty
-        self._original: Original = weakref.ref(tensor)
+        self._original: Original | None = weakref.ref(tensor)
         self._last_shown = 0
         record.add_view()
 
@@ -231,7 +237,8 @@ class SavedHandle:
         Raises:
             RuntimeError: the tensor was changed after it was saved.
         """
-        check_version(self._probe, self._version, self.dtype, self.size)
+        if self._probe._version != self._version:
+            raise modified_in_place(self._probe, self._version, self.dtype, self.size)
 
     def show(self) -> Tensor:
         """Returns the saved tensor; the record's bytes are on the device.
@@ -239,34 +246,28 @@ class SavedHandle:
         Raises:
             RuntimeError: user code has resized the storage to less than it had when it was saved.
         """
-        record = self.record
-        assert record.data is not None
-        storage = record.data.untyped_storage()
+        record, data = self.record, self.record.data
+        assert data is not None
+        storage = data.untyped_storage()
         if storage.nbytes() < record.nbytes:  # `set_` would give it new memory
             raise RuntimeError(
                 f"the storage of a saved tensor of {self.dtype} {list(self.size)} was resized to {storage.nbytes()} "
                 f"bytes between forward and backward; it had {record.nbytes} when it was saved. Don't resize storages "
                 "that backward needs, or restore them before `backward`."
             )
-        tensor = torch.empty(0, dtype=self.dtype, device=record.data.device).set_(
-            storage, self.offset, self.size, self.stride
-        )
+        tensor = _empty(self.dtype, data.device).data.set_(storage, self.offset, self.size, self.stride)
         if self._last_shown != record.times_back:
             self._last_shown = record.times_back
             record.consumed()
-        return as_plain_autograd_keeps(tensor, self._original)
+        return tensor if self._original is None else as_plain_autograd_keeps(tensor, self._original)
 
 
 def forget_original(saved: "Kept | SavedHandle") -> "Kept | SavedHandle":
     """Returns `saved`, which is the tensor as it was saved from here on, also if its `.data` is assigned to."""
     if isinstance(saved, SavedHandle):
-        saved._original = _no_original
+        saved._original = None
         return saved
-    return saved if isinstance(saved, SavedWeight) else (*saved[:2], _no_original)
-
-
-def _no_original() -> None:
-    return None
+    return saved if isinstance(saved, SavedWeight) else (*saved[:2], None)
 
 
 def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
@@ -296,12 +297,24 @@ def check_version(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch
         RuntimeError: the tensor was changed after it was saved.
     """
     if tensor._version != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{dtype} {list(size)}] is at version {tensor._version}; expected version {expected} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-            "with torch.autograd.set_detect_anomaly(True)."
-        )
+        raise modified_in_place(tensor, expected, dtype, size)
+
+
+def modified_in_place(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size) -> RuntimeError:
+    """Returns PyTorch's error for a saved tensor of `dtype` and `size` that was changed after it was saved.
+
+    Args:
+        tensor: shares the saved tensor's version counter.
+        expected: the version that was saved.
+        dtype: of the saved tensor.
+        size: of the saved tensor.
+    """
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{dtype} {list(size)}] is at version {tensor._version}; expected version {expected} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        "with torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def find_saved_storage(storage: torch.UntypedStorage) -> SavedStorage | None:
@@ -317,6 +330,18 @@ def attach_saved_storage(storage: torch.UntypedStorage, record: SavedStorage | N
     share, and that a later storage at the same address does not inherit.
     """
     setattr(storage, _RECORD, None if record is None else weakref.ref(record))
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Returns a new tensor of all bytes of `storage`, one-dimensional `uint8`."""
+    return _empty(torch.uint8, storage.device).data.set_(storage)
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns an empty tensor; `data` of it is a new one each time, which takes a third of the time of `empty`."""
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():  # it outlives the modes that are active now
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 def _counts_of_one_owner() -> tuple[int, int]:

@@ -135,8 +135,9 @@ class _SSDCopy(StoredCopy):
         self.last_copied = copied
         self.tier._copies.on_d2h(copied).add_done_callback(write.start)
 
-    def wait_copied(self) -> None:
+    def wait_copied(self) -> Mark:
         self.tier._copies.wait(self.last_copied)
+        return self.last_copied
 
     def load(self, *, urgent: bool) -> Load:
         self.tier.bytes_in += self.blob.nbytes
@@ -250,11 +251,12 @@ class _SSDLoad(Load):
     def settled(self) -> bool:
         return self._issued.done()
 
-    def wait(self) -> None:
+    def wait(self) -> Mark:
         try:
             wait_for(self._issued, "saved tensors")
         finally:  # of a load that failed, too, pieces may still be on their way into `data`
             self._copies.wait(self._arrived)
+        return self._arrived
 
     def piece_read(self, piece: Piece, buffer: PinnedBuffer, request: Future[None]) -> None:
         """Called when a read request has ended; takes over its hold on `buffer`."""

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from lightning_ssd.device import Mark
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import OffloadTierName
 
@@ -14,6 +15,8 @@ class Load(ABC):
     The load owns `data` until `wait` has returned (then the caller does), or, if nobody waits, until `settled`.
     """
 
+    __slots__ = ()
+
     data: Tensor
     """The device bytes that are being filled, one-dimensional `uint8`."""
 
@@ -23,8 +26,11 @@ class Load(ABC):
         """Whether nothing is left for the host to do: `wait` would not block, and `data` may be given up after it."""
 
     @abstractmethod
-    def wait(self) -> None:
+    def wait(self) -> Mark:
         """Returns when the compute stream is ordered after the load; the host waits only for what it must issue.
+
+        Returns:
+            The mark that the stream waits for; `None` if it need not wait any more.
 
         Raises:
             StorageError: the bytes could not be read back, or are not the bytes that were written.
@@ -34,9 +40,15 @@ class Load(ABC):
 class StoredCopy(ABC):
     """A tier's copy of the bytes of one storage."""
 
+    __slots__ = ()
+
     @abstractmethod
-    def wait_copied(self) -> None:
-        """Orders the compute stream after the copy's last read of the source, which may then be dropped."""
+    def wait_copied(self) -> Mark:
+        """Orders the compute stream after the copy's last read of the source, which may then be dropped.
+
+        Returns:
+            As for `Load.wait`.
+        """
 
     @abstractmethod
     def load(self, *, urgent: bool) -> Load:

@@ -5,7 +5,8 @@
 """
 
 from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
-from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, Mark, WorkCounter, make_copy_engine
+from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
+from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.futures import all_of, ended, error_of, finished, then
 from lightning_ssd.device.memory import CUDAMemory, available_memory, device_memory, usable_memory
 from lightning_ssd.device.worker import Worker

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_ssd.device.cuda_events import Event, Events
+from lightning_ssd.device.cuda_events import Event, Events, Mark
 
 
 class Clock(ABC):
@@ -19,7 +19,10 @@ class Clock(ABC):
 
     @abstractmethod
     def elapsed(self, start: Any, end: Any) -> float | None:
-        """Returns the seconds between two points, or `None` while the device has not passed them."""
+        """Returns the seconds between two points, or `None` while the device has not passed them.
+
+        On a CUDA device the marks that its copies return are points, too.
+        """
 
 
 class HostClock(Clock):
@@ -42,7 +45,7 @@ class CUDAClock(Clock):
         return self._events.record(self._events.compute_stream(), timed=True)
 
     def elapsed(self, start: Event, end: Event) -> float | None:
-        return start.seconds_until(end) if end.reached() else None
+        return start.seconds_until(end) if end.reached() and start.reached() else None
 
 
 class Stopwatch:
@@ -57,15 +60,21 @@ class Stopwatch:
         """Returns the compute stream's present end, to give to `add`."""
         return self._clock.now()
 
-    def add(self, start: Any) -> None:
-        """Adds the span from `start` to the compute stream's present end."""
-        self._open.append((start, self._clock.now()))
+    def add(self, start: Any, awaited: Mark = None) -> None:
+        """Adds the time that the compute stream has waited since `start`.
+
+        Args:
+            start: what `now` returned before the wait.
+            awaited: the mark that the stream was told to wait for, of a copy; None: the wait is over at the stream's
+                present end. A mark that is reached before `start` adds nothing.
+        """
+        self._open.append((start, self._clock.now() if awaited is None else awaited))
 
     @property
     def seconds(self) -> float:
         """Seconds in all the spans that the device has passed."""
         while self._open and (span := self._clock.elapsed(*self._open[0])) is not None:
-            self._seconds += span
+            self._seconds += max(0.0, span)
             self._open.popleft()
         return self._seconds
 

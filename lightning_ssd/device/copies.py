@@ -6,6 +6,7 @@ is done once it is reached (`on_d2h`, `on_h2d`; a thread completes these futures
 CPU copies are done when the call returns, and a mark is `None`.
 """
 
+import ctypes
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -17,12 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ssd.device.cuda_events import Event, Events
+from lightning_ssd.device.cuda_events import Event, Events, Mark
 from lightning_ssd.device.futures import finished
 from lightning_ssd.device.memory import device_memory
 from lightning_ssd.spans import COPY_IN, COPY_OUT, span
-
-Mark = Event | None
 
 
 class WorkCounter(NamedTuple):
@@ -210,22 +209,21 @@ class _CopyStream:
     def __init__(self, name: str, device: torch.device, events: Events) -> None:
         self.done = _EventThread(f"lightning_ssd-{name}", device)
         self._stream = torch.cuda.Stream(device)
+        self._handle = ctypes.c_void_p(self._stream.cuda_stream)
         self._events = events
         self._spans: deque[tuple[Event, Event, int]] = deque()
         self._busy = WorkCounter(0, 0.0)
 
     def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark, awaited: bool) -> Event:
         # The stream keeps its order, so the marks of earlier copies on it are reached before this one's.
-        stream, events = self._stream.cuda_stream, self._events
+        stream, events = self._handle, self._events
         if after is not None:
             events.wait(stream, after)
-        timed = nbytes >= self.TIMED
-        if timed:
-            start = events.record(stream, timed=True)
+        start = events.record(stream, timed=True) if nbytes >= self.TIMED else None
         # The driver's call and not `copy_`: it needs no current stream and no views, a third of the host's time.
         events.copy(dst.data_ptr(), src.data_ptr(), nbytes, stream)
-        end = events.record(stream, timed=timed, awaited=awaited)
-        if timed:
+        end = events.record(stream, timed=True, awaited=awaited)
+        if start is not None:
             self._spans.append((start, end, nbytes))
         return end
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+Stream = int | ctypes.c_void_p
+
 
 class Event:
     """A point on a stream. Its driver event is recorded anew when the last reference to this one has gone.
@@ -19,20 +21,19 @@ class Event:
     Streams that were told to wait for it keep waiting for this point (the driver captures it with the call).
     """
 
-    __slots__ = ("_events", "_flags", "_handle")
+    __slots__ = ("_events", "_free", "_handle")
 
-    def __init__(self, events: "Events", handle: int, flags: int) -> None:
+    def __init__(self, events: "Events", handle: ctypes.c_void_p, free: "deque[ctypes.c_void_p]") -> None:
         self._events = events
         self._handle = handle
-        self._flags = flags
+        self._free = free
 
     def __del__(self) -> None:
-        self._events._free[self._flags].append(self._handle)  # atomic: finalisers run on any thread
+        self._free.append(self._handle)  # atomic: finalisers run on any thread
 
     def reached(self) -> bool:
         """Whether the device has passed it."""
-        driver = self._events._driver
-        result = driver.cuEventQuery(self._handle)
+        result = self._events._driver.cuEventQuery(self._handle)
         if result == _NOT_READY:
             return False
         _check(result, "cuEventQuery")
@@ -43,7 +44,7 @@ class Event:
         _check(self._events._blocking.cuEventSynchronize(self._handle), "cuEventSynchronize")
 
     def seconds_until(self, end: "Event") -> float:
-        """Returns the seconds from this to `end`, both timed and reached."""
+        """Returns the seconds from this to `end`, both timed and reached; negative if `end` was reached first."""
         milliseconds = ctypes.c_float()
         driver = self._events._driver
         _check(
@@ -53,23 +54,31 @@ class Event:
         return milliseconds.value / 1e3
 
 
+Mark = Event | None
+"""Everything that was issued on one stream up to a point; `None` on a CPU, where it is done already."""
+
+
 class Events:
-    """The events of one CUDA device, and the few driver calls that go with them. Thread-safe."""
+    """The events of one CUDA device, and the few driver calls that go with them. Thread-safe.
+
+    Streams are given as handles: an `int`, or a `ctypes.c_void_p`, which is not converted in each call.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._free: Mapping[int, deque[int]] = {flags: deque() for flags in range(4)}
-        self._thread = threading.local()
+        self._index: int = self._device.index
+        self._free: Mapping[int, deque[ctypes.c_void_p]] = {flags: deque() for flags in range(4)}
+        self._thread = _Thread()
         # These calls take a microsecond: releasing the GIL around them (as CDLL does) would take longer.
         self._driver = _declared(ctypes.PyDLL("libcuda.so.1"))
         self._blocking = _declared(ctypes.CDLL("libcuda.so.1"))
 
     def compute_stream(self) -> int:
         """Returns the handle of the stream that is current on this thread."""
-        return torch._C._cuda_getCurrentRawStream(self._device.index)
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
-    def record(self, stream: int, *, timed: bool = False, awaited: bool = False) -> Event:
-        """Returns the present end of `stream` (a handle).
+    def record(self, stream: Stream, *, timed: bool = False, awaited: bool = False) -> Event:
+        """Returns the present end of `stream`.
 
         Args:
             stream: to record on.
@@ -77,40 +86,50 @@ class Events:
             awaited: a thread will wait for it, and may sleep. Who records some 56 of these ahead of the device is held
                 up until it has passed the first (driver 580, H100): others are recorded as not awaited.
         """
-        self._enter()
+        if not self._thread.entered:
+            self._enter()
         flags = (0 if timed else _DISABLE_TIMING) | (_BLOCKING_SYNC if awaited else 0)
+        free = self._free[flags]
         try:
-            handle = self._free[flags].popleft()
+            handle = free.popleft()
         except IndexError:
             handle = self._new(flags)
-        event = Event(self, handle, flags)
-        _check(self._driver.cuEventRecord(handle, stream), "cuEventRecord")
+        event = Event(self, handle, free)
+        if result := self._driver.cuEventRecord(handle, stream):
+            _check(result, "cuEventRecord")
         return event
 
-    def wait(self, stream: int, event: Event) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         """Makes `stream` wait for `event`; the host goes on."""
-        self._enter()
-        _check(self._driver.cuStreamWaitEvent(stream, event._handle, 0), "cuStreamWaitEvent")
+        if not self._thread.entered:
+            self._enter()
+        if result := self._driver.cuStreamWaitEvent(stream, event._handle, 0):
+            _check(result, "cuStreamWaitEvent")
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
         """Issues a copy between two addresses on `stream`."""
-        self._enter()
-        result = self._driver.cuMemcpyAsync(dst, src, nbytes, stream)
-        if result:
+        if not self._thread.entered:
+            self._enter()
+        if result := self._driver.cuMemcpyAsync(dst, src, nbytes, stream):
             raise RuntimeError(f"cuMemcpyAsync of {nbytes} bytes failed with CUDA driver error {result}")
 
-    def _new(self, flags: int) -> int:
+    def _new(self, flags: int) -> ctypes.c_void_p:
         handle = ctypes.c_void_p()
         _check(self._driver.cuEventCreate(ctypes.byref(handle), flags), "cuEventCreate")
-        assert handle.value is not None
-        return handle.value
+        return handle
 
     def _enter(self) -> None:
-        """Makes the device's context current: I/O threads have none at first."""
-        if not hasattr(self._thread, "entered"):
-            torch.cuda.set_device(self._device)
-            torch.cuda.current_stream().query()  # some call that the runtime passes on to the driver
-            self._thread.entered = True
+        """Makes the device's context current on this thread: I/O threads have none at first."""
+        torch.cuda.set_device(self._device)
+        torch.cuda.current_stream().query()  # some call that the runtime passes on to the driver
+        self._thread.entered = True
+
+
+class _Thread(threading.local):
+    """State of each thread."""
+
+    entered = False
+    """Whether the device's context is current."""
 
 
 _NOT_READY = 600

@@ -48,9 +48,13 @@ class PinnedPool:
         self._pin = pin
         self._slab_bytes = None if slab_bytes is None else align_up(slab_bytes)
         self._name = name
-        self._changed = threading.Condition()  # guards everything below and every buffer's count
+        self._lock = threading.RLock()
+        """Guards everything below and every buffer's count."""
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
         self._slabs: list[_SlabSlots] = []
+        self._idle: dict[int, list[_Span]] = {}
+        """Spans of released buffers, by size: training steps repeat their requests, which then need no search."""
         self._taken = 0  # bytes of all slabs, until their memory is given back
         self._used = 0
         self._peak = 0
@@ -114,7 +118,7 @@ class PinnedPool:
             StorageError: the pool is closed.
         """
         need = self._checked(nbytes)
-        with self._changed:
+        with self._lock:
             self._check_open()
             if self._waiting:
                 return None
@@ -145,30 +149,49 @@ class PinnedPool:
             raise StorageError(f"the {self._name} pool is closed: it hands out no more buffers")
 
     def _take(self, nbytes: int, need: int) -> PinnedBuffer | None:
+        if spans := self._idle.get(need):
+            return self._hand_out(spans.pop(), nbytes)
+        span = self._find(need)
+        if span is None and self._idle:
+            self._merge_idle()
+            span = self._find(need)
+        if span is None:
+            span = self._grow(need)
+        return None if span is None else self._hand_out(span, nbytes)
+
+    def _find(self, need: int) -> _Span | None:
+        """Takes a span out of a slab that has one."""
         for slab in self._slabs:
             offset = slab.slots.allocate(need)
             if offset is not None:
-                return self._hand_out(slab, offset, nbytes, need)
+                return _Span(slab, offset, slab.memory.tensor[offset : offset + need])
+        return None
+
+    def _grow(self, need: int) -> _Span | None:
+        """Takes a span out of a new slab, if the budget has room for one."""
         room = self._capacity - self._taken
         if self._slab_bytes is None or room < need:
             return None
         # Under the lock on purpose: page-locking takes milliseconds, happens a few times in a run, and the next
         # request would wait for this memory anyway.
-        slab = self._add_slab(min(max(self._slab_bytes, need), room))
-        offset = slab.slots.allocate(need)
-        assert offset is not None
-        return self._hand_out(slab, offset, nbytes, need)
+        self._add_slab(min(max(self._slab_bytes, need), room))
+        return self._find(need)
 
-    def _hand_out(self, slab: _SlabSlots, offset: int, nbytes: int, need: int) -> PinnedBuffer:
-        self._used += need
+    def _hand_out(self, span: _Span, nbytes: int) -> PinnedBuffer:
+        self._used += span.tensor.numel()
         self._peak = max(self._peak, self._used)
-        return PinnedBuffer(self, slab, offset, nbytes, slab.memory.tensor[offset : offset + need])
+        return PinnedBuffer(self, span, nbytes)
 
-    def _add_slab(self, nbytes: int) -> _SlabSlots:
-        slab = _SlabSlots(Slab(nbytes, pin=self._pin), SlotAllocator(nbytes))
-        self._slabs.append(slab)
+    def _merge_idle(self) -> None:
+        """Gives idle spans back to their slabs, where neighbours merge to larger ones."""
+        for spans in self._idle.values():
+            for span in spans:
+                span.slab.slots.free(span.offset)
+        self._idle.clear()
+
+    def _add_slab(self, nbytes: int) -> None:
+        self._slabs.append(_SlabSlots(Slab(nbytes, pin=self._pin), SlotAllocator(nbytes)))
         self._taken += nbytes
-        return slab
 
     def _make_room(self, need: int) -> bool:
         """Gives empty slabs back if a larger one fits in their place then; returns whether it did."""
@@ -180,6 +203,7 @@ class PinnedPool:
 
     def _close_empty_slabs(self) -> None:
         """Gives the memory of empty slabs back; the lock is released meanwhile, since that synchronizes the device."""
+        self._merge_idle()
         empty = [slab for slab in self._slabs if not slab.slots.used]
         self._slabs = [slab for slab in self._slabs if slab.slots.used]  # nobody is handed out of the others any more
         self._changed.release()
@@ -192,24 +216,25 @@ class PinnedPool:
             self._changed.notify_all()
 
     def _retain(self, buffer: PinnedBuffer) -> bool:
-        with self._changed:
+        with self._lock:
             if buffer._count == 0:
                 return False
             buffer._count += 1
             return True
 
     def _release(self, buffer: PinnedBuffer) -> None:
-        with self._changed:
+        with self._lock:
             if buffer._count == 0:
                 raise ValueError(f"a buffer of the {self._name} pool was released more often than retained")
             buffer._count -= 1
             if buffer._count:
                 return
-            buffer._slab.slots.free(buffer._offset)
-            self._used -= buffer.tensor.numel()
+            nbytes = buffer.tensor.numel()
+            self._used -= nbytes
+            self._idle.setdefault(nbytes, []).append(buffer._span)
             if self._closed:
                 self._close_empty_slabs()
-            else:
+            elif self._waiting:
                 self._changed.notify_all()
 
 
@@ -222,14 +247,13 @@ class PinnedBuffer:
         nbytes: bytes as asked for.
     """
 
-    __slots__ = ("_count", "_offset", "_pool", "_slab", "nbytes", "tensor")
+    __slots__ = ("_count", "_pool", "_span", "nbytes", "tensor")
 
-    def __init__(self, pool: PinnedPool, slab: _SlabSlots, offset: int, nbytes: int, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, pool: PinnedPool, span: _Span, nbytes: int) -> None:
+        self.tensor = span.tensor
         self.nbytes = nbytes
         self._pool = pool
-        self._slab = slab
-        self._offset = offset
+        self._span = span
         self._count = 1
 
     def try_retain(self) -> bool:
@@ -249,3 +273,12 @@ class PinnedBuffer:
 class _SlabSlots:
     memory: Slab
     slots: SlotAllocator
+
+
+@dataclass(eq=False, slots=True)
+class _Span:
+    """A slot of a slab, and the tensor of its bytes. A buffer owns it until its last release, then the pool does."""
+
+    slab: _SlabSlots
+    offset: int
+    tensor: torch.Tensor

@@ -1,0 +1,32 @@
+"""Keeps Dynamo out of the hooks that autograd calls."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._dynamo.eval_frame import skip_code
+
+Self = TypeVar("Self")
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+
+def untraced(hook: Callable[[Self, Argument], Result]) -> Callable[[Self, Argument], Result]:
+    """Decorates a method of one argument that Dynamo neither compiles nor follows into.
+
+    Autograd calls hooks wherever user code runs, also between the frames of a function that Dynamo compiles or has
+    skipped, and hooks are no part of the user's program. `torch.compiler.disable` does the same, and looks up the
+    state of exports and stances in each call: that took the host as long as packing a small tensor.
+    """
+
+    def run(self: Self, argument: Argument) -> Result:
+        callback = set_eval_frame(None)
+        try:
+            return hook(self, argument)
+        finally:
+            set_eval_frame(callback)
+
+    skip_code(run.__code__)
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # where compiled code calls it
+    return functools.update_wrapper(run, hook)
