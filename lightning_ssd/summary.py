@@ -46,13 +46,13 @@ def describe_states(states: ModelStates, module: nn.Module, device: torch.device
     rest: Counter[str] = Counter()
     masters = False
     offloaded: set[nn.Parameter] = set()
-    for home in states.homes.values():
-        layout = home.layout
+    for store in states.stores.values():
+        layout = store.layout
         masters |= layout.whole_master or layout.split
-        offloaded.update(view.parameter for view in home.flat.slices)
-        of_weights, of_rest = ("ssd" if on_ssd else "host" for on_ssd in home.on_ssd)
-        weights[of_weights] += home.flat.nbytes
-        rest[of_rest] += layout.rest_bytes
+        offloaded.update(view.parameter for view in store.flat.slices)
+        of_weights, of_rest = ("ssd" if on_ssd else "host" for on_ssd in store.on_ssd)
+        weights[of_weights] += store.flat.nbytes
+        rest[of_rest] += layout.opt_state_bytes
     kept = sum(p.numel() * p.element_size() for p in module.parameters() if p not in offloaded)
     name = _name(device)
     if not offloaded:

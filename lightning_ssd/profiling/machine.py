@@ -13,8 +13,8 @@ from lightning_ssd.device import usable_memory
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Layout
 from lightning_ssd.states.optimizers import AdamOptimizer
+from lightning_ssd.states.state_store import Layout
 from lightning_ssd.storage import BlobStore
 from lightning_ssd.storage.slab import Slab
 
@@ -177,8 +177,8 @@ def adam_step(numel: int, *, split: bool = False, compiled: bool = True) -> Call
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)  # a GPU's optimizer is stepped by that kernel
     rule = AdamOptimizer(flat, compiled=compiled)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    layout = Layout(flat, split, rule.state_names(options), steps=True, slots=1)
-    weights, rest = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.rest_bytes))
-    opened = layout.opened(weights, rest)
+    layout = Layout(flat, split, rule.state_names(options), steps=True, versions=1)
+    weights, opt_state = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.opt_state_bytes))
+    staged = layout.views(weights, opt_state)
     gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()
-    return lambda: rule.step(options, opened, gradient, [True], 1.0)
+    return lambda: rule.step(options, staged, gradient, [True], 1.0)

@@ -321,16 +321,16 @@ class Profiler:
     def _state_bytes(self, unit: Unit) -> tuple[int, int, int, int, int]:
         """Returns the count of parameters, and the bytes of weights, gradients and states (read, written)."""
         trained = weights = gradients = states = 0
-        homes = {} if self._states is None else self._states.homes
+        stores = {} if self._states is None else self._states.stores
         owned = {parameter for _, parameter in unit.parameters}
-        for flat, home in homes.items():
+        for flat, store in stores.items():
             members = {item.parameter for item in flat.slices} & owned
             if members:
                 owned -= members
-                trained += sum(item.numel for item in flat.slices) if home.layout.steps else 0
+                trained += sum(item.numel for item in flat.slices) if store.layout.steps else 0
                 weights += flat.nbytes
-                gradients += home.layout.gradient_bytes
-                states += home.layout.rest_bytes
+                gradients += store.layout.gradient_bytes
+                states += store.layout.opt_state_bytes
         masters = {} if self._states is None else self._states.masters
         for parameter in owned:
             weights += parameter.numel() * parameter.element_size()
@@ -349,10 +349,12 @@ class Profiler:
             return "gpu", "gpu"
         nbytes: dict[tuple[Tier, Tier], int] = defaultdict(int)
         owned = {parameter for _, parameter in unit.parameters}
-        for flat, home in self._states.homes.items():
+        for flat, store in self._states.stores.items():
             if any(item.parameter in owned for item in flat.slices):
-                weights, rest = home.on_ssd
-                nbytes["ssd" if weights else "host", "ssd" if rest else "host"] += flat.nbytes + home.layout.rest_bytes
+                weights, rest = store.on_ssd
+                nbytes["ssd" if weights else "host", "ssd" if rest else "host"] += (
+                    flat.nbytes + store.layout.opt_state_bytes
+                )
         return max(nbytes, key=lambda tiers: nbytes[tiers]) if nbytes else ("gpu", "gpu")
 
 

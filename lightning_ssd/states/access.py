@@ -26,7 +26,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_ssd.activations.record import check_version
 from lightning_ssd.activations.weights import SavedWeight, offloaded_weights
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Home
 from lightning_ssd.states.parameter import (
     Kind,
     OffloadedParameter,
@@ -39,6 +38,7 @@ from lightning_ssd.states.prefetcher import ParamPrefetcher
 from lightning_ssd.states.shared_memory import SharedMemory, check_shareable, same_stride
 from lightning_ssd.states.split import write_changed
 from lightning_ssd.states.staged import StagedFlats
+from lightning_ssd.states.state_store import StateStore
 
 _REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
 
@@ -148,7 +148,7 @@ class Access:
     """Runs operators on offloaded tensors for one `ModelStates`.
 
     Args:
-        homes: where the flats live.
+        stores: where the flats live.
         stream: fetches their weights.
         staged: stages their values on the host.
         begin_change: called before weights of a flat change; raises RuntimeError if they may not.
@@ -160,7 +160,7 @@ class Access:
 
     def __init__(
         self,
-        homes: Mapping[FlatParameter, Home],
+        stores: Mapping[FlatParameter, StateStore],
         stream: ParamPrefetcher,
         staged: StagedFlats,
         *,
@@ -181,9 +181,9 @@ class Access:
         """Flats whose gradients since the last step have a part that backward adds up in fp32 on the host."""
         self._bases: dict[int, Tensor] = {}
         """The values that the running operator reads, by source: several tensors may share one."""
-        self._flats = list(homes)
+        self._flats = list(stores)
         # `torch.utils.swap_tensors`, which would take the parameters' place unseen, refuses what has weak references.
-        self._unswappable = [weakref.ref(item.parameter) for flat in homes for item in flat.slices]
+        self._unswappable = [weakref.ref(item.parameter) for flat in stores for item in flat.slices]
 
     def open(self) -> None:
         """Makes the parameters of the flats offloaded ones."""

@@ -1,4 +1,4 @@
-"""Where bytes of a flat lie between uses: in host memory, or in a blob on SSDs that is brought to staging memory."""
+"""Buffers that store a flat parameter's bytes: host memory, or blobs on SSDs that are read to staging memory."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -15,84 +15,87 @@ from lightning_ssd.storage.slots import PAGE, align_up
 
 
 class StateBuffer(ABC):
-    """Keeps `nbytes` bytes, which are zero at first, in one slot or in two, of which one counts.
+    """Stores `nbytes` bytes, zero at first, in one version or in two, one of which is committed.
+
+    Threads: as the `StateStore` that it belongs to. Ownership: staged bytes belong to the caller until `write`, and to
+    the buffer until the write is done.
 
     Attributes:
-        nbytes: bytes kept.
-        slots: 1 or 2.
-        staging_bytes: bytes of memory that `open` wants to be given.
+        nbytes: bytes stored.
+        versions: 1 or 2.
+        staging_bytes: bytes of memory that `stage` must be given.
+        version: number of the committed version.
     """
 
     nbytes: int
-    slots: int
+    versions: int
     staging_bytes: int
-    slot = 0
-    """The one that counts."""
+    version = 0
 
-    def turn(self) -> None:
-        """The other slot, if there is one, is the one that counts."""
-        self.slot = (self.slot + 1) % self.slots
+    def flip(self) -> None:
+        """Commits the other version, if there is one."""
+        self.version = (self.version + 1) % self.versions
 
     @abstractmethod
-    def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
-        """Brings the bytes to the host.
+    def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+        """Brings the committed bytes to the host.
 
         Args:
-            memory: `staging_bytes` bytes; the reads' until the future is done.
-            read: whether the bytes are wanted; else what is there is undefined, to be written over.
+            memory: `staging_bytes` bytes, which belong to the reads until the future is done.
+            read: whether the bytes are needed; else their values are undefined, to be overwritten.
 
         Returns:
-            The bytes, and a future that is done when they are there.
+            The bytes, and a future that is done when they have their values.
         """
 
     @abstractmethod
-    def other(self, opened: Tensor) -> Tensor:
-        """Returns where bytes for the other slot are made: apart from `opened`, or there."""
+    def uncommitted(self, staged: Tensor) -> Tensor:
+        """Returns the destination of the uncommitted version: a second host slab, or in place when staged from SSD."""
 
     @abstractmethod
-    def write(self, opened: Tensor, *, other: bool) -> "Future[None]":
-        """Takes over the bytes that `open` returned; they are the place's until the future is done.
+    def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
+        """Stores staged bytes, which belong to the buffer until the future is done.
 
         Args:
-            opened: the bytes.
-            other: whether they belong in the other slot.
+            staged: the bytes.
+            uncommitted: whether they are the uncommitted version.
         """
 
     @abstractmethod
-    def settled(self, *, other: bool = False) -> "Future[None]":
-        """Returns the future of the last `write` to the slot that counts, or to the other one."""
+    def write_done(self, *, uncommitted: bool = False) -> "Future[None]":
+        """Returns the future of the last write of the committed version, or of the uncommitted one."""
 
     @abstractmethod
     def free(self) -> None:
-        """Gives the place back."""
+        """Frees the bytes."""
 
 
 class HostBuffer(StateBuffer):
-    """Host memory.
+    """Host memory, which is staged in place.
 
     Args:
-        nbytes: bytes to keep.
-        slots: 1 or 2.
+        nbytes: bytes to store.
+        versions: 1 or 2.
         pin: page-lock it, for copies to the device.
     """
 
     staging_bytes = 0
 
-    def __init__(self, nbytes: int, *, slots: int, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, versions: int, pin: bool) -> None:
         self.nbytes = nbytes
-        self.slots = slots
-        self._slabs = [Slab(nbytes, pin=pin) for _ in range(slots)]
+        self.versions = versions
+        self._slabs = [Slab(nbytes, pin=pin) for _ in range(versions)]
 
-    def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
-        return self._slabs[self.slot].tensor, finished(None)
+    def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+        return self._slabs[self.version].tensor, finished(None)
 
-    def other(self, opened: Tensor) -> Tensor:
-        return self._slabs[(self.slot + 1) % self.slots].tensor
+    def uncommitted(self, staged: Tensor) -> Tensor:
+        return self._slabs[(self.version + 1) % self.versions].tensor
 
-    def write(self, opened: Tensor, *, other: bool) -> "Future[None]":
+    def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
         return finished(None)
 
-    def settled(self, *, other: bool = False) -> "Future[None]":
+    def write_done(self, *, uncommitted: bool = False) -> "Future[None]":
         return finished(None)
 
     def free(self) -> None:
@@ -101,56 +104,56 @@ class HostBuffer(StateBuffer):
 
 
 class SSDBuffer(StateBuffer):
-    """A blob for each slot.
+    """A blob on SSDs for each version.
 
     Args:
-        nbytes: bytes to keep.
-        slots: 1 or 2.
-        store: where.
-        blobs: of another run, to be taken over with what is in them; None: new ones.
+        nbytes: bytes to store.
+        store: allocates and transfers the blobs.
+        versions: 1 or 2.
+        blobs: blobs of another run, whose bytes are adopted; None: new ones.
 
     Attributes:
-        blobs: one for each slot.
+        blobs: one for each version.
 
     Raises:
-        StorageFullError: there is no room.
+        StorageFullError: there is no space.
     """
 
-    def __init__(self, nbytes: int, store: BlobStore, *, slots: int, blobs: Sequence[Blob] | None = None) -> None:
+    def __init__(self, nbytes: int, store: BlobStore, *, versions: int, blobs: Sequence[Blob] | None = None) -> None:
         self.nbytes = nbytes
-        self.slots = slots
+        self.versions = versions
         self.staging_bytes = align_up(nbytes)
         self._store = store
         self.blobs = list(blobs or ())
         try:
-            while len(self.blobs) < slots:
+            while len(self.blobs) < versions:
                 self.blobs.append(store.allocate(nbytes))
         except BaseException:
             self.free()
             raise
         self._written = blobs is not None
-        self._settled: list[Future[None]] = [finished(None)] * slots
+        self._write_done: list[Future[None]] = [finished(None)] * versions
 
-    def open(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+    def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
         assert memory is not None
         if not self._written:
             memory.zero_()
             return memory[: self.nbytes], finished(None)
-        there = self._transfer(memory, self.blobs[self.slot], write=False) if read else finished(None)
-        return memory[: self.nbytes], there
+        done = self._transfer(memory, self.blobs[self.version], write=False) if read else finished(None)
+        return memory[: self.nbytes], done
 
-    def other(self, opened: Tensor) -> Tensor:
-        return opened
+    def uncommitted(self, staged: Tensor) -> Tensor:
+        return staged
 
-    def write(self, opened: Tensor, *, other: bool) -> "Future[None]":
+    def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
         self._written = True
-        slot = (self.slot + other) % self.slots
-        whole = opened.as_strided((self.staging_bytes,), (1,))  # with the rest of the last page, which is `memory`'s
-        self._settled[slot] = self._transfer(whole, self.blobs[slot], write=True)
-        return self._settled[slot]
+        version = (self.version + uncommitted) % self.versions
+        whole = staged.as_strided((self.staging_bytes,), (1,))  # with the rest of the last page, which is `memory`'s
+        self._write_done[version] = self._transfer(whole, self.blobs[version], write=True)
+        return self._write_done[version]
 
-    def settled(self, *, other: bool = False) -> "Future[None]":
-        return self._settled[(self.slot + other) % self.slots]
+    def write_done(self, *, uncommitted: bool = False) -> "Future[None]":
+        return self._write_done[(self.version + uncommitted) % self.versions]
 
     def free(self) -> None:
         for blob in self.blobs:
@@ -162,7 +165,7 @@ class SSDBuffer(StateBuffer):
         try:
             for piece in blob.pieces:
                 requests.append(move(piece, memory[piece.start : piece.start + align_up(piece.nbytes)]))
-        except BaseException as error:  # what was asked for already still owns the memory: it is waited for
+        except BaseException as error:  # earlier requests still own the memory: they are waited for
             failed: Future[None] = Future()
             failed.set_exception(error)
             requests.append(failed)
@@ -171,75 +174,74 @@ class SSDBuffer(StateBuffer):
 
 @dataclass(frozen=True)
 class StateStaging:
-    """What the flats on SSDs share.
+    """Scratch space, staging memory and reader threads that the flat parameters on SSDs share.
 
-    Two threads with memory of their own, so that neither waits for the other: weights on their way to the device are
-    held by the device's progress alone, opened flats by that of backward, too.
+    There are two threads with memory of their own, so that neither waits for the other: prefetched weights hold theirs
+    until the device has copied them, staged values until their step is made, which may wait for the end of backward.
 
     Attributes:
         store: scratch space.
-        window: pinned memory that weights pass through on their way to the device.
-        fetcher: takes memory of `window` and asks for reads.
-        staging: memory that flats are opened in.
-        opener: takes memory of `staging` and asks for reads.
+        param_staging: pinned memory that prefetched weights are read to; owned by a prefetch until its copy is done.
+        param_reader: thread that allocates from it and submits reads.
+        staging: memory that all values are staged in; owned as `StateStore` says.
+        state_reader: thread that allocates from it and submits reads.
     """
 
     store: BlobStore
-    window: PinnedPool
-    fetcher: Worker
+    param_staging: PinnedPool
+    param_reader: Worker
     staging: PinnedPool
-    opener: Worker
+    state_reader: Worker
 
     @classmethod
-    def make(cls, store: BlobStore, window: int, staging: int, *, pin: bool) -> "StateStaging":
+    def make(cls, store: BlobStore, param_staging: int, staging: int, *, pin: bool) -> "StateStaging":
         """Returns one with memory and threads; the caller closes the store if that fails.
 
         Args:
             store: owned from then on.
-            window: bytes of that memory.
+            param_staging: bytes of that memory.
             staging: bytes of that memory.
-            pin: page-lock the window.
+            pin: page-lock the memory of prefetched weights.
         """
         with contextlib.ExitStack() as undo:
-            pools = _make_pools(window, staging, pin=pin)
+            pools = _make_pools(param_staging, staging, pin=pin)
             for pool in pools:
                 undo.callback(pool.close)
-            scratch = cls(store, pools[0], Worker("fetcher"), pools[1], Worker("opener"))
+            scratch = cls(store, pools[0], Worker("param-reader"), pools[1], Worker("state-reader"))
             undo.pop_all()
         return scratch
 
-    def with_memory(self, window: int, staging: int, *, pin: bool) -> "StateStaging":
-        """Returns the same with memory of other sizes, as in `make`; what it had is in nobody's use, and given back."""
-        pools = _make_pools(window, staging, pin=pin)  # first: else all is as it was
-        self.window.close()
+    def with_memory(self, param_staging: int, staging: int, *, pin: bool) -> "StateStaging":
+        """Returns the same with memory of other sizes, as in `make`, and frees the old memory, which nobody uses."""
+        pools = _make_pools(param_staging, staging, pin=pin)  # first: an error leaves the old memory in place
+        self.param_staging.close()
         self.staging.close()
-        return replace(self, window=pools[0], staging=pools[1])
+        return replace(self, param_staging=pools[0], staging=pools[1])
 
     def close(self, *, remove: bool = True) -> None:
-        """Ends the threads and closes the files; no flat is open, and no copy under way.
+        """Ends the threads and closes the files; nothing is staged, and no copy under way.
 
         Args:
-            remove: the files go away.
+            remove: whether the files are removed.
         """
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
             stack.callback(self.staging.close)
-            stack.callback(self.window.close)
+            stack.callback(self.param_staging.close)
             stack.callback(self.store.close, remove=remove)
-            stack.callback(self.fetcher.close)
-            self.opener.close()
+            stack.callback(self.param_reader.close)
+            self.state_reader.close()
 
     def detach(self) -> DetachedBlobs:
-        """Closes it, and returns what its blobs can be read from."""
+        """Closes it, and returns the blobs in files without a name, which can still be read."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.close)  # of all that is left then
-            self.opener.close()
-            self.fetcher.close()
+            stack.callback(self.close)  # closes all that is left then
+            self.state_reader.close()
+            self.param_reader.close()
             return self.store.detach()
 
 
-def _make_pools(window: int, staging: int, *, pin: bool) -> tuple[PinnedPool, PinnedPool]:
-    """Returns memory for weights on their way to the device, and for opened flats."""
-    first = PinnedPool(max(window, PAGE), pin=pin, name="model states' window")
+def _make_pools(param_staging: int, staging: int, *, pin: bool) -> tuple[PinnedPool, PinnedPool]:
+    first = PinnedPool(max(param_staging, PAGE), pin=pin, name="model states' window")
     try:
         return first, PinnedPool(max(staging, PAGE), pin=False, name="model states' staging")
     except BaseException:

@@ -20,7 +20,6 @@ from lightning_ssd.states.config import Setup
 from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.gradient import GradientPool
 from lightning_ssd.states.grouping import FLAT_ELEMENTS, STAGED_FLAT_ELEMENTS, LaidOut, flat_groups, lay_out, make_flats
-from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import CommitRecord, Journal
 from lightning_ssd.states.loaded import Loaded, exact_value
 from lightning_ssd.states.masters import MasterWeights
@@ -29,7 +28,8 @@ from lightning_ssd.states.model_states import ModelStates, OffloadedModel, State
 from lightning_ssd.states.optimizers import Groups, groups_of
 from lightning_ssd.states.residency import UnitTiers, needs_master, off_device, planned_residents, residents_within
 from lightning_ssd.states.shared_memory import check_apart
-from lightning_ssd.states.state_storage import KilledRun, make_home, make_scratch
+from lightning_ssd.states.state_storage import KilledRun, make_scratch, make_store
+from lightning_ssd.states.state_store import StateStore
 from lightning_ssd.states.units import Unit, find_units
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
@@ -90,22 +90,22 @@ def make_model_states(
         recovered = space.recovered
         if space.scratch is not None:
             undo.callback(space.scratch.close, remove=recovered is None)
-        homes = _make_homes(space, copies, undo)
-        _fill(module, units, of_units, homes, unborn, loaded, device, recovered)
+        stores = _make_stores(space, copies, undo)
+        _fill(module, units, of_units, stores, unborn, loaded, device, recovered)
         rules = {item.flat: item.rule for item in space.laid_out if item.rule is not None}
         if recovered is not None:
             for rule, kept in zip(rules.values(), recovered.rules, strict=True):
                 rule.take_over(kept)
         journal: Journal | None = None
         if recover and space.scratch is not None:
-            journal = Journal(homes, rules, space.scratch.store, setup.settings)
+            journal = Journal(stores, rules, space.scratch.store, setup.settings)
             undo.callback(journal.close)
         # The user's optimizer steps the model's own values of parameters that stay for another reason.
         exact = {parameter: exact_value(parameter, loaded) for parameter in needs_master(resident, groups)}
         states = assemble(
             module,
             optimizers,
-            OffloadedModel(of_units, homes, rules, flat_groups(flats, groups), copies, space.scratch),
+            OffloadedModel(of_units, stores, rules, flat_groups(flats, groups), copies, space.scratch),
             list(exact),
             {p: value.to(p.device, torch.float32, copy=True) for p, value in exact.items() if value is not None},
             space.places,
@@ -154,8 +154,8 @@ def assemble(
     weights = MasterWeights(mastered, optimizers, masters)
     undo.callback(weights.close)
     pool: GradientPool | None = None
-    if setup.shares_gradients and places.ssd and places.landing:
-        pool = GradientPool(places.landing, pin=offloaded.copies.device.type == "cuda")
+    if setup.shares_gradients and places.ssd and places.gradients:
+        pool = GradientPool(places.gradients, pin=offloaded.copies.device.type == "cuda")
         undo.callback(pool.close)
     nbytes = StateBytes(device_bytes, places.host, ssd_bytes)
     return ModelStates(module, offloaded, weights, pool, setup.terms, nbytes, journal=journal, recovered=recovered)
@@ -238,27 +238,29 @@ def _reserve(
     try:
         return attempt(laid_out)
     except (ValueError, StorageFullError):
-        if recover or setup.config.clip == "speculative" or all(item.layout.slots == 1 for item in laid_out):
+        if recover or setup.config.clip == "speculative" or all(item.layout.versions == 1 for item in laid_out):
             raise
-    return attempt([replace(item, layout=replace(item.layout, slots=1)) for item in laid_out])
+    return attempt([replace(item, layout=replace(item.layout, versions=1)) for item in laid_out])
 
 
-def _make_homes(space: _Space, copies: CopyEngine, undo: contextlib.ExitStack) -> dict[FlatParameter, Home]:
+def _make_stores(space: _Space, copies: CopyEngine, undo: contextlib.ExitStack) -> dict[FlatParameter, StateStore]:
     """Returns the empty stores; `undo` restores the parameters that they were filled with, and frees them."""
     blobs = None if space.recovered is None else iter(space.recovered.kept.blobs)
-    homes: dict[FlatParameter, Home] = {}
-    for item, of_weights, of_rest in zip(space.laid_out, space.places.weights, space.places.rest, strict=True):
-        home = make_home(item.layout, (of_weights, of_rest), space.scratch, copies, undo, blobs=blobs)
-        homes[item.flat] = home
-        undo.callback(home.give_back)
-    return homes
+    stores: dict[FlatParameter, StateStore] = {}
+    for item, of_weights, of_opt_state in zip(
+        space.laid_out, space.places.weights, space.places.opt_state, strict=True
+    ):
+        store = make_store(item.layout, (of_weights, of_opt_state), space.scratch, copies, undo, blobs=blobs)
+        stores[item.flat] = store
+        undo.callback(store.restore_to_cpu)
+    return stores
 
 
 def _fill(
     module: nn.Module,
     units: Sequence[Unit],
     of_units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]],
-    homes: Mapping[FlatParameter, Home],
+    stores: Mapping[FlatParameter, StateStore],
     unborn: MetaTensors,
     loaded: Loaded,
     device: torch.device,
@@ -269,8 +271,8 @@ def _fill(
     Units are initialized one after the other (those that share modules together), so that host memory need not have
     room for the whole model.
     """
-    versions = {} if recovered is None else dict(zip(homes, recovered.slots, strict=True))
-    offloaded = {item.parameter for flat in homes for item in flat.slices}
+    versions = {} if recovered is None else dict(zip(stores, recovered.slots, strict=True))
+    offloaded = {item.parameter for flat in stores for item in flat.slices}
     for together in born_together(module, units):
         materialize(module, [units[index] for index in together], unborn, device, loaded)
         for index in together:
@@ -279,7 +281,7 @@ def _fill(
                     parameter.data = parameter.data.to(device, copy=parameter in loaded)
             for flat in of_units[index][1]:
                 if flat in versions:
-                    homes[flat].take_over(versions[flat])
+                    stores[flat].adopt(versions[flat])
                 else:
-                    homes[flat].fill(loaded)
+                    stores[flat].fill(loaded)
     materialize_buffers(module, unborn)

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from lightning_ssd.states.config import Setup
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Layout
 from lightning_ssd.states.optimizers import ElementwiseOptimizer, FlatOptimizer, Groups, make_flat_optimizer
+from lightning_ssd.states.state_store import Layout
 from lightning_ssd.states.units import Unit
 
 FLAT_ELEMENTS = 2**26
@@ -105,7 +105,9 @@ def lay_out(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions: 
             f"`recover=True` needs optimizer states that are on SSDs, and those of {type(group[0]).__name__} are in "
             "memory. Take AdamW, Adam or SGD, or set `recover=False`."
         )
-    return LaidOut(Layout(flat, split, names, rule is not None, slots=2 if two_versions and elementwise else 1), rule)
+    return LaidOut(
+        Layout(flat, split, names, rule is not None, versions=2 if two_versions and elementwise else 1), rule
+    )
 
 
 def _parts(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterator[list[tuple[str, nn.Parameter]]]:

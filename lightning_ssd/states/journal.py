@@ -14,10 +14,10 @@ from typing import Any
 
 from lightning_ssd.device import Worker
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.optimizers import FlatOptimizer
 from lightning_ssd.states.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.states.settings import Settings, describe, differences
+from lightning_ssd.states.state_store import Layout, StateStore
 from lightning_ssd.storage import Blob, BlobStore, Kept, Piece, PrivateDirectory, StorageError, read_manifest
 from lightning_ssd.storage.calibration import Calibration
 from lightning_ssd.storage.errors import from_os_error
@@ -31,7 +31,7 @@ class CommitRecord:
 
     Attributes:
         identity: what the flats are: those of the next run must be the same.
-        kept: what the next run's store takes over.
+        kept: what the next run's scratch space takes over.
         slots: of each flat, which slot counts.
         rules: of each flat with a rule, what that keeps in memory.
         settings: of the training, which the next run must have, too.
@@ -162,7 +162,7 @@ def identity_of(layouts: Sequence[Layout]) -> object:
             str(layout.flat.dtype),
             layout.split,
             list(layout.state_names),
-            layout.slots,
+            layout.versions,
             [[item.name, item.start, list(item.parameter.shape)] for item in layout.flat.slices],
         ]
         for layout in layouts
@@ -173,22 +173,22 @@ class Journal:
     """Writes records, on a thread of its own.
 
     Args:
-        homes: all flats' homes, on SSDs.
+        stores: all flats' stores, on SSDs.
         rules: of those that are stepped.
-        store: where they are.
+        blob_store: where they are.
         settings: of the training.
     """
 
     def __init__(
         self,
-        homes: Mapping[FlatParameter, Home],
+        stores: Mapping[FlatParameter, StateStore],
         rules: Mapping[FlatParameter, FlatOptimizer],
-        store: BlobStore,
+        blob_store: BlobStore,
         settings: Settings,
     ) -> None:
-        self._homes = homes
+        self._stores = stores
         self._rules = rules
-        self._store = store
+        self._blob_store = blob_store
         self._settings = settings
         self._worker = Worker("journal")
 
@@ -205,12 +205,12 @@ class Journal:
         """
 
         def run() -> None:
-            self._store.sync()
-            homes = list(self._homes.values())
+            self._blob_store.sync()
+            stores = list(self._stores.values())
             own = {
-                "identity": identity_of([home.layout for home in homes]),
-                "kept": _kept_as_data(self._store.kept([blob for home in homes for blob in home.blobs()])),
-                "slots": [home.slot for home in homes],
+                "identity": identity_of([store.layout for store in stores]),
+                "kept": _kept_as_data(self._blob_store.kept([blob for store in stores for blob in store.blobs()])),
+                "slots": [store.version for store in stores],
                 "rules": [rule.kept() for rule in self._rules.values()],
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
             }
@@ -224,19 +224,19 @@ class Journal:
         Raises:
             StorageError: it is there still.
         """
-        remove_record(self._store.directory)
+        remove_record(self._blob_store.directory)
 
     @property
     def written(self) -> bool:
         """Whether there is a record for the next run."""
-        return _FILE in self._store.directory.names()
+        return _FILE in self._blob_store.directory.names()
 
     def close(self) -> None:
         """Ends the thread."""
         self._worker.close()
 
     def _replace(self, content: bytes) -> None:
-        directory = self._store.directory
+        directory = self._blob_store.directory
         try:
             with directory.replacing_file(_FILE) as file:
                 file.write(content)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ssd.states.buffers import HostBuffer, SSDBuffer, StateStaging
-from lightning_ssd.states.home import Home
 from lightning_ssd.states.lazy import LazyTensor
 from lightning_ssd.states.optimizers import FlatOptimizer, WholeOptimizer
+from lightning_ssd.states.state_store import StateStore
 from lightning_ssd.storage import DetachedBlobs
 
 
@@ -32,12 +32,12 @@ class LeftStates:
         self._on_ssd = False
 
     def hand_over(
-        self, home: Home, rule: FlatOptimizer, optimizer: Optimizer, failed: Exception | None, *, kept: bool
+        self, store: StateStore, rule: FlatOptimizer, optimizer: Optimizer, failed: Exception | None, *, kept: bool
     ) -> None:
         """Puts the states of a flat parameter in `optimizer.state`, or states that raise an error when they are read.
 
         Args:
-            home: where they are stored. Nothing is staged, and no step under way.
+            store: where they are stored. Nothing is staged, and no step under way.
             rule: how the flat parameter is stepped.
             optimizer: the user's.
             failed: error of the last step.
@@ -46,14 +46,14 @@ class LeftStates:
         if isinstance(rule, WholeOptimizer):
             return
         if failed is not None:
-            self._refuse(home, optimizer, f"a step of it failed ({failed}). Save before that happens.")
+            self._refuse(store, optimizer, f"a step of it failed ({failed}). Save before that happens.")
         elif kept:
-            self._refuse(home, optimizer, "they are kept for the next run, which goes on from them by itself")
+            self._refuse(store, optimizer, "they are kept for the next run, which goes on from them by itself")
         else:
             try:
-                self._put(home, rule, optimizer)
+                self._put(store, rule, optimizer)
             except Exception as error:  # such as too little memory: other flat parameters are handed over all the same
-                self._refuse(home, optimizer, str(error))
+                self._refuse(store, optimizer, str(error))
 
     def close_scratch(self, scratch: StateStaging, *, kept: bool) -> None:
         """Closes the scratch space.
@@ -67,37 +67,39 @@ class LeftStates:
         else:
             scratch.close(remove=not kept)
 
-    def _put(self, home: Home, rule: FlatOptimizer, optimizer: Optimizer) -> None:
-        rest = home.rest
-        if isinstance(rest, HostBuffer):
-            values, _ = rest.open(None, read=True)
+    def _put(self, store: StateStore, rule: FlatOptimizer, optimizer: Optimizer) -> None:
+        opt_state = store.opt_state
+        if isinstance(opt_state, HostBuffer):
+            values, _ = opt_state.stage(None, read=True)
         else:  # shapes and offsets are all that is needed of states on SSDs
-            values = torch.empty(home.layout.rest_bytes, dtype=torch.uint8, device="meta")
-        staged = home.layout.opened(torch.empty(home.flat.nbytes, dtype=torch.uint8, device="meta"), values)
-        for index, item in enumerate(home.flat.slices):
+            values = torch.empty(store.layout.opt_state_bytes, dtype=torch.uint8, device="meta")
+        staged = store.layout.views(torch.empty(store.flat.nbytes, dtype=torch.uint8, device="meta"), values)
+        for index, item in enumerate(store.flat.slices):
             state = rule.state_of(index, staged)
             if state:
-                optimizer.state[item.parameter] = {name: self._lasting(value, rest) for name, value in state.items()}
+                optimizer.state[item.parameter] = {
+                    name: self._lasting(value, opt_state) for name, value in state.items()
+                }
 
     @staticmethod
-    def _refuse(home: Home, optimizer: Optimizer, why: str) -> None:
+    def _refuse(store: StateStore, optimizer: Optimizer, why: str) -> None:
         """Puts states in `optimizer.state` that raise an error when they are read."""
 
         def read() -> Tensor:
-            raise RuntimeError(f"the optimizer states of {home.flat.name} are not available: {why}")
+            raise RuntimeError(f"the optimizer states of {store.flat.name} are not available: {why}")
 
-        for item in home.flat.slices:
+        for item in store.flat.slices:
             optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(item.parameter.shape, item.dtype, read)}
 
-    def _lasting(self, value: Any, rest: object) -> Any:
+    def _lasting(self, value: Any, opt_state: object) -> Any:
         """Returns a copy of a state in memory, or a lazy tensor of one on SSDs."""
         if not isinstance(value, Tensor):
             return value
         if not value.is_meta:
             return value.clone()
-        assert isinstance(rest, SSDBuffer)
+        assert isinstance(opt_state, SSDBuffer)
         self._on_ssd = True
-        blob, nbytes = rest.blobs[rest.slot], value.numel() * value.element_size()
+        blob, nbytes = opt_state.blobs[opt_state.version], value.numel() * value.element_size()
         start = int(value.storage_offset()) * value.element_size()
 
         def read() -> Tensor:

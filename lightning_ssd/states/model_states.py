@@ -34,7 +34,6 @@ from lightning_ssd.states.grad_scale import GradScaleDecision
 from lightning_ssd.states.gradient import Gradient, GradientPool
 from lightning_ssd.states.gradient_access import GradientAccess
 from lightning_ssd.states.gradient_offload import GradientOffloader
-from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import CommitRecord, Journal
 from lightning_ssd.states.left import LeftStates
 from lightning_ssd.states.lent_weights import LentWeights
@@ -48,6 +47,7 @@ from lightning_ssd.states.prefetcher import ParamPrefetcher
 from lightning_ssd.states.settings import describe
 from lightning_ssd.states.staged import StagedFlats
 from lightning_ssd.states.state_dicts import StateDicts
+from lightning_ssd.states.state_store import StateStore
 from lightning_ssd.states.step_scheduler import StepScheduler
 from lightning_ssd.states.terms import StepTerms
 from lightning_ssd.states.unit_hooks import hook_compiled_region, hook_unit
@@ -63,7 +63,7 @@ class OffloadedModel:
 
     Attributes:
         units: for each unit, the modules whose forward needs its weights, and its flat parameters.
-        homes: where the values of each flat parameter are stored.
+        stores: where the values of each flat parameter are stored.
         rules: how each flat parameter is stepped; those without gradients have none.
         groups: for each flat parameter with a rule, its optimizer and the index of its parameter group.
         copies: copies of the device.
@@ -71,7 +71,7 @@ class OffloadedModel:
     """
 
     units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]]
-    homes: Mapping[FlatParameter, Home]
+    stores: Mapping[FlatParameter, StateStore]
     rules: Mapping[FlatParameter, FlatOptimizer]
     groups: Mapping[FlatParameter, tuple[Optimizer, int]]
     copies: CopyEngine
@@ -131,7 +131,7 @@ class ModelStates:
         recovered: CommitRecord | None = None,
     ) -> None:
         self.units = offloaded.units
-        self.homes = offloaded.homes
+        self.stores = offloaded.stores
         self.rules = offloaded.rules
         self.groups = offloaded.groups
         self.scratch = offloaded.scratch
@@ -143,7 +143,9 @@ class ModelStates:
         self._masters = masters
         self._pool = pool
         self._clip_value = terms.clip_value
-        self._flat_of = {item.parameter: (flat, index) for flat in self.homes for index, item in enumerate(flat.slices)}
+        self._flat_of = {
+            item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.slices)
+        }
         self._optimizers = list({id(optimizer): optimizer for optimizer, _ in self.groups.values()}.values())
         self._summoned = False
         self._closed = False
@@ -153,11 +155,11 @@ class ModelStates:
 
         # Two of them call each other: the prefetcher unstages before it fetches, staging waits for fetched weights.
         self._staged = StagedFlats(
-            self.homes, self._drain_flat, self._begin_change, arrived=lambda flat: self._prefetcher.wait(flat)
+            self.stores, self._drain_flat, self._begin_change, arrived=lambda flat: self._prefetcher.wait(flat)
         )
         self._prefetcher = ParamPrefetcher(
             [flats for _, flats in self.units],
-            self.homes,
+            self.stores,
             copies,
             nbytes.device,
             self._staged.unstage,
@@ -173,7 +175,7 @@ class ModelStates:
             gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
         )
         self._steps = StepScheduler(
-            self.homes,
+            self.stores,
             self.rules,
             self.groups,
             self._gradients,
@@ -191,7 +193,7 @@ class ModelStates:
             gradients, self._gradients.accumulate, self._gradients.resume_accumulation, self._gradients.remeasure
         )
         self._access = Access(
-            self.homes,
+            self.stores,
             self._prefetcher,
             self._staged,
             begin_change=self._begin_change,
@@ -218,16 +220,16 @@ class ModelStates:
             self.state_dicts.adopt_states(stepped_flat)
         stepped = {item.parameter for flat in self.rules for item in flat.slices}
         self._undo += [guard_state(optimizer, stepped) for optimizer in stepped_flat]
-        for flat in self.homes:  # memory that user code shares with parameters has the values of before the loading
+        for flat in self.stores:  # memory that user code shares with parameters has the values of before the loading
             self._staged.push(flat)
         self._staged.unstage()
         self._access.open()  # at the end: an error before leaves ordinary parameters behind
 
     def _hook_model(self, module: nn.Module) -> None:
         """Hooks forwards and gradients."""
-        for flat in self.homes:
-            flat.fetch = partial(self._prefetcher.want, flat)
-        if is_compiled(module) and self.homes:
+        for flat in self.stores:
+            flat.fetch = partial(self._prefetcher.unshard, flat)
+        if is_compiled(module) and self.stores:
             log.warning(
                 "%s is compiled as a whole, so that all its weights are fetched together. To have a few on the device "
                 "at a time, compile its blocks (`block.compile()`) instead.",
@@ -244,7 +246,7 @@ class ModelStates:
         for index, (modules, flats) in enumerate(self.units):
             if flats:
                 self._undo += hook_unit(index, modules, self._prefetcher, summoned)
-        for flat in self.homes:
+        for flat in self.stores:
             for index, item in enumerate(flat.slices):
                 if flat in self.rules:
                     hook = partial(self._post_accumulate_grad, flat, index)
@@ -403,7 +405,7 @@ class ModelStates:
         self.state_dicts.before_change()
         self.drain()
         self._prefetcher.release_all()
-        lent = {flat: LentWeights(flat, home.borrow()) for flat, home in self.homes.items()}
+        lent = {flat: LentWeights(flat, store.checkout()) for flat, store in self.stores.items()}
         self._summoned = True
         try:
             for weights in lent.values():
@@ -418,8 +420,8 @@ class ModelStates:
             ending.raise_failure()
             for flat, weights in lent.items():
                 if not self.recorded:
-                    self.homes[flat].restore(weights.masters)
-                elif not self.homes[flat].holds(weights.masters):
+                    self.stores[flat].checkin(weights.masters)
+                elif not self.stores[flat].is_unchanged(weights.masters):
                     raise RuntimeError(
                         f"a hook changed weights of {flat.name}, which `recover=True` can't "
                         "repeat after a kill. Change them elsewhere, or set `recover=False`."
@@ -427,7 +429,7 @@ class ModelStates:
 
     def _pull_all(self) -> None:
         """Copies what user code has written to memory that it shares with parameters to their master weights."""
-        for flat in self.homes:
+        for flat in self.stores:
             self._staged.pull(flat)
 
     def _drain_flat(self, flat: FlatParameter) -> None:
@@ -559,7 +561,7 @@ class ModelStates:
         if ending.failure is not None:
             self._restore_model(ending)
         ending.raise_failure()
-        return OffloadedModel(self.units, self.homes, self.rules, self.groups, self._copies, self.scratch), masters
+        return OffloadedModel(self.units, self.stores, self.rules, self.groups, self._copies, self.scratch), masters
 
     def _end(self) -> None:
         """Ends threads and hooks, and frees all memory but the stored values.
@@ -572,7 +574,7 @@ class ModelStates:
         ending.run(self.state_dicts.remove)
         for handle in self._handles:
             handle.remove()
-        for flat in self.homes:
+        for flat in self.stores:
             flat.fetch = flat.refuse_fetch
         self._access.close()
         for undo in reversed(self._undo):  # some wrap the same attribute
@@ -581,7 +583,7 @@ class ModelStates:
         ending.run(self._copies.drain)
         ending.run(self._steps.close_journal)
         ending.run(self._steps.close)
-        for flat in self.homes:
+        for flat in self.stores:
             ending.run(self._prefetcher.release, flat)
         ending.run(self._gradients.free)  # before the whole weights need room
         if self._pool is not None:
@@ -595,8 +597,8 @@ class ModelStates:
         failed = self._restore_parameters(ending)
         kept = self.recorded and self._steps.end_record(ending)
         if self.recorded:
-            for flat, home in self.homes.items():
-                self._hand_over_states(flat, home, failed.get(flat), kept=kept)
+            for flat, store in self.stores.items():
+                self._hand_over_states(flat, store, failed.get(flat), kept=kept)
         ending.run(self._copies.close)
         if self.scratch is not None:
             ending.run(self._left.close_scratch, self.scratch, kept=kept)
@@ -616,17 +618,17 @@ class ModelStates:
         ahead = self._steps.revert_partial_steps()
         lost: list[str] = []
         failed: dict[FlatParameter, Exception] = {}
-        for flat, home in self.homes.items():
+        for flat, store in self.stores.items():
             try:
-                home.drain()
+                store.drain()
             except Exception as error:  # of a step that was not made; the weights are those before it
                 failed[flat] = error
-            if (unread := home.give_back()) is not None:
+            if (unread := store.restore_to_cpu()) is not None:
                 ending.run(_raise, unread)
                 lost.append(flat.name)
             if not self.recorded:
-                self._hand_over_states(flat, home, failed.get(flat), kept=False)
-            home.free_host_memory()
+                self._hand_over_states(flat, store, failed.get(flat), kept=False)
+            store.free_host_memory()
         notes = [f"these weights could not be read, and are NaN now: {describe(lost)}"] if lost else []
         if ahead:
             notes.append(f"the weights are not those of one step: one ahead of the others are {describe(ahead)}")
@@ -636,9 +638,11 @@ class ModelStates:
                 ending.failure.add_note(f"After that, {note}.")
         return failed
 
-    def _hand_over_states(self, flat: FlatParameter, home: Home, failed: Exception | None, *, kept: bool) -> None:
+    def _hand_over_states(
+        self, flat: FlatParameter, store: StateStore, failed: Exception | None, *, kept: bool
+    ) -> None:
         if flat in self.rules:
-            self._left.hand_over(home, self.rules[flat], self.groups[flat][0], failed, kept=kept)
+            self._left.hand_over(store, self.rules[flat], self.groups[flat][0], failed, kept=kept)
 
 
 def _raise(error: Exception) -> None:

@@ -18,11 +18,11 @@ from lightning_ssd.states.build import assemble, check_flats_apart
 from lightning_ssd.states.config import Setup
 from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.grouping import STAGED_FLAT_ELEMENTS, LaidOut, flat_groups, lay_out, make_flats
-from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.model_states import ModelStates, OffloadedModel
 from lightning_ssd.states.optimizers import FlatOptimizer, Groups, WholeOptimizer, groups_of
 from lightning_ssd.states.residency import UnitTiers, needs_master, off_device, planned_residents
-from lightning_ssd.states.state_storage import make_buffer, make_home, make_scratch
+from lightning_ssd.states.state_storage import make_buffer, make_scratch, make_store
+from lightning_ssd.states.state_store import StagedState, StateStore
 from lightning_ssd.states.units import find_units
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
@@ -64,7 +64,7 @@ def move_model_states(
     units = find_units(module, setup.config.units)
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items()}
-    movable = {item.parameter for flat in states.homes for item in flat.slices}
+    movable = {item.parameter for flat in states.stores for item in flat.slices}
     movable |= {
         parameter
         for parameter in offloadable
@@ -77,7 +77,7 @@ def move_model_states(
         offloaded = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
         laid_out: list[LaidOut] = []
         if offloaded and flats:
-            laid_out = [LaidOut(states.homes[flat].layout, states.rules.get(flat)) for flat in flats]
+            laid_out = [LaidOut(states.stores[flat].layout, states.rules.get(flat)) for flat in flats]
         elif offloaded:
             of_unit = make_flats(module, [unit], offloaded, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
             laid_out = [_lay_out(flat, groups, setup, states) for flat in of_unit]
@@ -113,12 +113,12 @@ def regroup_model_states(
     """
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items() if master in groups}
-    offloaded = {item.parameter: item.name for flat in states.homes for item in flat.slices}
+    offloaded = {item.parameter: item.name for flat in states.stores for item in flat.slices}
     if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
         raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
     wanted: list[list[_Placed]] = []
     for unit, (_, flats) in zip(find_units(module, setup.config.units), states.units, strict=True):
-        now = [_placed(states.homes[flat], states.rules.get(flat)) for flat in flats]
+        now = [_placed(states.stores[flat], states.rules.get(flat)) for flat in flats]
         if all(_stepped_alike(states, flat, groups) for flat in flats):
             wanted.append(now)
         else:
@@ -129,7 +129,7 @@ def regroup_model_states(
             laid_out = [_lay_out(flat, groups, setup, states) for flat in made]
             wanted.append([_Placed(item.layout, item.rule, tier, tier) for item in laid_out])
     gradients: dict[nn.Parameter, Tensor] = {}
-    unstepped = [item.parameter for flat in states.homes if flat not in states.rules for item in flat.slices]
+    unstepped = [item.parameter for flat in states.stores if flat not in states.rules for item in flat.slices]
     if states.accumulating or any(parameter.grad is not None for parameter in unstepped):
         with states.full_grads():
             gradients = {p: p.grad.float().cpu() for p in offloaded if p.grad is not None and p in groups}
@@ -152,16 +152,16 @@ class _Placed(LaidOut):
 
     Attributes:
         weights: tier of its compute weights.
-        rest: tier of its other values.
+        opt_state: tier of its other values.
     """
 
     weights: OffloadTierName
-    rest: OffloadTierName
+    opt_state: OffloadTierName
 
 
-def _placed(home: Home, rule: FlatOptimizer | None) -> _Placed:
-    weights, rest = home.on_ssd
-    return _Placed(home.layout, rule, "ssd" if weights else "host", "ssd" if rest else "host")
+def _placed(store: StateStore, rule: FlatOptimizer | None) -> _Placed:
+    weights, opt_state = store.on_ssd
+    return _Placed(store.layout, rule, "ssd" if weights else "host", "ssd" if opt_state else "host")
 
 
 @contextlib.contextmanager
@@ -185,13 +185,13 @@ def _stepped_alike(states: ModelStates, flat: FlatParameter, groups: Groups) -> 
 
 def _lay_out(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates) -> LaidOut:
     """Lays out a new flat parameter, with two versions if others have two."""
-    two_versions = any(home.layout.slots == 2 for home in states.homes.values())
+    two_versions = any(store.layout.versions == 2 for store in states.stores.values())
     return lay_out(flat, groups, setup, two_versions=two_versions)
 
 
 def _choose_places(wanted: Sequence[Sequence[_Placed]], budget: int | None, setup: Setup) -> MemoryPlan:
     every = [item for of_unit in wanted for item in of_unit]
-    tiers = [(item.weights, item.rest) for item in every]
+    tiers = [(item.weights, item.opt_state) for item in every]
     return choose_places([item.layout for item in every], "auto", budget, shared=setup.shares_gradients, given=tiers)
 
 
@@ -210,7 +210,7 @@ def _remake(
     if budget is not None and setup.storage.host_memory == "auto":
         budget += states.host_bytes  # it is not available memory, and can be used
     places = _choose_places(wanted, budget, setup)
-    offloaded = {item.parameter for flat in states.homes for item in flat.slices}
+    offloaded = {item.parameter for flat in states.stores for item in flat.slices}
     check_flats_apart((item.flat for of_unit in wanted for item in of_unit), device, known=offloaded)
     states.drain()
     scratch = states.scratch
@@ -231,7 +231,7 @@ def _remake(
         move.relocate(wanted)
         places = _choose_places(move.flats, None, setup)
         moved = move.finish(places)
-        in_flats = {item.parameter for flat in moved.homes for item in flat.slices}
+        in_flats = {item.parameter for flat in moved.stores for item in flat.slices}
         states = assemble(
             module,
             optimizers,
@@ -284,13 +284,15 @@ class _Move:
     ) -> None:
         self.masters = dict(masters)
         self._model = model
-        self._homes = dict(model.homes)
+        self._stores = dict(model.stores)
         self._owners = {flat: optimizer for flat, (optimizer, _) in model.groups.items()}
         """Optimizers that have the states of flat parameters on the device."""
-        self.flats = [[_placed(self._homes[flat], model.rules.get(flat)) for flat in flats] for _, flats in model.units]
+        self.flats = [
+            [_placed(self._stores[flat], model.rules.get(flat)) for flat in flats] for _, flats in model.units
+        ]
         self._scratch = scratch
-        for home in self._homes.values():
-            home.scratch = scratch
+        for store in self._stores.values():
+            store.scratch = scratch
         self._groups = groups
         self._device = device
         self._pin = device.type == "cuda"
@@ -300,8 +302,8 @@ class _Move:
         """Gives staging and the window of prefetched weights other sizes, in bytes; nothing is staged."""
         if self._scratch is not None:
             self._scratch = self._scratch.with_memory(window, staging, pin=self._pin)
-        for home in self._homes.values():
-            home.scratch = self._scratch
+        for store in self._stores.values():
+            store.scratch = self._scratch
 
     def regroup(self, wanted: Sequence[Sequence[_Placed]]) -> None:
         """Regroups the parameters of units into other flat parameters, through host memory."""
@@ -329,7 +331,7 @@ class _Move:
         Args:
             places: tiers and memory of the flat parameters.
         """
-        self.resize_staging(places.staging, places.window)
+        self.resize_staging(places.staging, places.param_staging)
         if self._scratch is not None and not places.ssd:
             self._scratch.close()
             self._scratch = None
@@ -340,7 +342,7 @@ class _Move:
                 (modules, [item.flat for item in of_unit])
                 for (modules, _), of_unit in zip(self._model.units, self.flats, strict=True)
             ],
-            {item.flat: self._homes[item.flat] for item in every},
+            {item.flat: self._stores[item.flat] for item in every},
             {item.flat: item.rule for item in every if item.rule is not None},
             flat_groups((item.flat for item in every), self._groups),
             self._model.copies,
@@ -352,30 +354,30 @@ class _Move:
         if not wanted or not self.flats[number]:
             return
         for index, (now, then) in enumerate(zip(self.flats[number], wanted, strict=True)):
-            layout, home = now.layout, self._homes[now.flat]
+            layout, store = now.layout, self._stores[now.flat]
             with contextlib.ExitStack() as undo:
-                make = partial(make_buffer, tier=tier, scratch=self._scratch, undo=undo, slots=layout.slots)
-                weights = rest = None
+                make = partial(make_buffer, tier=tier, scratch=self._scratch, undo=undo, versions=layout.versions)
+                weights = opt_state = None
                 if then.weights == tier != now.weights:
                     weights = make(layout.flat.nbytes, pin=self._pin)
-                if then.rest == tier != now.rest:
-                    rest = make(layout.rest_bytes, pin=False)
-                if weights is not None or rest is not None:
-                    home.move(weights, rest)
+                if then.opt_state == tier != now.opt_state:
+                    opt_state = make(layout.opt_state_bytes, pin=False)
+                if weights is not None or opt_state is not None:
+                    store.move(weights, opt_state)
                 undo.pop_all()
-            self.flats[number][index] = _placed(home, now.rule)
+            self.flats[number][index] = _placed(store, now.rule)
 
     def _from_device(self, number: int, wanted: Sequence[_Placed]) -> None:
         """Offloads a unit that is on the device."""
         if self.flats[number] or not wanted:
             return
-        homes: dict[FlatParameter, Home] = {}
+        stores: dict[FlatParameter, StateStore] = {}
         with contextlib.ExitStack() as undo:
             for item in wanted:
-                tiers = (item.weights, item.rest)
-                homes[item.flat] = make_home(item.layout, tiers, self._scratch, self._model.copies, undo)
+                tiers = (item.weights, item.opt_state)
+                stores[item.flat] = make_store(item.layout, tiers, self._scratch, self._model.copies, undo)
             for item in wanted:
-                self._fill(homes[item.flat], item.rule)
+                self._fill(stores[item.flat], item.rule)
             undo.pop_all()
         for item in wanted:
             for slice_ in item.flat.slices:
@@ -385,21 +387,21 @@ class _Move:
                 if parameter in self._groups and not isinstance(item.rule, WholeOptimizer):
                     self._groups[parameter][0].state.pop(parameter, None)
             item.flat.adopt()
-        self._homes |= homes
+        self._stores |= stores
         self.flats[number] = list(wanted)
 
-    def _fill(self, home: Home, rule: FlatOptimizer | None) -> None:
+    def _fill(self, store: StateStore, rule: FlatOptimizer | None) -> None:
         """Copies a flat parameter's values from the device to its empty store, and waits for it."""
-        parameters = [slice_.parameter for slice_ in home.flat.slices]
+        parameters = [slice_.parameter for slice_ in store.flat.slices]
 
-        def load_states(values: Opened) -> None:
+        def load_states(values: StagedState) -> None:
             for index, parameter in enumerate(parameters):
                 if rule is not None and not isinstance(rule, WholeOptimizer):
                     state = self._groups[parameter][0].state.get(parameter, {})
                     rule.load_state(index, _copy_state(state, torch.device("cpu")), values)
 
-        home.store([self.masters.get(parameter, parameter.data) for parameter in parameters], load_states)
-        home.drain()
+        store.assign([self.masters.get(parameter, parameter.data) for parameter in parameters], load_states)
+        store.drain()
 
     def _to_device(self, number: int, wanted: Sequence[_Placed]) -> None:
         """Moves a unit to the device, with its optimizer states."""
@@ -417,7 +419,7 @@ class _Move:
                 self._owners[flat].state[parameter] = state
             self.masters |= masters
             flat.attached = False
-            self._homes.pop(flat).free()
+            self._stores.pop(flat).free()
         self.flats[number] = []
 
     def _bring(
@@ -427,11 +429,11 @@ class _Move:
         weights: dict[nn.Parameter, Tensor] = {}
         masters: dict[nn.Parameter, Tensor] = {}
         states: dict[nn.Parameter, dict[str, Any]] = {}
-        home = self._homes[item.flat]
-        staged = home.open().result()
+        store = self._stores[item.flat]
+        staged = store.stage().result()
         try:
             whole = staged.masters()
-            for index, slice_ in enumerate(home.flat.slices):
+            for index, slice_ in enumerate(store.flat.slices):
                 parameter, values = slice_.parameter, slice_.of(whole)
                 weights[parameter] = values.to(self._device, slice_.dtype, copy=True)
                 if slice_.dtype == torch.bfloat16 and parameter in self._groups:
@@ -441,7 +443,7 @@ class _Move:
                     options = {} if optimizer is None else optimizer.param_groups[group]
                     states[parameter] = self._state_on_device(state, options)
         finally:
-            home.close(staged, changed=False)
+            store.unstage(staged, changed=False)
         return weights, masters, states
 
     def _state_on_device(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -457,9 +459,9 @@ class _Move:
             if self._scratch is not None:
                 stack.callback(self._scratch.close)
             stack.callback(self._model.copies.close)
-            for home in self._homes.values():
-                stack.callback(home.free)
-                stack.callback(home.give_back)
+            for store in self._stores.values():
+                stack.callback(store.free)
+                stack.callback(store.restore_to_cpu)
 
 
 def _check_moves(flat: FlatParameter) -> None:

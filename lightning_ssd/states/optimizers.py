@@ -1,4 +1,4 @@
-"""The user's optimizer on the host's flats: its class, its settings as they are now, its state by the same names."""
+"""The user's optimizer on flat parameters in host memory: same class, same options, states of the same names."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -21,8 +21,8 @@ from lightning_ssd.states.adam import (
     torchs_step,
 )
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Opened
 from lightning_ssd.states.split import join, split
+from lightning_ssd.states.state_store import StagedState
 
 Options = Mapping[str, Any]
 """A parameter group without its parameters."""
@@ -32,10 +32,14 @@ Groups = Mapping[nn.Parameter, tuple[Optimizer, int]]
 
 
 class FlatOptimizer(ABC):
-    """How one optimizer class steps a flat.
+    """An optimizer class, applied to one flat parameter in host memory.
+
+    Threads: `step`, `commit` where `OptimizerStep` says; all others on the training thread, while no step is under way.
+
+    Ownership: staged values and the gradient belong to the optimizer during a call only.
 
     Args:
-        flat: what it steps.
+        flat: the flat parameter.
     """
 
     def __init__(self, flat: FlatParameter) -> None:
@@ -43,55 +47,57 @@ class FlatOptimizer(ABC):
 
     @abstractmethod
     def state_names(self, options: Options) -> tuple[str, ...]:
-        """Returns the names of the states that have an fp32 element for each weight."""
+        """Returns the names of optimizer states that have an fp32 element for each weight."""
 
     @abstractmethod
-    def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
-        """Makes a step, to be made known by `commit`, of the master weights, and rounds them to the compute weights.
+    def step(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+    ) -> None:
+        """Computes a step of the master weights, which counts from `commit` on, and rounds them to compute weights.
 
         Args:
-            options: the parameter group's settings.
-            opened: the flat's values; the new ones are put in `opened.out`.
+            options: options of the parameter group.
+            staged: values of the flat parameter; new values are put in `staged.out`.
             gradient: `flat.numel` elements in any floating dtype.
-            has: of each parameter, whether it has a gradient; those without are left alone, as torch does.
-            scale: what the gradient, taken to fp32, is multiplied with.
+            has_grad: for each parameter, whether it has a gradient; the others are not stepped, as in torch.
+            scale: the gradient, converted to fp32, is multiplied with it.
         """
 
-    def commit(self, has: Sequence[bool]) -> None:
-        """The last step counts; `has` is what it was given."""
+    def commit(self, has_grad: Sequence[bool]) -> None:
+        """Counts the last step, which had gradients of these parameters."""
         return None
 
     def revert(self) -> None:
-        """Takes the last `commit` back, where a step can be taken back."""
+        """Rolls the last `commit` back, if a step can be rolled back."""
         return None
 
     def kept(self) -> object:
-        """Returns what `take_over` wants, to go on from the values that the flat has."""
+        """Returns data that `take_over` needs, to resume with the stored values."""
         raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
 
     def take_over(self, kept: object) -> None:
-        """Goes on from what `kept` returned in another process."""
+        """Resumes with data that `kept` has returned in another process."""
         raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
 
     @abstractmethod
-    def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
+    def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
         """Returns the state of parameter `index` as torch's optimizer would keep it; tensors may be views."""
 
     @abstractmethod
-    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
-        """Takes a state over that torch's optimizer (or `state_of`) made."""
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
+        """Loads the state of parameter `index` that torch's optimizer (or `state_of`) has made."""
 
 
 class ElementwiseOptimizer(FlatOptimizer):
     """AdamW, Adam and SGD, whose step of one element does not depend on others: in chunks, with torch's bits.
 
-    The implementation that torch would take (for-loop, foreach or fused) is followed, so that on a CPU the numbers are
-    those of the user's optimizer. In the fused kernels the last elements of a parameter have other roundings: chunks
+    The implementation that torch would choose (for-loop, foreach or fused) is followed, so that on a CPU the numbers
+    are those of the user's optimizer. The fused kernels round the last elements of a parameter differently: chunks
     never span two parameters.
     """
 
-    #: Elements of a chunk: 4 MiB of fp32. A multiple of every vector width.
     CHUNK = 2**20
+    """Elements of a chunk: 4 MiB of fp32. A multiple of every vector width."""
 
     def __init__(self, flat: FlatParameter) -> None:
         super().__init__(flat)
@@ -99,24 +105,26 @@ class ElementwiseOptimizer(FlatOptimizer):
         self._steps_before = self._steps
         self._device = flat.device
 
-    def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+    def step(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+    ) -> None:
         if self._device.type != "cpu":  # what torch offers for the GPU's implementation alone
             options = {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
-        if missing := [name for name in self.state_names(options) if name not in opened.states]:
+        if missing := [name for name in self.state_names(options) if name not in staged.states]:
             raise RuntimeError(
                 f"the optimizer of {self.flat.name} needs {', '.join(missing)} now, which it did not need at the "
                 "start of the training. Set `momentum` or `amsgrad` from the start."
             )
-        if opened.out is not opened and not all(has):
-            opened.out.copy(opened)
+        if staged.out is not staged and not all(has_grad):
+            staged.out.copy(staged)
         indices: dict[int, list[int]] = {}
         for index, steps in enumerate(self._steps):
-            if has[index]:
+            if has_grad[index]:
                 indices.setdefault(steps, []).append(index)
         for steps, parameters in indices.items():
-            self._step_parameters(options, opened, gradient, parameters, steps, scale)
-        if not all(has):
-            opened.out.round()
+            self._step_parameters(options, staged, gradient, parameters, steps, scale)
+        if not all(has_grad):
+            staged.out.round()
 
     def kept(self) -> list[int]:
         return list(self._steps)
@@ -127,19 +135,19 @@ class ElementwiseOptimizer(FlatOptimizer):
     def revert(self) -> None:
         self._steps = self._steps_before
 
-    def commit(self, has: Sequence[bool]) -> None:
+    def commit(self, has_grad: Sequence[bool]) -> None:
         self._steps_before = self._steps
-        self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has, strict=True)]
+        self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has_grad, strict=True)]
 
-    def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
+    def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
         if self._steps[index] == 0:
             return {}
         item = self.flat.slices[index]
-        return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in opened.states.items()}
+        return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in staged.states.items()}
 
-    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         item = self.flat.slices[index]
-        for name, row in opened.states.items():
+        for name, row in staged.states.items():
             if (value := state.get(name)) is not None:
                 item.of(row).copy_(value)
             else:
@@ -147,14 +155,20 @@ class ElementwiseOptimizer(FlatOptimizer):
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
     def _step_parameters(
-        self, options: Options, opened: Opened, gradient: Tensor, parameters: Sequence[int], steps: int, scale: float
+        self,
+        options: Options,
+        staged: StagedState,
+        gradient: Tensor,
+        parameters: Sequence[int],
+        steps: int,
+        scale: float,
     ) -> None:
-        """Makes a step of parameters that have made `steps` so far.
+        """Steps parameters that have made `steps` steps so far.
 
         Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
         the master weights to the compute weights.
         """
-        out = opened.out
+        out = staged.out
         for item in (self.flat.slices[index] for index in parameters):
             for low in range(item.start, item.start + item.numel, self.CHUNK):
                 chunk = slice(low, min(low + self.CHUNK, item.start + item.numel))
@@ -163,19 +177,19 @@ class ElementwiseOptimizer(FlatOptimizer):
                     part = part * scale
                 elif options["foreach"] and part.data_ptr() == gradient[chunk].data_ptr():
                     part = part.clone()  # which changes its gradients, and a step may be made again
-                if out is not opened:
+                if out is not staged:
                     for name, values in out.states.items():
-                        values[chunk].copy_(opened.states[name][chunk])
+                        values[chunk].copy_(staged.states[name][chunk])
                 states = {name: values[chunk] for name, values in out.states.items()}
-                if opened.low is not None and out.low is not None:
-                    master = join(opened.weights[chunk], opened.low[chunk])
+                if staged.low is not None and out.low is not None:
+                    master = join(staged.weights[chunk], staged.low[chunk])
                     self._torchs_step(options, master, part, states, steps)
                     split(master, out.weights[chunk], out.low[chunk])
                 else:
-                    assert opened.master is not None and out.master is not None
+                    assert staged.master is not None and out.master is not None
                     master = out.master[chunk]
-                    if out is not opened:
-                        master.copy_(opened.master[chunk])
+                    if out is not staged:
+                        master.copy_(staged.master[chunk])
                     self._torchs_step(options, master, part, states, steps)
                     if out.master is not out.weights:
                         out.weights[chunk].copy_(master)
@@ -184,7 +198,7 @@ class ElementwiseOptimizer(FlatOptimizer):
     def _torchs_step(
         self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
     ) -> None:
-        """Makes a step of whole fp32 weights in place, with torch's own function."""
+        """Steps whole fp32 weights in place, with torch's own function."""
 
     def _step_state(self, step: int) -> dict[str, Any]:
         return {"step": torch.tensor(float(step), dtype=torch.float32)}
@@ -197,46 +211,52 @@ class AdamOptimizer(ElementwiseOptimizer):
         super().__init__(flat)
         self._compiled = compiled
         self._items: dict[tuple[AdamKernel, tuple[int, ...]], Tensor] = {}
-        """Work on some parameters: mostly on all of them, in every step."""
+        """The kernel's work list for the parameters of the last step, which are mostly all of them."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def _step_parameters(
-        self, options: Options, opened: Opened, gradient: Tensor, parameters: Sequence[int], steps: int, scale: float
+        self,
+        options: Options,
+        staged: StagedState,
+        gradient: Tensor,
+        parameters: Sequence[int],
+        steps: int,
+        scale: float,
     ) -> None:
-        name = self._function(opened, gradient)
+        name = self._function(staged, gradient)
         implementation = implementation_of(options, self._device)
         settings = settings_of(options, implementation, steps + 1, scale)
         kernel: AdamKernel | None = None
         if self._compiled and name is not None and settings is not None:
             kernel = exact_kernel(implementation) if self._device.type == "cpu" else any_kernel()
         if kernel is None or name is None or settings is None:
-            super()._step_parameters(options, opened, gradient, parameters, steps, scale)
+            super()._step_parameters(options, staged, gradient, parameters, steps, scale)
             return
         key = kernel, tuple(parameters)
         if key not in self._items:
             slices = (self.flat.slices[index] for index in parameters)
             self._items = {key: kernel.items((item.start, item.numel) for item in slices)}
-        values = [array for of in (opened, opened.out) for array in self._arrays(of)]
+        values = [array for of in (staged, staged.out) for array in self._arrays(of)]
         kernel.step(name, self._items[key], (*values, gradient), settings)
 
     @staticmethod
-    def _arrays(opened: Opened) -> tuple[Tensor, ...]:
+    def _arrays(staged: StagedState) -> tuple[Tensor, ...]:
         """Returns a flat's arrays in the order of the functions in adam.c."""
-        kept = opened.low if opened.low is not None else opened.master
+        kept = staged.low if staged.low is not None else staged.master
         assert kept is not None
-        return opened.weights, kept, opened.states["exp_avg"], opened.states["exp_avg_sq"]
+        return staged.weights, kept, staged.states["exp_avg"], staged.states["exp_avg_sq"]
 
-    def _function(self, opened: Opened, gradient: Tensor) -> str | None:
+    def _function(self, staged: StagedState, gradient: Tensor) -> str | None:
         """Returns the name of the function in adam.c for these dtypes."""
         kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
         kind = kinds.get(gradient.dtype)
-        if opened.master is opened.weights and kind == "fp32":
+        if staged.master is staged.weights and kind == "fp32":
             return "adam_fp32"
-        if opened.weights.dtype != torch.bfloat16 or kind is None:
+        if staged.weights.dtype != torch.bfloat16 or kind is None:
             return None
-        return f"adam_whole_{kind}" if opened.low is None else f"adam_split_{kind}"
+        return f"adam_whole_{kind}" if staged.low is None else f"adam_split_{kind}"
 
     def _torchs_step(
         self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
@@ -250,9 +270,9 @@ class SGDOptimizer(ElementwiseOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("momentum_buffer",) if options["momentum"] else ()
 
-    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
-        super().load_state(index, state, opened)
-        if opened.states and state.get("momentum_buffer") is None:  # torch's has made no step with momentum
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
+        super().load_state(index, state, staged)
+        if staged.states and state.get("momentum_buffer") is None:  # torch's has made no step with momentum
             self._steps[index] = 0
 
     def _torchs_step(
@@ -273,9 +293,9 @@ _SGD_OPTIONS = ("foreach", "fused", "weight_decay", "momentum", "lr", "dampening
 
 
 class GenericOptimizer(FlatOptimizer):
-    """Any other optimizer that steps each parameter on its own: its own `step`, on the flat's host tensors.
+    """Any other optimizer that steps each parameter on its own: its own `step`, on tensors in host memory.
 
-    Its states, whatever they are, stay in host memory, and a step can't be taken back.
+    Its states, of any kind, stay in host memory, and a step can't be rolled back.
     """
 
     def __init__(self, flat: FlatParameter, optimizer: Optimizer) -> None:
@@ -293,44 +313,48 @@ class GenericOptimizer(FlatOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
 
-    def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
-        masters = opened.masters()
-        for item, parameter, has_gradient in zip(self.flat.slices, self._parameters, has, strict=True):
+    def step(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+    ) -> None:
+        masters = staged.masters()
+        for item, parameter, has_gradient in zip(self.flat.slices, self._parameters, has_grad, strict=True):
             parameter.data = item.of(masters)
             parameter.grad = item.of(gradient).float() * scale if has_gradient else None
         if self._on_gpu and "capturable" in options:  # it is for parameters on a GPU
             options = {**options, "capturable": False}
         self._optimizer.param_groups = [{**options, "params": self._parameters}]
         _own_step(type(self._optimizer))(self._optimizer)
-        opened.take(masters)
+        staged.set_masters(masters)
         for parameter in self._parameters:
             parameter.grad = None
 
-    def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
+    def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
         return dict(self._optimizer.state[self._parameters[index]])
 
-    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         self._optimizer.state[self._parameters[index]] = dict(state)
 
 
 class WholeOptimizer(FlatOptimizer):
-    """Of an optimizer that is stepped whole (see `WholeStep`): its states are in host memory, in `Optimizer.state`."""
+    """An optimizer that is stepped whole (see `WholeStep`): its states are in host memory, in `Optimizer.state`."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
 
-    def step(self, options: Options, opened: Opened, gradient: Tensor, has: Sequence[bool], scale: float) -> None:
+    def step(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+    ) -> None:
         raise AssertionError("an optimizer that is stepped whole steps no flat")
 
-    def state_of(self, index: int, opened: Opened) -> dict[str, Any]:
+    def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
         return {}
 
-    def load_state(self, index: int, state: Mapping[str, Any], opened: Opened) -> None:
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
         assert not state
 
 
 def _own_step(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """Returns the `step` of a class without what torch puts around it: hooks run once, around the user's `step`."""
+    """Returns the `step` of a class without torch's wrapper: hooks run once, around the user's `step`."""
     step: Any = cls.step
     return cast(Callable[[Optimizer], object], step.__wrapped__ if getattr(step, "hooked", False) else step)
 
@@ -344,7 +368,7 @@ _REGISTERED: set[type[Optimizer]] = {
 
 
 def register_optimizer(cls: type[Optimizer]) -> type[Optimizer]:
-    """Says that an optimizer class steps each parameter on its own, so that its steps overlap with backward.
+    """Registers an optimizer class that steps each parameter on its own, so that its steps overlap with backward.
 
     Offloaded parameters are stepped one part of the model after the other. That gives the numbers of plain training if
     `step` computes the new values of a parameter from its own weight, gradient and state, and from the settings of its

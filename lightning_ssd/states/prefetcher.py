@@ -1,15 +1,16 @@
-"""Weights on the device around their use: fetched ahead in recorded order, within a byte budget, and released.
+"""Prefetch of weights: on the device around their use, in recorded order, within a byte budget.
 
-A *use* is a unit whose forward begins, or whose saved weights backward wants. The uses of the last micro-batch tell
-what comes next: from the present use on, as many units as the budget holds are kept or fetched, and the rest is
-released (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time, never numbers.
+A *use* of a unit is its forward, or a saved weight that backward unpacks. The uses of the last micro-batch predict
+those of this one: from the present use on, as many units as the budget holds are kept or prefetched, and the others
+are evicted (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time, never numbers.
 
-Threads: the training thread and, in backward, autograd's thread of the device. Both may come at once, since operations
-on the CPU that saved weights are run by the training thread meanwhile: every public method takes the lock. A thread
-that holds it waits for steps, reads and copies only, whose threads never take it.
+Threads: the training thread and, in backward, autograd's thread of the device. Both may call at once, since the
+training thread runs operations on the CPU that have saved weights: every public method takes the lock. Its holder waits
+for steps, reads and copies only, whose threads never take it.
 
-Ownership: the memory of a resident flat belongs to the copy in until its mark is reached, which the compute stream is
-ordered after before a use; from `users` or `_nodes` on to the running operation; and to `release` after that.
+Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
+which the compute stream waits for before a use; then to the running operations, which `users` and `_nodes` count;
+and to `release` after that.
 """
 
 import contextlib
@@ -23,25 +24,25 @@ import torch
 from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.spans import wait_for
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Home
+from lightning_ssd.states.state_store import StateStore
 
 
 class ParamPrefetcher:
-    """Fetches and releases the flats of units.
+    """Fetches and evicts the flat parameters of units.
 
     Args:
-        units: of each unit, its flats.
-        homes: where each flat lives.
+        units: flat parameters of each unit.
+        stores: where the values of each flat parameter are stored.
         copies: copies of the device.
-        budget: bytes of the device that compute weights may take; the units in use at one time stay, whatever it is.
-        unstage: takes back what is staged on the host for other code; called before weights are fetched.
-        pull: takes over what user code has written to memory that it shares with a flat; called before its use.
+        budget: bytes of the device that compute weights may take; units in use stay in any case.
+        unstage: unstages what user code has staged on the host; called before weights are fetched.
+        pull: adopts what user code has written to memory that it shares with a flat parameter; called before its use.
     """
 
     def __init__(
         self,
         units: Sequence[Sequence[FlatParameter]],
-        homes: Mapping[FlatParameter, Home],
+        stores: Mapping[FlatParameter, StateStore],
         copies: CopyEngine,
         budget: int,
         unstage: Callable[[], None],
@@ -50,17 +51,17 @@ class ParamPrefetcher:
         self._units = units
         self._unit_of = {flat: index for index, flats in enumerate(units) for flat in flats}
         self._nbytes = [sum(flat.nbytes for flat in flats) for flats in units]
-        self._homes = homes
+        self._stores = stores
         self._copies = copies
         self._budget = budget
         self._unstage = unstage
         self._pull = pull
         self._loads: dict[FlatParameter, _Load] = {}
-        """Of every flat that is resident."""
+        """Loads of the resident flat parameters."""
         self._entered = [0] * len(units)
-        """How often each unit's forward has begun in this micro-batch, backward's own recomputation not counted."""
+        """Forwards of each unit in this micro-batch; recomputation in backward is not counted."""
         self._nodes: dict[int, _RunningNode] = {}
-        """Of each thread in backward, the autograd node that it runs."""
+        """The autograd node that each thread in backward runs."""
         self._retired: set[FlatParameter] = set()
         forward = list(range(len(units)))
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
@@ -70,10 +71,10 @@ class ParamPrefetcher:
         self._uses: list[int] = []
         self._cursor = 0
         self._lock = threading.RLock()
-        """Guards all of the above and `users` of the flats. A fetch may call back for what is staged on the host."""
+        """Guards the fields above, and `users` of flat parameters. Reentrant: `unstage` and `pull` may call back."""
 
     def begin(self, kind: str) -> None:
-        """A micro-batch begins: `kind` is "train" or "evaluate"."""
+        """Begins a micro-batch; `kind` is "train" or "evaluate"."""
         with self._lock:
             if self._uses:
                 self._expected[self._kind] = self._uses
@@ -84,8 +85,8 @@ class ParamPrefetcher:
             self._uses = []
             self._cursor = 0
 
-    def enter(self, unit: int) -> None:
-        """The forward of `unit` begins; returns when the compute stream is ordered after its weights' arrival."""
+    def pre_forward(self, unit: int) -> None:
+        """Begins a forward of `unit`; returns when the compute stream is ordered after the prefetch of its weights."""
         with self._lock:
             for flat in self._units[unit]:
                 flat.users += 1
@@ -93,22 +94,22 @@ class ParamPrefetcher:
             self._entered[unit] += torch._C._current_graph_task_id() == -1
             self._use(unit)
 
-    def exit(self, unit: int) -> None:
-        """The forward of `unit` has ended, or failed."""
+    def post_forward(self, unit: int) -> None:
+        """Ends a forward of `unit`, also one that has failed."""
         with self._lock:
             for flat in self._units[unit]:
                 flat.users -= 1
 
     @contextlib.contextmanager
     def hold(self, flats: Iterable[FlatParameter], *, record: bool) -> Iterator[None]:
-        """Keeps the weights of `flats`, of any units, on the device while an operator outside of their forwards runs.
+        """Keeps flat parameters of any units resident while an operator outside of their forwards runs.
 
         Args:
-            flats: whose weights; fetched if they are not resident.
-            record: whether the use belongs to the micro-batch, whose order of uses is expected of the next one, too.
+            flats: fetched if they are not resident.
+            record: whether the next micro-batch is expected to use them, too.
 
         Raises:
-            RuntimeError: their step has begun.
+            RuntimeError: the step of one has begun.
         """
         held: list[FlatParameter] = []
         try:
@@ -131,18 +132,18 @@ class ParamPrefetcher:
                     flat.users -= 1
 
     def entered_once(self, flat: FlatParameter) -> bool:
-        """Whether the forward of the flat's unit has begun once in this micro-batch."""
+        """Whether the unit of `flat` has had one forward in this micro-batch."""
         return self._entered[self._unit_of[flat]] == 1
 
-    def want(self, flat: FlatParameter) -> None:
-        """Backward is given a saved weight of `flat`, or something is computed with a weight of it, at once.
+    def unshard(self, flat: FlatParameter) -> None:
+        """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.
 
         Raises:
-            RuntimeError: the weights were stepped already.
+            RuntimeError: its step has begun.
         """
         with self._lock:
             self.check(flat)
-            if not flat.mixed:  # else plain training's backward has the values that the forward has cast
+            if not flat.mixed:  # else backward needs the values that the forward has cast
                 self._pull(flat)
             unit = self._unit_of[flat]
             node = torch._C._current_autograd_node()
@@ -155,7 +156,7 @@ class ParamPrefetcher:
             self._use(unit)
 
     def check(self, flat: FlatParameter) -> None:
-        """Raises RuntimeError if the step of `flat` has begun: its weights are of the past."""
+        """Raises RuntimeError if the step of `flat` has begun: its weights are not those of the forward."""
         if flat in self._retired:
             raise RuntimeError(
                 f"the weights of {flat.name} are used after their gradient was complete and their step had begun, in "
@@ -163,23 +164,23 @@ class ParamPrefetcher:
             )
 
     def retire(self, flat: FlatParameter) -> None:
-        """The step of `flat` begins: what is on the device is of the past, and is not fetched before `renew`."""
+        """Evicts `flat`, whose step begins; it is not fetched before `renew`."""
         with self._lock:
             self._retired.add(flat)
             self.release(flat)
 
     def renew(self) -> None:
-        """The step is made, or on its way: weights are fetched again, each once its step is done."""
+        """Ends a step: retired flat parameters are fetched again, each once its step is done."""
         with self._lock:
             self._retired.clear()
 
     def prefetch(self) -> None:
-        """Begins to fetch what comes next."""
+        """Starts to fetch the units that are used next."""
         with self._lock:
-            self._fill(self._window())
+            self._prefetch(self._lookahead())
 
     def release(self, flat: FlatParameter) -> None:
-        """Takes the device's memory away; another fetch brings what the home has by then."""
+        """Evicts `flat`; a later fetch copies the values that are stored then."""
         with self._lock:
             load = self._loads.pop(flat, None)
             if load is not None:
@@ -189,22 +190,22 @@ class ParamPrefetcher:
                     flat.release()
 
     def release_all(self) -> None:
-        """Releases everything; nothing is in use."""
+        """Evicts all flat parameters; none is in use."""
         with self._lock:
             for flat in list(self._loads):
                 self.release(flat)
 
     def wait(self, flat: FlatParameter) -> None:
-        """Orders the compute stream after the arrival of `flat`, if it is resident."""
+        """Orders the compute stream after the prefetch of `flat`, if it is resident."""
         with self._lock:
             if flat in self._loads:
                 self._loads[flat].wait()
 
     def _hold_resident(self, unit: int) -> None:
-        """Makes `unit` resident; units that are not expected soon are evicted for it."""
+        """Makes `unit` resident, and evicts units that are not expected soon."""
         if any(flat not in self._loads for flat in self._units[unit]):
-            expected = self._window()
-            for flat in [flat for flat in self._loads if self._may_leave(flat, expected)]:
+            expected = self._lookahead()
+            for flat in [flat for flat in self._loads if self._is_evictable(flat, expected)]:
                 self.release(flat)
             self._fetch(unit)
         for flat in self._units[unit]:
@@ -216,17 +217,17 @@ class ParamPrefetcher:
             expected = self._expected[self._kind]
             if unit in expected[self._cursor :]:
                 self._cursor = expected.index(unit, self._cursor) + 1
-            wanted = self._window()
-            for flat in [flat for flat in self._loads if self._may_leave(flat, wanted)]:
+            wanted = self._lookahead()
+            for flat in [flat for flat in self._loads if self._is_evictable(flat, wanted)]:
                 self.release(flat)
-            self._fill(wanted)  # the unit itself is the first
+            self._prefetch(wanted)  # the unit itself is the first
         else:
             self._fetch(unit)
         for flat in self._units[unit]:
             self.wait(flat)
 
-    def _window(self) -> list[int]:
-        """Returns the units of the last use and of those to come that the budget holds, soonest first."""
+    def _lookahead(self) -> list[int]:
+        """Returns the unit of the last use and the next ones that the budget holds, in the order of their use."""
         expected = self._expected[self._kind]
         units = dict.fromkeys(self._uses[-1:])
         taken = sum(self._nbytes[unit] for unit in units)
@@ -239,7 +240,7 @@ class ParamPrefetcher:
             units[unit] = None
         return list(units)
 
-    def _fill(self, wanted: Sequence[int]) -> None:
+    def _prefetch(self, wanted: Sequence[int]) -> None:
         for unit in wanted:
             self._fetch(unit)
 
@@ -248,23 +249,23 @@ class ParamPrefetcher:
             if flat not in self._loads and flat not in self._retired:
                 self._unstage()
                 target = flat.allocate()
-                # The memory is the compute stream's: nothing is copied in before that is done with its last owner.
-                arrived = self._homes[flat].copy_in(target, self._copies.mark())
+                # The memory belongs to the compute stream until it has passed the mark recorded here.
+                arrived = self._stores[flat].prefetch_to(target, self._copies.mark())
                 self._loads[flat] = _Load(arrived, self._copies)
 
-    def _may_leave(self, flat: FlatParameter, wanted: Sequence[int]) -> bool:
+    def _is_evictable(self, flat: FlatParameter, wanted: Sequence[int]) -> bool:
         unit = self._unit_of[flat]
         in_use = flat.users or any(unit in running.units for running in self._nodes.values())
-        # A load that is under way would write memory that is somebody else's: it stays until it has arrived.
-        return not in_use and unit not in wanted and self._loads[flat].settled
+        # A load that was not issued yet would write memory that has another owner by then.
+        return not in_use and unit not in wanted and self._loads[flat].issued
 
 
 class _RunningNode(NamedTuple):
-    """An autograd node in whose backward weights were used.
+    """An autograd node whose backward uses weights.
 
     Attributes:
         number: its sequence number.
-        units: units whose weights it has been given: it may still have to launch its kernels.
+        units: units whose weights it has unpacked; it may not have launched its kernels yet.
     """
 
     number: int
@@ -272,7 +273,7 @@ class _RunningNode(NamedTuple):
 
 
 class _Load:
-    """Weights on their way in."""
+    """The copy of a flat parameter from the host to the device."""
 
     def __init__(self, issued: "Future[Mark]", copies: CopyEngine) -> None:
         self._issued = issued
@@ -280,11 +281,11 @@ class _Load:
         self._waited = False
 
     @property
-    def settled(self) -> bool:
+    def issued(self) -> bool:
         return self._issued.done()
 
     def wait(self) -> None:
-        """Orders the compute stream after the arrival; the host waits until the copy was issued."""
+        """Orders the compute stream after the copy; the host waits until the copy was issued."""
         mark = wait_for(self._issued, "weights")
         if not self._waited:
             self._waited = True

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_ssd.states.home import WHOLE_DTYPES
 from lightning_ssd.states.masters import MasteredParameter
 from lightning_ssd.states.optimizers import Groups
+from lightning_ssd.states.state_store import WHOLE_DTYPES
 from lightning_ssd.states.units import Unit
 from lightning_ssd.types import OffloadTierName, Tier
 
@@ -149,8 +149,8 @@ def needs_master(resident: set[nn.Parameter], groups: Groups) -> list[nn.Paramet
 
 def off_device(tiers: tuple[Tier, Tier]) -> tuple[OffloadTierName, OffloadTierName]:
     """Returns a unit's tiers for flat parameters that can't stay on the device: host memory stands for the GPU."""
-    weights, rest = tiers
-    return ("host" if weights == "gpu" else weights), ("host" if rest == "gpu" else rest)
+    weights, opt_state = tiers
+    return ("host" if weights == "gpu" else weights), ("host" if opt_state == "gpu" else opt_state)
 
 
 def _check_plan(tiers: UnitTiers, units: Sequence[Unit], movable: set[nn.Parameter], *, host_alone: bool) -> None:

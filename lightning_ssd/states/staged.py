@@ -1,4 +1,4 @@
-"""Flats whose values are staged on the host for code outside of a forward: state dicts, and operators on weights."""
+"""Flat parameters staged on the host for code outside of a forward: state dicts, and operators on weights."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -8,52 +8,56 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.lent_weights import LentWeights
 from lightning_ssd.states.shared_memory import same_bits
 from lightning_ssd.states.split import write_changed
+from lightning_ssd.states.state_store import StagedState, StateStore
 
 
 @dataclass
 class StagedFlat:
-    """The values of one flat on the host.
+    """Values of one flat parameter on the host.
 
     Attributes:
         values: all of them.
-        masters: fp32 master weights, `flat.numel` of them; what is written there counts if `changed`.
+        masters: fp32 master weights, `flat.numel` elements; stored by `unstage` if `changed`.
         changed: whether master weights or optimizer states were written.
-        lent: makes the parameters the master weights, while they are.
+        lent: set while the parameters are the master weights.
     """
 
-    values: Opened
+    values: StagedState
     masters: Tensor
     changed: bool = False
     lent: LentWeights | None = None
 
 
 class StagedFlats:
-    """The flats that are staged at present: those of one access, and of the next one if it wants the same.
+    """Flat parameters that user code has staged: those of its last access, which the next one may need again.
 
-    Staging memory is held until `unstage`, which is therefore called before anything waits for a step, and before
-    weights are fetched. The values are the caller's from `stage` until then.
+    Duty: stages master weights and optimizer states for an access, and keeps memory that user code shares with
+    parameters (`.data`) in agreement with the master weights: `pull` from that memory, `push` to it.
 
-    Threads: the training thread, and autograd's while the training thread waits in `backward`.
+    Threads: the training thread, or autograd's while the training thread waits in `backward`.
+
+    Ownership: staged values belong to the caller from `stage` until `unstage`. Staging memory is held until then, so
+    `unstage` is called before anything waits for a step, and before weights are fetched.
 
     Args:
-        homes: where the flats live.
-        drain: returns when the step of a flat that has begun is made; raises RuntimeError if it can't be waited for.
-        begin_change: called before weights of a flat change; raises RuntimeError if they may not.
-        arrived: orders the compute stream after the arrival of a flat's weights, if they are resident.
+        stores: where the values are stored.
+        drain: returns when the submitted step of a flat parameter is made; raises RuntimeError if the caller can't
+            wait for it.
+        begin_change: called before weights change; raises RuntimeError if they may not.
+        arrived: orders the compute stream after the prefetch of a flat parameter, if it is resident.
     """
 
     def __init__(
         self,
-        homes: Mapping[FlatParameter, Home],
+        stores: Mapping[FlatParameter, StateStore],
         drain: Callable[[FlatParameter], None],
         begin_change: Callable[[FlatParameter], None],
         arrived: Callable[[FlatParameter], None],
     ) -> None:
-        self._homes = homes
+        self._stores = stores
         self._drain = drain
         self._begin_change = begin_change
         self._arrived = arrived
@@ -61,7 +65,7 @@ class StagedFlats:
         self._pulling = False
 
     def stage(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> StagedFlat:
-        """Returns the values of `flat`; other flats are given back, but those in `keep`."""
+        """Returns the values of `flat`; unstages all other flat parameters but those in `keep`."""
         self.pull(flat, keep=keep)
         return self._stage(flat, keep=keep)
 
@@ -73,13 +77,13 @@ class StagedFlats:
         staged.lent.lend()
 
     def take_back(self, flat: FlatParameter) -> None:
-        """Evicts the parameters of `flat`, which were lent, unless it was given back since."""
+        """Makes the parameters of `flat` views of it again, unless it was unstaged since `lend`."""
         if (staged := self._staged.get(flat)) is not None and staged.lent is not None:
             lent, staged.lent = staged.lent, None
             lent.take_back()
 
     def pull(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
-        """Takes over what user code has written to memory that it shares with parameters of `flat`.
+        """Copies memory that user code shares with parameters of `flat`, and has changed, to the master weights.
 
         Raises:
             RuntimeError: the weights may not change now.
@@ -89,17 +93,19 @@ class StagedFlats:
         if not flat.shared:
             return
         last = [index for index, memory in flat.shared.items() if not (memory.referenced or memory.foreign)]
-        """Parameters whose memory no other has any more: what was written to it before counts."""
+        """Parameters whose memory user code no longer refers to; what it has written there before counts."""
         self._pulling = True
         try:
             if changed := self.differing(flat, keep=keep):
-                self._take_over(flat, changed, keep)
+                self._adopt_changes(flat, changed, keep)
         finally:
             self._pulling = False
         for index in last:
             del flat.shared[index]
 
-    def _take_over(self, flat: FlatParameter, changed: Mapping[int, Tensor], keep: Collection[FlatParameter]) -> None:
+    def _adopt_changes(
+        self, flat: FlatParameter, changed: Mapping[int, Tensor], keep: Collection[FlatParameter]
+    ) -> None:
         self._begin_change(flat)
         self._arrived(flat)  # a copy to the device reads the host memory that is written now
         staged = self._stage(flat, keep=keep)
@@ -110,11 +116,11 @@ class StagedFlats:
                 write_changed(masters, tensor.to("cpu"))
                 if flat.resident:
                     flat.view(index).copy_(masters)
-                if flat.mixed:  # a backward to come wants the values that the forward has cast, which are gone
+                if flat.mixed:  # a later backward needs the values that the forward has cast, which are gone
                     torch.autograd.graph.increment_version(flat.slices[index].parameter)
 
     def differing(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> dict[int, Tensor]:
-        """Returns, by parameter, the memory that user code shares with those of `flat`, where it has other values."""
+        """Returns, by parameter index, memory shared with user code whose values differ from the master weights."""
         masters = self._stage(flat, keep=keep).masters
         found: dict[int, Tensor] = {}
         with _plain_operators():
@@ -125,7 +131,7 @@ class StagedFlats:
         return found
 
     def push(self, flat: FlatParameter) -> None:
-        """Writes the weights of `flat`, which have changed, to memory that user code shares with parameters."""
+        """Copies the weights of `flat`, which have changed, to memory that user code shares with parameters."""
         if not flat.shared:
             return
         masters = self._stage(flat).masters
@@ -138,24 +144,24 @@ class StagedFlats:
         self.unstage(keep={flat, *keep})
         if flat not in self._staged:
             self._drain(flat)
-            values = self._homes[flat].open().result()
+            values = self._stores[flat].stage().result()
             with torch.inference_mode(False):
                 self._staged[flat] = StagedFlat(values, values.masters())
         return self._staged[flat]
 
     def unstage(self, *, keep: Collection[FlatParameter] = ()) -> None:
-        """Gives staged flats back; what was changed there counts."""
+        """Ends the staging of all flat parameters but those in `keep`, and stores changed values."""
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
             if staged.lent is not None:  # a `load_state_dict` that failed
                 staged.lent.take_back()
             if staged.changed:
-                staged.values.take(staged.masters)
-            self._homes[flat].close(staged.values, changed=staged.changed)
+                staged.values.set_masters(staged.masters)
+            self._stores[flat].unstage(staged.values, changed=staged.changed)
 
 
 @contextlib.contextmanager
 def _plain_operators() -> Iterator[None]:
-    """While it lasts, neither autograd nor modes of user code follow operators."""
+    """Disables autograd, and dispatch modes of user code, within the context."""
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
         yield

@@ -13,9 +13,9 @@ from lightning_ssd.device import CopyEngine
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.states.budget import MemoryPlan
 from lightning_ssd.states.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
-from lightning_ssd.states.home import Home, Layout
 from lightning_ssd.states.journal import CommitRecord, has_commit_record, read_commit_record, remove_record
 from lightning_ssd.states.settings import Settings
+from lightning_ssd.states.state_store import Layout, StateStore
 from lightning_ssd.storage import Blob, BlobStore, Kept, PrivateDirectory
 from lightning_ssd.types import OffloadTierName
 
@@ -90,12 +90,12 @@ def make_scratch(
         undo.callback(store.close, remove=is_new)
         if is_new:
             store.reserve(places.ssd)
-        scratch = StateStaging.make(store, places.window, places.staging, pin=device.type == "cuda")
+        scratch = StateStaging.make(store, places.param_staging, places.staging, pin=device.type == "cuda")
         undo.pop_all()
     return scratch
 
 
-def make_home(
+def make_store(
     layout: Layout,
     tiers: tuple[OffloadTierName, OffloadTierName],
     scratch: StateStaging | None,
@@ -103,7 +103,7 @@ def make_home(
     undo: contextlib.ExitStack,
     *,
     blobs: Iterator[Blob] | None = None,
-) -> Home:
+) -> StateStore:
     """Returns an empty store of a flat parameter.
 
     Args:
@@ -118,11 +118,13 @@ def make_home(
         StorageError: host memory or scratch space can't be had.
     """
     pin = copies.device.type == "cuda"
-    of_weights, of_rest = tiers
-    weights = make_buffer(layout.flat.nbytes, of_weights, scratch, undo, slots=layout.slots, pin=pin, blobs=blobs)
+    of_weights, of_opt_state = tiers
+    weights = make_buffer(layout.flat.nbytes, of_weights, scratch, undo, versions=layout.versions, pin=pin, blobs=blobs)
     assert weights is not None
-    rest = make_buffer(layout.rest_bytes, of_rest, scratch, undo, slots=layout.slots, pin=False, blobs=blobs)
-    return Home(layout, weights, rest, copies, scratch)
+    opt_state = make_buffer(
+        layout.opt_state_bytes, of_opt_state, scratch, undo, versions=layout.versions, pin=False, blobs=blobs
+    )
+    return StateStore(layout, weights, opt_state, copies, scratch)
 
 
 def make_buffer(
@@ -131,19 +133,19 @@ def make_buffer(
     scratch: StateStaging | None,
     undo: contextlib.ExitStack,
     *,
-    slots: int,
+    versions: int,
     pin: bool,
     blobs: Iterator[Blob] | None = None,
 ) -> StateBuffer | None:
-    """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_home`."""
+    """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_store`."""
     if not nbytes:
         return None
     buffer: StateBuffer
     if tier == "host":
-        buffer = HostBuffer(nbytes, slots=slots, pin=pin)
+        buffer = HostBuffer(nbytes, versions=versions, pin=pin)
     else:
         assert scratch is not None
-        adopted = None if blobs is None else list(islice(blobs, slots))
-        buffer = SSDBuffer(nbytes, scratch.store, slots=slots, blobs=adopted)
+        adopted = None if blobs is None else list(islice(blobs, versions))
+        buffer = SSDBuffer(nbytes, scratch.store, versions=versions, blobs=adopted)
     undo.callback(buffer.free)
     return buffer

@@ -9,8 +9,8 @@ from typing import Any
 from lightning_ssd.device import Worker, all_of, finished, then
 from lightning_ssd.spans import OPTIMIZER, span
 from lightning_ssd.states.gradient import Gradient
-from lightning_ssd.states.home import Home, Opened
 from lightning_ssd.states.optimizers import FlatOptimizer, Options
+from lightning_ssd.states.state_store import StagedState, StateStore
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class OptimizerStep:
     (gradient, computation) or `d2h-done` (scale); or on the calling thread where all of them are done.
 
     Ownership: the gradient belongs to the step until the returned future is done. Staged values belong to the reads,
-    then to the worker's job, then to the writes (see `Home`).
+    then to the worker's job, then to the writes (see `StateStore`).
 
     Attributes:
-        home: where the flat parameter's values are stored.
+        store: where the flat parameter's values are stored.
         rule: its optimizer.
         options: options of its parameter group.
         gradient: its gradient.
@@ -41,7 +41,7 @@ class OptimizerStep:
         priority: of the jobs and their reads; the lowest goes first.
     """
 
-    home: Home
+    store: StateStore
     rule: FlatOptimizer
     options: Options
     gradient: Gradient
@@ -62,7 +62,7 @@ class OptimizerStep:
                 which `ready` waits for, may need it.
         """
         # Reads begin before the gradient is on the host: they overlap with backward.
-        staged = then(all_of(ready), lambda _: self.home.open(step=True, priority=self.priority))
+        staged = then(all_of(ready), lambda _: self.store.stage(step=True, priority=self.priority))
         made = self._submit(lambda: self._make(staged.result(), guess), [on_host, staged])
         return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(guess))
 
@@ -79,16 +79,16 @@ class OptimizerStep:
 
         def run() -> None:
             if (scale := self.scale.result()) is not None:
-                self._make(self.home.open(step=True).result(), scale)
+                self._make(self.store.stage(step=True).result(), scale)
             self._end(committed=scale is not None)
-            self.home.written().result()
+            self.store.written().result()
 
         return self._submit(run, [*after, self.scale])
 
     def _submit(self, run: Any, after: "Sequence[Future[Any]]") -> "Future[None]":
         return self.worker.submit(run, after, priority=self.priority)
 
-    def _make(self, staged: Opened, scale: float) -> None:
+    def _make(self, staged: StagedState, scale: float) -> None:
         """Computes the step, and submits the writes of the new values."""
         begun = perf_counter()
         whole = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
@@ -98,13 +98,13 @@ class OptimizerStep:
         changed = False
         has_grad = self._has_grad()
         try:
-            with span(OPTIMIZER + self.home.flat.name):
+            with span(OPTIMIZER + self.store.flat.name):
                 self.rule.step(self.options, staged, whole, has_grad, scale)
             changed = True
             seconds = perf_counter() - begun
         finally:
-            self.home.close(staged, changed=changed, step=True)
-        slices = zip(self.home.flat.slices, has_grad, strict=True)
+            self.store.unstage(staged, changed=changed, step=True)
+        slices = zip(self.store.flat.slices, has_grad, strict=True)
         self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
 
     def _commit_or_redo(self, guess: float | None) -> "Future[None]":
@@ -113,7 +113,7 @@ class OptimizerStep:
         if scale is None or scale == guess:
             self._end(committed=scale is not None)
             return finished(None)
-        staged = self.home.open(step=True, priority=self.priority)
+        staged = self.store.stage(step=True, priority=self.priority)
 
         def run() -> None:
             self._make(staged.result(), scale)
@@ -124,7 +124,7 @@ class OptimizerStep:
     def _end(self, *, committed: bool) -> None:
         if committed:
             self.rule.commit(self._has_grad())
-            self.home.commit()
+            self.store.commit()
         self.gradient.has_accum = [False] * len(self.gradient.has_accum)
 
     def _has_grad(self) -> Sequence[bool]:

@@ -20,13 +20,13 @@ from lightning_ssd.states.flat import FlatParameter
 from lightning_ssd.states.grad_scale import GradScaleDecision
 from lightning_ssd.states.gradient import GradientState
 from lightning_ssd.states.gradient_offload import GradientOffloader
-from lightning_ssd.states.home import Home
 from lightning_ssd.states.journal import Journal
 from lightning_ssd.states.optimizers import FlatOptimizer, Options, parameters_of
 from lightning_ssd.states.plain_data import PlainData
 from lightning_ssd.states.prefetcher import ParamPrefetcher
 from lightning_ssd.states.shared_memory import SharedMemory
 from lightning_ssd.states.staged import StagedFlats
+from lightning_ssd.states.state_store import StateStore
 from lightning_ssd.states.step import OptimizerStep
 from lightning_ssd.states.terms import StepTerms
 
@@ -50,7 +50,7 @@ class StepScheduler:
     next step, which overwrites the version before, waits for both.
 
     Args:
-        homes: where each flat parameter's values are stored.
+        stores: where each flat parameter's values are stored.
         rules: the optimizer of each flat parameter that is stepped.
         groups: its torch optimizer, and the index of its parameter group.
         gradients: their gradients.
@@ -65,7 +65,7 @@ class StepScheduler:
 
     def __init__(
         self,
-        homes: Mapping[FlatParameter, Home],
+        stores: Mapping[FlatParameter, StateStore],
         rules: Mapping[FlatParameter, FlatOptimizer],
         groups: Mapping[FlatParameter, tuple[Optimizer, int]],
         gradients: GradientOffloader,
@@ -77,7 +77,7 @@ class StepScheduler:
         terms: StepTerms,
         journal: Journal | None,
     ) -> None:
-        self._homes = homes
+        self._stores = stores
         self._rules = rules
         self._groups = groups
         self._gradients = gradients
@@ -142,7 +142,7 @@ class StepScheduler:
         Raises:
             RuntimeError: its step before was not recorded, and a record can't name both.
         """
-        gradient, home = self._gradients[flat], self._homes[flat]
+        gradient, store = self._gradients[flat], self._stores[flat]
         self._staged.unstage()
         self._prefetcher.retire(flat)
         options = self._options(flat)
@@ -159,14 +159,14 @@ class StepScheduler:
         with self._lock:
             recorded = flat not in self._unrecorded
             # Values that a step may be rolled back to are not overwritten.
-            ready = [] if home.layout.slots == 1 else [self._committed, self._recorded]
+            ready = [] if store.layout.versions == 1 else [self._committed, self._recorded]
         if not recorded:
             raise RuntimeError(
                 f"{flat.name} is stepped twice in one `training_step`, and `recover=True` can record one step of each "
                 "parameter there. Step once, or set `recover=False`."
             )
         step = OptimizerStep(
-            home,
+            store,
             self._rules[flat],
             options,
             gradient,
@@ -179,9 +179,9 @@ class StepScheduler:
         )
         guess = self._decision.speculated
         # A step that is not committed must leave the values, and the gradient, as they are.
-        revertible = self._decision.scale.done() or (home.layout.slots == 2 and arrived is not None)
+        revertible = self._decision.scale.done() or (store.layout.versions == 2 and arrived is not None)
         with self._lock:
-            self._steps_before[flat] = home.steps
+            self._steps_before[flat] = store.steps
         if self._overlap == "naive":
             done = step.serial([on_host, *ready])
         elif guess is not None and revertible:
@@ -190,7 +190,7 @@ class StepScheduler:
             done = step.deferred([on_host, *ready])
         gradient.accumulating = False
         gradient.set_consumed(done)
-        home.reserve(done)
+        store.announce_step(done)
         with self._lock:
             self._submitted[flat] = done
 
@@ -261,9 +261,9 @@ class StepScheduler:
             self._accumulations = {}
             if self._journal is not None:
                 self._unrecorded |= submitted
-        homes = {flat: home for flat in submitted if (home := self._homes[flat]).layout.slots == 2}
-        if homes:
-            committed = all_of(then(submitted[flat], home.written) for flat, home in homes.items())
+        stores = {flat: store for flat in submitted if (store := self._stores[flat]).layout.versions == 2}
+        if stores:
+            committed = all_of(then(submitted[flat], store.written) for flat, store in stores.items())
             with self._lock:
                 self._committed = committed
         return submitted
@@ -294,7 +294,7 @@ class StepScheduler:
                         stepped.append((flat.slices[index].name, memory))
         if not stepped:
             return
-        offloaded = {item.parameter for flat in self._homes for item in flat.slices}
+        offloaded = {item.parameter for flat in self._stores for item in flat.slices}
         for parameter in parameters_of(optimizer):
             if parameter not in offloaded and parameter.grad is not None:
                 stepped.append(("a parameter that is not offloaded", SharedMemory(parameter)))
@@ -326,7 +326,7 @@ class StepScheduler:
         """
         if self._is_submitted(flat) and not self._decision.scale.done():
             self._prefetcher.check(flat)
-        self._homes[flat].drain()
+        self._stores[flat].drain()
 
     def drain(self) -> None:
         """Returns when every submitted step is committed or skipped, and its values are stored.
@@ -336,8 +336,8 @@ class StepScheduler:
         """
         for consumed in self._gradients.consumed():
             consumed.result()
-        for home in self._homes.values():
-            home.drain()
+        for store in self._stores.values():
+            store.drain()
 
     @property
     def recorded(self) -> bool:
@@ -366,7 +366,7 @@ class StepScheduler:
                     "`recover=True` does not record them. Call `zero_grad` of its optimizer, too, or set "
                     "`recover=False`."
                 )
-        needed = [then(unrecorded.get(flat, finished(None)), home.written) for flat, home in self._homes.items()]
+        needed = [then(unrecorded.get(flat, finished(None)), store.written) for flat, store in self._stores.items()]
         record = self._journal.write([before, *needed], rest)
         with self._lock:
             self._unrecorded, self._recorded = {}, record
@@ -406,16 +406,16 @@ class StepScheduler:
             steps_before: committed steps of its flat parameters when it was submitted.
             ended: whether the user's optimizer has stepped the parameters on the device.
         """
-        homes = {flat: self._homes[flat] for flat in steps_before}
-        committed = [flat for flat, home in homes.items() if home.steps > steps_before[flat]]
+        stores = {flat: self._stores[flat] for flat in steps_before}
+        committed = [flat for flat, store in stores.items() if store.steps > steps_before[flat]]
         if not committed:
             return []
-        if ended and len(committed) == len(steps_before) and not any(h.written().exception() for h in homes.values()):
+        if ended and len(committed) == len(steps_before) and not any(h.written().exception() for h in stores.values()):
             return []
-        ahead = [flat for flat in committed if homes[flat].layout.slots == 1]
+        ahead = [flat for flat in committed if stores[flat].layout.versions == 1]
         for flat in committed:
             if flat not in ahead:
-                homes[flat].revert()
+                stores[flat].revert()
                 self._rules[flat].revert()
         on_device = self._steps_on_device()
         if len(ahead) == (len(steps_before) if ended else len(self._rules)) and on_device == (ended and on_device):
@@ -424,7 +424,7 @@ class StepScheduler:
 
     def _steps_on_device(self) -> bool:
         """Whether the user's optimizers step parameters on the device."""
-        offloaded: Collection[nn.Parameter] = {item.parameter for flat in self._homes for item in flat.slices}
+        offloaded: Collection[nn.Parameter] = {item.parameter for flat in self._stores for item in flat.slices}
         optimizers = {id(optimizer): optimizer for optimizer, _ in self._groups.values()}.values()
         return any(
             parameter.requires_grad and parameter not in offloaded

@@ -29,11 +29,11 @@ def hook_unit(
 
     def pre_forward() -> None:
         if not summoned():
-            prefetcher.enter(index)
+            prefetcher.pre_forward(index)
 
     def post_forward() -> None:
         if not summoned():
-            prefetcher.exit(index)
+            prefetcher.post_forward(index)
 
     return [around_calls(module, pre_forward, post_forward) for module in modules]
 

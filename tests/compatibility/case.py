@@ -154,7 +154,7 @@ class _Recorder(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if isinstance(chosen := trainer.strategy, SSDOffloadStrategy) and chosen.offloader is not None:
-            flats = 0 if chosen.model_states is None else len(chosen.model_states.homes)
+            flats = 0 if chosen.model_states is None else len(chosen.model_states.stores)
             self.run.offloaded.append((chosen.offloader.stats().stored, flats))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ssd.states.budget import AHEAD, _places, choose_places
+from lightning_ssd.states.budget import AHEAD, _plan, choose_places
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Layout
+from lightning_ssd.states.state_store import Layout
 
 sizes = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
 
@@ -18,7 +18,7 @@ def layouts(numels: list[int], slots: int, halves: bool) -> list[Layout]:
     for numel in numels:
         parameter = nn.Parameter(torch.empty(()).expand(numel))
         flat = FlatParameter(str(numel), [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
-        made.append(Layout(flat, halves, ("exp_avg", "exp_avg_sq"), steps=True, slots=slots))
+        made.append(Layout(flat, halves, ("exp_avg", "exp_avg_sq"), steps=True, versions=slots))
     return made
 
 
@@ -35,7 +35,7 @@ def test_auto_keeps_its_budget_and_wastes_little(
 ) -> None:
     made = layouts(numels, slots, halves)
     host, ssd = choose_places(made, "host", None, shared=shared), choose_places(made, "ssd", None, shared=shared)
-    assert host.ssd == host.window == host.staging == 0
+    assert host.ssd == host.param_staging == host.staging == 0
     try:
         places = choose_places(made, "auto", budget, shared=shared)
     except ValueError as error:
@@ -45,18 +45,20 @@ def test_auto_keeps_its_budget_and_wastes_little(
     if host.host <= budget:
         assert places == host
         return
-    for index, (weights, rest) in enumerate(zip(places.weights, places.rest, strict=True)):
+    for index, (weights, rest) in enumerate(zip(places.weights, places.opt_state, strict=True)):
         assert (weights, rest) != ("ssd", "host")
         if weights == "host" and rest == "ssd":  # there was no room for it
-            moved = [*places.rest[:index], "host", *places.rest[index + 1 :]]
-            assert _places(made, places.weights, moved, shared).host > budget
+            moved = [*places.opt_state[:index], "host", *places.opt_state[index + 1 :]]
+            assert _plan(made, places.weights, moved, shared).host > budget
 
 
 @given(numels=sizes, slots=st.sampled_from([1, 2]))
 def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -> None:
     made = layouts(numels, slots, False)
     places = choose_places(made, "ssd", None, shared=False)
-    opened = sorted(-(-layout.flat.nbytes // 4096) * 4096 + -(-layout.rest_bytes // 4096) * 4096 for layout in made)
+    opened = sorted(
+        -(-layout.flat.nbytes // 4096) * 4096 + -(-layout.opt_state_bytes // 4096) * 4096 for layout in made
+    )
     assert places.staging == sum(opened[-AHEAD:])
     assert places.ssd == slots * sum(opened)
 

@@ -97,7 +97,7 @@ def test_gradients_share_memory(
     tmp_path: Path, flats: int, accumulate: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As little as one flat's: backward waits for steps, and for nobody who waits for it."""
-    monkeypatch.setattr(budget, "LANDING_FLATS", flats)
+    monkeypatch.setattr(budget, "GRADIENT_FLATS", flats)
     arguments = dict(accumulate_grad_batches=accumulate)
     expected = train(tmp_path, "auto", model(), **arguments)
     assert_same(train(tmp_path, ssd(gpu_memory="1B"), model(), **arguments), expected)
@@ -112,7 +112,7 @@ def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
     class Watching(Model):
         def on_train_start(self) -> None:
             states: Any = strategy.model_states
-            left.append(sum(len(flat.slices) for flat in states.homes))
+            left.append(sum(len(flat.slices) for flat in states.stores))
 
     assert_same(train(tmp_path, strategy, Watching()), expected)
     assert 0 < left[0] < len(list(Model().parameters()))

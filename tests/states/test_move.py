@@ -136,7 +136,7 @@ def test_memory_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest.Mon
                 monkeypatch.setattr(module._Move, "_bring", one_only)
                 units = {unit.name: UnitPlan("gpu", "gpu", "keep", {}) for unit in find_units(pl_module)}
                 trainer.strategy.move_states(Plan(units, 2**20, 2**20))
-                assert trainer.strategy.model_states.homes
+                assert trainer.strategy.model_states.stores
 
     model = Model()
     assert_same(train(tmp_path, ssd(tmp_path), model, callbacks=[Once()]), train(tmp_path, "auto", model))
@@ -235,7 +235,7 @@ def test_scratch_space_that_runs_out_on_the_way(tmp_path: Path) -> None:
                 on_ssd = names[:3] if trainer.global_step == 2 else names[3:]
                 units = {name: UnitPlan(*(SSD if name in on_ssd else HOST), "keep", {}) for name in names}
                 trainer.strategy.move_states(Plan(units, 2**20, 2**20))
-                self.found.add(sum(home.on_ssd[0] for home in trainer.strategy.model_states.homes.values()))
+                self.found.add(sum(store.on_ssd[0] for store in trainer.strategy.model_states.stores.values()))
 
     small: Any = {"states": "host", "ssd_capacity": "80KiB", "tier": "ssd", "offload": "none"}
     model, swaps = Model(), Swaps()

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lightning_ssd.states import adam, compiled
 from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.home import Layout, Opened
 from lightning_ssd.states.optimizers import AdamOptimizer
 from lightning_ssd.states.optimizers import make_flat_optimizer as make_rule
 from lightning_ssd.states.split import join, split
+from lightning_ssd.states.state_store import Layout, StagedState
 
 CPU = torch.device("cpu")
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -52,22 +52,22 @@ def test_split_is_exact(bits: list[int]) -> None:
     assert_round_trip(as_floats(bits))
 
 
-def make(parts: list[int], dtype: torch.dtype, halves: bool, slots: int) -> tuple[FlatParameter, Opened]:
+def make(parts: list[int], dtype: torch.dtype, halves: bool, slots: int) -> tuple[FlatParameter, StagedState]:
     """A flat of parameters of these sizes, and values for it, with a second slot or without."""
     generator = torch.Generator().manual_seed(0)
     parameters = [(str(index), nn.Parameter(torch.empty(size))) for index, size in enumerate(parts)]
     flat = FlatParameter("flat", parameters, dtype, torch.device("cpu"))
-    layout = Layout(flat, halves, NAMES, steps=True, slots=slots)
+    layout = Layout(flat, halves, NAMES, steps=True, versions=slots)
 
-    def values() -> Opened:
-        sizes = (flat.nbytes, max(layout.rest_bytes, 1))
-        return layout.opened(*(torch.zeros(size, dtype=torch.uint8) for size in sizes))
+    def values() -> StagedState:
+        sizes = (flat.nbytes, max(layout.opt_state_bytes, 1))
+        return layout.views(*(torch.zeros(size, dtype=torch.uint8) for size in sizes))
 
-    opened = values()
-    opened.take(torch.randn(flat.numel, generator=generator))
+    staged = values()
+    staged.set_masters(torch.randn(flat.numel, generator=generator))
     if slots == 2:
-        opened.other = values()
-    return flat, opened
+        staged.uncommitted = values()
+    return flat, staged
 
 
 def options(**changed: Any) -> dict[str, Any]:
@@ -135,33 +135,33 @@ def follow_torch(
     optimizer = cls([{"params": [parameter]} for parameter in parameters], **arguments)
     how = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     rule = make_rule(optimizer, flat)
-    layout = Layout(flat, halves and dtype == torch.bfloat16, rule.state_names(how), steps=True, slots=slots)
-    sizes = (flat.nbytes, max(layout.rest_bytes, 1))
-    opened, other = (layout.opened(*(torch.zeros(size, dtype=torch.uint8) for size in sizes)) for _ in range(2))
+    layout = Layout(flat, halves and dtype == torch.bfloat16, rule.state_names(how), steps=True, versions=slots)
+    sizes = (flat.nbytes, max(layout.opt_state_bytes, 1))
+    staged, other = (layout.views(*(torch.zeros(size, dtype=torch.uint8) for size in sizes)) for _ in range(2))
     if slots == 2:
-        opened.other = other
+        staged.uncommitted = other
     masters = torch.zeros(flat.numel)
     for item, parameter in zip(flat.slices, parameters, strict=True):
         item.of(masters).copy_(parameter.data)
-    opened.take(masters)
+    staged.set_masters(masters)
     for has in all_has:
         gradient = torch.zeros(flat.numel, dtype=torch.float32 if fp32_gradient else dtype)
         for item, parameter, given_one in zip(flat.slices, parameters, has, strict=True):
             item.of(gradient).copy_(torch.randn(item.numel, generator=generator))
             part = item.of(gradient).float() * scale
             parameter.grad = part if given_one else None
-        before = [tensor.clone() for tensor in (opened.masters(), *opened.states.values())]
+        before = [tensor.clone() for tensor in (staged.masters(), *staged.states.values())]
         optimizer.step()
-        rule.step(how, opened, gradient, has, scale)
+        rule.step(how, staged, gradient, has, scale)
         rule.commit(has)
-        out = opened.out
-        if out is not opened:  # what was is there until the step counts
-            after = (opened.masters(), *opened.states.values())
+        out = staged.out
+        if out is not staged:  # what was is there until the step counts
+            after = (staged.masters(), *staged.states.values())
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-            opened, out.other = out, opened
+            staged, out.other = out, staged
         for index, (item, parameter) in enumerate(zip(flat.slices, parameters, strict=True)):
-            assert torch.equal(item.of(opened.masters()), parameter.data)
-            state, expected = rule.state_of(index, opened), optimizer.state[parameter]
+            assert torch.equal(item.of(staged.masters()), parameter.data)
+            state, expected = rule.state_of(index, staged), optimizer.state[parameter]
             assert {name for name, value in expected.items() if value is not None} == set(state)
             assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
@@ -255,19 +255,19 @@ def test_momentum_that_begins_later_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(64))], lr=0.1)
     rule = make_rule(optimizer, flat)
     how = dict(optimizer.param_groups[0])
-    layout = Layout(flat, False, rule.state_names(how), steps=True, slots=1)
-    opened = layout.opened(torch.zeros(flat.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
+    layout = Layout(flat, False, rule.state_names(how), steps=True, versions=1)
+    staged = layout.views(torch.zeros(flat.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="needs momentum_buffer now.*from the start"):
-        rule.step({**how, "momentum": 0.9}, opened, torch.ones(64), [True], 1.0)
+        rule.step({**how, "momentum": 0.9}, staged, torch.ones(64), [True], 1.0)
 
 
 def test_parameters_without_gradient_stay(tmp_path: Any) -> None:
-    flat, opened = make([64, 128], torch.bfloat16, False, 2)
-    before = opened.masters().clone()
-    AdamOptimizer(flat).step(options(), opened, torch.ones(flat.numel), [False, True], 1.0)
-    assert torch.equal(opened.out.masters()[:64], before[:64])
-    assert not torch.equal(opened.out.masters()[64:], before[64:])
-    assert torch.equal(opened.out.weights, opened.out.masters().bfloat16())
+    flat, staged = make([64, 128], torch.bfloat16, False, 2)
+    before = staged.masters().clone()
+    AdamOptimizer(flat).step(options(), staged, torch.ones(flat.numel), [False, True], 1.0)
+    assert torch.equal(staged.out.masters()[:64], before[:64])
+    assert not torch.equal(staged.out.masters()[64:], before[64:])
+    assert torch.equal(staged.out.weights, staged.out.masters().bfloat16())
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -58,9 +58,9 @@ def events_of(path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> 
     def unit(flat: Any) -> int:
         return int(flat.slices[0].name.split(".")[1])
 
-    told(OptimizerStep, "_make", lambda step, *_: ("step", unit(step.home.flat)))
+    told(OptimizerStep, "_make", lambda step, *_: ("step", unit(step.store.flat)))
     for kind in ("speculative", "deferred", "serial"):
-        told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.home.flat)))
+        told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.store.flat)))
     told(ParamPrefetcher, "_fetch", lambda stream, index: ("want", index))
     told(ParamPrefetcher, "release", lambda stream, flat: ("release", unit(flat)))
     strategy = SSDOffloadStrategy(states="host", min_bytes=1, **({"gpu_memory": "1B"} | arguments))
@@ -135,7 +135,7 @@ class TwoThreads(pl.Callback):
         states = trainer.strategy.model_states  # type: ignore[union-attr]
         stream: ParamPrefetcher = states._prefetcher
         stream.release_all()
-        first, *others = states.homes
+        first, *others = states.stores
         into, again = states._copies.h2d, threading.Event()
 
         def held(*args: Any, **kwargs: Any) -> Any:
@@ -147,15 +147,15 @@ class TwoThreads(pl.Callback):
                 again.set()
             return into(*args, **kwargs)
 
-        other = threading.Thread(target=stream.want, args=(first,))
+        other = threading.Thread(target=stream.unshard, args=(first,))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(states._copies, "h2d", held)
-            stream.want(first)
+            stream.unshard(first)
             other.join()
 
         def node() -> None:
-            stream.want(first)
-            thread = threading.Thread(target=in_backward, args=(lambda: [stream.want(flat) for flat in others], 5))
+            stream.unshard(first)
+            thread = threading.Thread(target=in_backward, args=(lambda: [stream.unshard(flat) for flat in others], 5))
             thread.start()
             thread.join()
             self.resident = first.resident  # this thread may still have to launch its kernels

@@ -43,14 +43,14 @@ def move(trainer: pl.Trainer, where: dict[str, Any]) -> None:
     strategy.move_states(Plan(units, 2**20, 2**20))
     found = {}
     for unit in find_units(trainer.lightning_module):
-        homes = [
-            home
-            for flat, home in strategy.model_states.homes.items()
+        stores = [
+            store
+            for flat, store in strategy.model_states.stores.items()
             if {item.parameter for item in flat.slices} <= {parameter for _, parameter in unit.parameters}
         ]
         found[unit.name] = {
-            (_tier(home.on_ssd[0]), _tier(home.on_ssd[1]) if home.layout.rest_bytes else where[unit.name][1])
-            for home in homes
+            (_tier(store.on_ssd[0]), _tier(store.on_ssd[1]) if store.layout.opt_state_bytes else where[unit.name][1])
+            for store in stores
         } or {GPU}
     assert found == {name: {tiers} for name, tiers in where.items()}
 
