@@ -105,7 +105,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         num_heads=case["heads"],
         gradient_checkpointing=case["mode"] in ("recompute", "both"),
     )
-    strategy = "auto" if plain else SSDOffloadStrategy(case["path"], gpu_memory=f"{case['gpu']}GiB" if cuda else "auto")
+    strategy = "auto" if plain else SSDOffloadStrategy(case["path"])
     probe = Probe()
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",

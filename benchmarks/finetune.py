@@ -87,14 +87,12 @@ def train(case: dict[str, Any], path: str) -> None:
     ours = case["mode"] == "ours"
     kind = LoRACausalLM if case["adapters"] else CausalLM
     module = kind(config=sizes, draw_late=ours, chunked_loss=ours, gradient_checkpointing=True, lr=1e-4, warmup_steps=1)
-    # The strategy sees the memory of the card, and not the cap.
-    budget = f"{case['gpu'] / 3:.1f}GiB" if case["gpu"] else "auto"
     probe = Probe()
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=1,
         precision="bf16-mixed" if case["adapters"] else "bf16-true",
-        strategy=SSDOffloadStrategy(path, gpu_memory=budget) if ours else "auto",
+        strategy=SSDOffloadStrategy(path) if ours else "auto",
         max_epochs=1,
         callbacks=[probe],
         gradient_clip_val=1.0,

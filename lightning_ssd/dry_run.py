@@ -21,7 +21,7 @@ from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile
 from lightning_ssd.planning.placement import default_window, unplanned
 from lightning_ssd.profiling import TracingError, count_samples, fake_tensors, trace, unit_profiles
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.states import Unit, find_units
+from lightning_ssd.states import GPU_SHARE, Unit, find_units
 from lightning_ssd.strategy import SSDOffloadStrategy
 from lightning_ssd.types import InputChoice, Tier
 
@@ -81,7 +81,7 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     states: Any = _strategy_argument(config, "states") or "auto"
     nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
     if states == "auto":
-        fits = nbytes <= 0.6 * hardware.gpu_bytes
+        fits = nbytes <= GPU_SHARE * hardware.gpu_bytes
         states = "gpu" if fits else "host" if nbytes <= 0.85 * hardware.host_bytes else "ssd"
     tiers: tuple[Tier, ...] = (states,) * len(model.units)
     carried = int(model.forward_seconds * hardware.copy_out)

@@ -99,8 +99,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             memory: the device has a unit's weights only around their use, gradients leave as they appear, and the
             optimizer steps them on the CPU while the device computes. `"ssd"`: the same, with all but the gradients on
             the SSDs of `path`. `"auto"`: on the device if they take no more than `gpu_memory` (by default 60 % of the
-            device's memory); else what of them `gpu_memory`, if it is given, has room for stays there, what
-            `host_memory` has room for is in host memory (by default 85 % of what is free), and the rest is on SSDs.
+            GPU memory that this process may use); else what of them `gpu_memory`, if it is given, has room for stays
+            there, what `host_memory` has room for is in host memory (by default 85 % of what is free), and the rest is
+            on SSDs.
             Unless it is `"gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
             Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
             would cast them, and in fp32 elsewhere; a weight that one forward uses several times has its gradients
@@ -111,8 +112,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             kernels. An optimizer class whose parameters may depend on each other, which is any but those of
             `torch.optim` and those given to `lightning_ssd.register_optimizer`, steps when backward has ended.
         gpu_memory: unless `states="gpu"`, bytes of the device that weights may take, and what stays there with them:
-            `"20GiB"`, or `"50%"` of its memory (of a CPU's free memory). The units in use at one time stay whatever it
-            is. `"auto"`: a tenth of the device's memory, 1 GiB on a CPU.
+            `"20GiB"`, or `"50%"` of the memory that this process may use (of a CPU's free memory). The units in use at
+            one time stay whatever it is. `"auto"`: a tenth of that memory, 1 GiB on a CPU. A limit by
+            `torch.cuda.set_per_process_memory_fraction` counts if it is set before training starts.
         units: what is fetched and stepped together: class names of modules. `None`: the repeated blocks of the model.
         overlap: `"optimized"`: a unit is stepped as soon as its gradient is complete, and reads, steps and writes of
             several overlap. `"naive"`: one after the other. `"none"`: when backward has ended, and the training step

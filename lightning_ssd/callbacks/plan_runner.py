@@ -19,7 +19,7 @@ from lightning_ssd.activations import (
     make_schedule,
 )
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
-from lightning_ssd.device import WorkCounter, device_memory, make_clock
+from lightning_ssd.device import WorkCounter, make_clock, process_gpu_memory
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -115,6 +115,9 @@ class PlanRunner:
         self._states = states
         self._schedulers = schedulers
         self._clock = make_clock(offloader.device)
+        device = offloader.device
+        available = process_gpu_memory(device) if device.type == "cuda" else math.inf
+        self._gpu_limit = min(hardware.gpu_bytes, available)  # bytes that this training may allocate
         self._mode: PlanMode | None = None
         self._slowdown = 1.0  # current forward time / profiled forward time
         self._warm_up = 0
@@ -139,7 +142,7 @@ class PlanRunner:
             self._close_mode()
             self._follow(OffloadOnPressure(tuple(self._offloader.tiers), self._is_short), None)
             # Hooks are needed for offloaded weights, and for batches that need more memory than the recorded one.
-            ample = self.prediction.gpu_peak_bytes <= HOOKS_OFF_BELOW * self._gpu_limit()
+            ample = self.prediction.gpu_peak_bytes <= HOOKS_OFF_BELOW * self._gpu_limit
             self.hooks_skippable = ample and set(self.placement.weights) == {"gpu"}
         else:
             self._follow(OffloadAll(tuple(self._offloader.tiers)), self._plan_mode(plan))
@@ -287,12 +290,7 @@ class PlanRunner:
             return False
         assert self.prediction is not None
         allocated = torch.cuda.memory_allocated(device)
-        return allocated > max(self.prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit())
-
-    def _gpu_limit(self) -> float:
-        """Returns the bytes of the device that this training may allocate."""
-        device = self._offloader.device
-        return min(self.hardware.gpu_bytes, device_memory(device) if device.type == "cuda" else math.inf)
+        return allocated > max(self.prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit)
 
     def _gpu_peak(self) -> int:
         """Returns the peak of allocated GPU memory in measured steps, without validations (CUDA; else 0)."""

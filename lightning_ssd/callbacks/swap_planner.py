@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
@@ -21,7 +20,7 @@ from lightning_ssd.callbacks.plan_runner import (
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.step_profiling import StepProfiling
-from lightning_ssd.device import device_memory
+from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.planning import (
     PLANNERS,
     HardwareProfile,
@@ -54,9 +53,6 @@ MIN_PLAN_GAIN = 0.01
 
 MIN_MOVE_GAIN = 0.05
 """Share of a step that another placement of model states must save to be worth a move."""
-
-GPU_USABLE = 0.9
-"""Share of the GPU's memory that is planned with: the rest is lost between blocks of different sizes."""
 
 PATIENCE = 2
 """Medians in a row that must have drifted before the planner plans again."""
@@ -92,7 +88,7 @@ class SwapPlanner(StepProfiling):
             rules of these papers, for comparison.
         plan: YAML file of a plan to apply instead of making one, such as a saved and edited plan. With `states="auto"`
             it also places the weights and optimizer states of each unit from the start.
-        gpu_memory: bytes of the device that the training may take in all (or `"40GiB"`). `"auto"`: 90 % of the memory
+        gpu_memory: bytes of the device that the training may take in all (or `"40GiB"`). `"auto"`: 92 % of the memory
             that this process may use. `"least"`: the least that makes a step at most 2 % longer than `"auto"` does.
         machine: JSON file of the machine's rates (`lightning-ssd plan --save-machine`), instead of measuring them when
             training starts.
@@ -303,10 +299,7 @@ class SwapPlanner(StepProfiling):
         if self._gpu_memory not in ("auto", "least"):
             return parse_bytes(self._gpu_memory, "gpu_memory")
         device = self._offloader.device
-        if device.type != "cuda":
-            return self._hardware.host_bytes
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(GPU_USABLE * min(device_memory(device), free + torch.cuda.memory_reserved(device)))
+        return usable_gpu_memory(device) if device.type == "cuda" else self._hardware.host_bytes
 
     def _skip_calibration(self) -> None:
         self.calibrating = False

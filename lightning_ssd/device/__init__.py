@@ -8,7 +8,13 @@ from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
 from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
 from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.futures import all_of, ended, error_of, finished, then
-from lightning_ssd.device.memory import CUDAMemory, available_memory, device_memory, usable_memory
+from lightning_ssd.device.memory import (
+    CUDAMemory,
+    available_memory,
+    process_gpu_memory,
+    usable_gpu_memory,
+    usable_memory,
+)
 from lightning_ssd.device.worker import Worker
 
 __all__ = [
@@ -23,12 +29,13 @@ __all__ = [
     "Worker",
     "all_of",
     "available_memory",
-    "device_memory",
     "ended",
     "error_of",
     "finished",
     "make_clock",
     "make_copy_engine",
+    "process_gpu_memory",
     "then",
+    "usable_gpu_memory",
     "usable_memory",
 ]

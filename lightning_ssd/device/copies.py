@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_ssd.device.cuda_events import Event, Events, Mark
 from lightning_ssd.device.futures import finished
-from lightning_ssd.device.memory import device_memory
+from lightning_ssd.device.memory import process_gpu_memory
 from lightning_ssd.spans import COPY_IN, COPY_OUT, span
 
 
@@ -160,6 +160,8 @@ class CUDACopyEngine(CopyEngine):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        # Backward allocates the other fifth: gradients, workspaces, fragments.
+        self._short_from = 0.8 * process_gpu_memory(device)
         self._events = Events(device)
         self._out = _CopyStream("d2h-done", device, self._events)
         self._in = _CopyStream("h2d-done", device, self._events)
@@ -187,8 +189,7 @@ class CUDACopyEngine(CopyEngine):
         return self._out.busy(), self._in.busy()
 
     def memory_is_short(self, nbytes: int) -> bool:
-        # A fifth is left for what backward allocates: gradients, workspaces, fragments.
-        return torch.cuda.memory_allocated(self.device) + nbytes > 0.8 * device_memory(self.device)
+        return torch.cuda.memory_allocated(self.device) + nbytes > self._short_from
 
     def drain(self) -> None:
         for lane in (self._out, self._in):

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CUDAMemory", "available_memory", "device_memory", "usable_memory"]
+__all__ = ["CUDAMemory", "available_memory", "process_gpu_memory", "usable_gpu_memory", "usable_memory"]
 
 _SHARE = 0.85
+
+GPU_USABLE = 0.92
+"""Share of this process's GPU memory that is planned with. Fragments and libraries that allocate take the rest."""
 
 
 def usable_memory() -> int:
@@ -27,24 +30,40 @@ def available_memory() -> int:
     return available
 
 
-def device_memory(device: torch.device) -> float:
-    """Returns the bytes of a CUDA device that this process may have, whoever has them now."""
-    total: int = torch.cuda.get_device_properties(device).total_memory
-    return total * torch.cuda.get_per_process_memory_fraction(device)
+def process_gpu_memory(device: torch.device) -> int:
+    """Returns the bytes of a CUDA device that torch's allocator may have in this process.
+
+    That is the least of two: the bytes that are free on the device or reserved by this process's allocator, and the
+    process's fraction of the device (`torch.cuda.set_per_process_memory_fraction`).
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free + torch.cuda.memory_reserved(device), int(_memory_fraction(device) * total))
+
+
+def usable_gpu_memory(device: torch.device) -> int:
+    """Returns the bytes of a CUDA device that this process may plan with: `GPU_USABLE` of `process_gpu_memory`.
+
+    Every budget of GPU memory that is "auto" is this number or a share of it.
+    """
+    return int(GPU_USABLE * process_gpu_memory(device))
+
+
+def _memory_fraction(device: torch.device) -> float:
+    # Versions of torch that have no getter hide the fraction: users repeat it there in the `gpu_memory` arguments.
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if fraction is None else float(fraction(device))
 
 
 class CUDAMemory:
-    """What torch's allocator has of a CUDA device; all numbers are bytes."""
-
-    #: Share of the device that may be allocated: the rest is for fragments and for libraries that allocate themselves.
-    ALLOCATED = 0.92
+    """The state of torch's allocator on a CUDA device, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._limit = usable_gpu_memory(device)  # asks the driver, which takes longer than the allocator
 
     def limit(self) -> float:
-        """Returns what this process may allocate."""
-        return self.ALLOCATED * device_memory(self._device)
+        """Returns the bytes that this process may allocate, as they were when this object was made."""
+        return self._limit
 
     def allocated(self) -> int:
         """Returns what is allocated now."""

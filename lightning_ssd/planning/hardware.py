@@ -59,7 +59,7 @@ class HardwareProfile:
         ssd_write: bytes/s of all SSDs together, writing alone.
         ssd_mixed: bytes/s of reads and writes together while there are both.
         cpu_step_rate: parameters/s of the optimizer on the CPU while nothing else uses host memory.
-        gpu_bytes: bytes of GPU memory for us.
+        gpu_bytes: bytes of GPU memory that a training may take.
         host_bytes: bytes of host memory for us.
         ssd_bytes: bytes on SSDs for us.
         ssd_bytes_per_day: bytes that may be written to SSDs in a day of training; None: as many as it takes.

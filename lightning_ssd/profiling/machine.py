@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.device import usable_memory
+from lightning_ssd.device import usable_gpu_memory, usable_memory
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.states.flat import FlatParameter
@@ -73,7 +73,7 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         ssd_write=write,
         ssd_mixed=mixed_bandwidth(read, write),
         cpu_step_rate=STEPPED / step,
-        gpu_bytes=torch.cuda.mem_get_info()[0] if cuda else host,
+        gpu_bytes=usable_gpu_memory(device) if cuda else host,
         host_bytes=host,
         ssd_bytes=ssd_bytes,
         launch=measure_host_overhead(device),

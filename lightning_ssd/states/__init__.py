@@ -2,7 +2,7 @@
 
 from lightning_ssd.states.build import make_model_states
 from lightning_ssd.states.compile import is_compiled
-from lightning_ssd.states.config import Setup, StatesConfig
+from lightning_ssd.states.config import GPU_SHARE, Setup, StatesConfig
 from lightning_ssd.states.ending import Ending
 from lightning_ssd.states.journal import CommitRecord
 from lightning_ssd.states.lazy import LazyTensor, save, take_in
@@ -18,6 +18,7 @@ from lightning_ssd.states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.states.units import Unit, find_units
 
 __all__ = [
+    "GPU_SHARE",
     "Ending",
     "LazyTensor",
     "Loaded",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, check_choice, check_flag
-from lightning_ssd.device import available_memory, device_memory, usable_memory
+from lightning_ssd.device import available_memory, process_gpu_memory, usable_gpu_memory, usable_memory
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.states.residency import bytes_on_device
 from lightning_ssd.states.settings import Settings
@@ -20,9 +20,9 @@ from lightning_ssd.types import Clip, Overlap
 
 log = logging.getLogger(__name__)
 
-GPU_SHARE = 0.6
-"""Share of the device's memory that states may take with `states="auto"` before any is offloaded: the rest is for
-activations."""
+GPU_SHARE = 0.65
+"""Share of the usable GPU memory that states may take with `states="auto"` before any is offloaded: activations need
+the rest."""
 
 GPU_MEMORY = SizeArgument("gpu_memory", ("auto",), share_of="the GPU's memory", least=LEAST_BUDGET)
 
@@ -83,14 +83,14 @@ class StatesConfig:
         if self.gpu_memory != "auto":
             return _gpu_bytes(self.gpu_memory, device)
         if device.type == "cuda":
-            return int(torch.cuda.get_device_properties(device).total_memory // 10)
+            return usable_gpu_memory(device) // 10
         return 2**30
 
     def resident_budget(self, device: torch.device) -> float | None:
         """Returns the bytes of `device` up to which all states stay there; None: a CPU's memory is the host's."""
         if self.gpu_memory != "auto":
             return _gpu_bytes(self.gpu_memory, device)
-        return GPU_SHARE * device_memory(device) if device.type == "cuda" else None
+        return GPU_SHARE * usable_gpu_memory(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _gpu_bytes(gpu_memory: int | str, device: torch.device) -> int:
     assert not isinstance(size, str)
     if isinstance(size, int):
         return size
-    return int(size * (device_memory(device) if device.type == "cuda" else available_memory()))
+    return int(size * (process_gpu_memory(device) if device.type == "cuda" else available_memory()))
 
 
 def _check_units(units: object) -> None:

@@ -1,0 +1,60 @@
+"""GPU memory that a process may use, on a fake device."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd.device import CUDAMemory, process_gpu_memory, usable_gpu_memory
+from lightning_ssd.device.memory import GPU_USABLE
+from lightning_ssd.states import StatesConfig
+
+GIB = 2**30
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU of 80 GiB; 2 GiB of it belong to other programs, and 6 GiB are reserved by this process."""
+    fake = SimpleNamespace(free=72 * GIB, reserved=6 * GIB, fraction=1.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (fake.free, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: fake.reserved)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fake.fraction, raising=False)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({}, 78),  # free, or reserved by this process
+        ({"fraction": 0.3}, 24),  # a capped process
+        ({"fraction": 0.3, "free": 10 * GIB}, 16),  # other programs leave less than the cap
+        ({"fraction": 0.99}, 78),
+        ({"free": 0, "reserved": 0}, 0),
+    ],
+)
+def test_the_least_of_free_memory_and_the_fraction_counts(gpu: Any, state: dict[str, Any], expected: int) -> None:
+    vars(gpu).update(state)
+    assert process_gpu_memory(GPU) == pytest.approx(expected * GIB, abs=1)
+    assert usable_gpu_memory(GPU) == pytest.approx(GPU_USABLE * expected * GIB, abs=2)
+
+
+def test_a_torch_without_a_getter_has_no_fraction(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert process_gpu_memory(GPU) == 78 * GIB
+
+
+def test_every_automatic_budget_follows_the_fraction(gpu: Any) -> None:
+    """Budgets of states, of their prefetches, of the planner and of kept activations."""
+    config = StatesConfig("auto", "auto", None, "optimized", "fp32", "auto", False)
+    share = StatesConfig("auto", "50%", None, "optimized", "fp32", "auto", False)
+
+    def budgets() -> list[float]:
+        resident = config.resident_budget(GPU)
+        assert resident is not None
+        return [resident, config.budget(GPU), share.budget(GPU), CUDAMemory(GPU).limit()]
+
+    whole = budgets()
+    gpu.fraction = 0.3
+    assert budgets() == pytest.approx([value * 24 / 78 for value in whole], rel=1e-6)

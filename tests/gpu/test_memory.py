@@ -1,0 +1,83 @@
+"""GPU memory that a capped process may use: budgets follow the cap, and a training stays below it."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.device import process_gpu_memory, usable_gpu_memory
+from lightning_ssd.device.memory import GPU_USABLE
+from tests.support.parity import TinyGPT
+from tests.support.plans import BOTH, planner, quiet_trainer
+
+pytestmark = pytest.mark.gpu
+
+CAP = 2**30
+
+
+@pytest.fixture
+def capped() -> Iterator[torch.device]:
+    """The GPU, of which this process may have 1 GiB."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(device).total_memory, device)
+    yield device
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_the_allocator_agrees(capped: torch.device) -> None:
+    limit = process_gpu_memory(capped)
+    assert limit == pytest.approx(CAP, rel=1e-3)
+    assert usable_gpu_memory(capped) == pytest.approx(GPU_USABLE * CAP, rel=1e-3)
+    most = torch.empty(limit - 2**25 - torch.cuda.memory_reserved(capped), dtype=torch.uint8, device=capped)
+    # Memory of this process does not count as taken.
+    assert process_gpu_memory(capped) == limit
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2**26, dtype=torch.uint8, device=capped)
+    del most
+
+
+def test_a_planner_plans_within_the_cap(capped: torch.device, tmp_path: Path) -> None:
+    first = planner()
+    trainer = quiet_trainer(
+        accelerator="gpu",
+        max_steps=12,
+        strategy=SSDOffloadStrategy(**BOTH),
+        callbacks=[first],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(TinyGPT("none"), DataLoader([torch.randn(2, 16) for _ in range(12)], batch_size=None))
+    assert first.hardware is not None and 0.9 * GPU_USABLE * CAP < first.hardware.gpu_bytes <= GPU_USABLE * CAP
+
+
+def test_states_are_offloaded_from_a_capped_gpu(capped: torch.device, tmp_path: Path) -> None:
+    """AdamW's states, gradients and weights of 64M parameters take 1 GiB."""
+
+    class Large(TinyGPT):
+        def __init__(self) -> None:
+            super().__init__("none")
+            self.more = nn.Embedding(2**16, 2**10)
+
+    offloaded = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+            offloaded.append(trainer.strategy.model_states is not None)
+
+    trainer = quiet_trainer(
+        accelerator="gpu",
+        max_steps=1,
+        strategy=SSDOffloadStrategy(tier="host"),
+        callbacks=[Look()],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Large(), DataLoader([torch.randn(2, 16)], batch_size=None))
+    assert offloaded == [True]
