@@ -19,6 +19,7 @@ from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
 from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
 from lightning_ssd.callbacks.offloader import trainer_callbacks
+from lightning_ssd.out_of_memory import explain_out_of_memory
 from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_visit
 from lightning_ssd.precision import autocast_dtype, streaming_precision
@@ -308,7 +309,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 chosen = "as SwapPlanner's `plan` says"
             need, room = bytes_on_device(self.model, fitting=True), self.states_config.resident_budget(device)
             of_states = describe_resident(need, room, chosen, device)
-        planned = any(isinstance(callback, SwapPlanner) for callback in trainer_callbacks(trainer))
+        planned = _has_planner(trainer)
         of_activations = describe_activations(offloader, self.config, decided_by="SwapPlanner" if planned else None)
         drives = describe_drives(offloader, states, self.config, trainer.default_root_dir)
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
@@ -652,6 +653,18 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._failure = exception
+        if isinstance(exception, torch.OutOfMemoryError) and self.offloader is not None:
+            assert self.lightning_module is not None
+            exception.add_note(
+                explain_out_of_memory(
+                    self.lightning_module,
+                    self.optimizers,
+                    self.offloader,
+                    self.model_states,
+                    self.config,
+                    planned=_has_planner(self.lightning_module.trainer),
+                )
+            )
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -750,6 +763,11 @@ def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int
 def _placed_states(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
     """Returns where a plan has the weights of each unit, and the rest of its states."""
     return {name: (unit.weights, unit.states) for name, unit in plan.units.items() if not is_later_visit(name)}
+
+
+def _has_planner(trainer: pl.Trainer) -> bool:
+    """Returns whether a `SwapPlanner` decides about activations."""
+    return any(isinstance(callback, SwapPlanner) for callback in trainer_callbacks(trainer))
 
 
 def _user_sees_gradients(trainer: pl.Trainer) -> bool:

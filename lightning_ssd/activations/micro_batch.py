@@ -193,6 +193,15 @@ class MicroBatch:
             self._cursor += 1
         return None
 
+    def resident_bytes(self) -> int:
+        """Returns the bytes of the saved storages that are on the device, or on their way to or from it."""
+        total = 0
+        for nbytes, reference in zip(self.sizes, self._records, strict=True):
+            record = reference()
+            kept = record is not None and record.state is not State.OFFLOADED
+            total += nbytes if kept or reference is _no_record else 0
+        return total
+
     def end(self) -> None:
         """Backward is over."""
         if self._ended is None:

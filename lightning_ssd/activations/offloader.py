@@ -209,6 +209,13 @@ class ActivationOffloader:
         """Returns the most pinned memory that was ever in use, in bytes."""
         return sum(tier.peak_pinned_bytes() for tier in self.tiers.values())
 
+    def resident_bytes(self) -> int:
+        """Returns the bytes of saved storages on the device: those of the present micro-batch that `pack` has counted.
+
+        A plan's kept storages are not counted.
+        """
+        return 0 if self._batch is None or self._batch.ended else self._batch.resident_bytes()
+
     @property
     def last_pattern(self) -> Pattern | None:
         """What the last finished micro-batch saved, and the order in which its backward wanted it."""

@@ -1,0 +1,103 @@
+"""The note on an OutOfMemoryError: what the memory was used for, and the arguments that would need less of it."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig
+from lightning_ssd.device import available_memory, process_gpu_memory
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.states import ModelStates
+
+FRAGMENTED = 0.1
+"""Share of the allowed memory that is reserved and not allocated, from which the note advises on fragmentation."""
+
+
+def explain_out_of_memory(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    offloader: ActivationOffloader,
+    model_states: ModelStates | None,
+    config: OffloadConfig,
+    *,
+    planned: bool,
+) -> str:
+    """Returns a text that names allowed and used bytes by class, and what would help.
+
+    Args:
+        module: the model.
+        optimizers: of the model.
+        offloader: of the training.
+        model_states: offloaded ones; `None`: all are on the device.
+        config: the user's arguments for activations.
+        planned: whether a `SwapPlanner` decides about activations.
+    """
+    device = offloader.device
+    # An offloaded parameter would be fetched to be looked at.
+    offloaded = set() if model_states is None else model_states.parameters
+    with torch._C.DisableTorchFunctionSubclass():
+        resident = [parameter for parameter in module.parameters() if parameter not in offloaded]
+        states = {
+            "weights": _bytes_on(device, resident),
+            "gradients": _bytes_on(device, [parameter.grad for parameter in resident]),
+            "optimizer states": _bytes_on(device, tree_leaves([dict(one.state) for one in optimizers])),
+        }
+    if model_states is not None:
+        states["buffers for offloaded weights"] = model_states.weight_room_bytes
+    activations = offloader.resident_bytes()
+    uses = states | {"saved activations that were not offloaded": activations}
+    used = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in uses.items())
+    total = sum(states.values())
+    helps = [_help_for_activations(config, planned)]
+    helps.insert(1 if activations > total else 0, _help_for_states(total, model_states))
+    helps += ["gradient checkpointing of the model", "a smaller batch"]
+    allowed, fragmented = _describe_device(device)
+    if fragmented:
+        helps.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments of reserved memory")
+    return (
+        f"lightning_ssd: {allowed} Known uses: {used}; the rest is temporary tensors, and tensors of no known class. "
+        f"What would help: {'; '.join(helps)}."
+    )
+
+
+def _describe_device(device: torch.device) -> tuple[str, bool]:
+    """Returns a sentence about the device's memory, and whether much of it is fragments."""
+    if device.type != "cuda":
+        return f"{format_bytes(available_memory())} of RAM are free.", False
+    allowed = process_gpu_memory(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    text = (
+        f"this process may use {format_bytes(allowed)} of the GPU; {format_bytes(allocated)} are allocated, "
+        f"{format_bytes(torch.cuda.max_memory_allocated(device))} at the peak, and {format_bytes(reserved)} reserved."
+    )
+    return text, reserved - allocated > FRAGMENTED * allowed
+
+
+def _help_for_activations(config: OffloadConfig, planned: bool) -> str:
+    if planned:
+        return "`SwapPlanner(gpu_memory=...)` with fewer bytes, which offloads or recomputes more activations"
+    planner = "`callbacks=[SwapPlanner(gpu_memory=...)]`, which plans activations within a budget"
+    if config.amount() == "none":
+        return f"`offload='auto'`, which offloads activations; {planner}"
+    if config.amount() == 1.0:
+        return planner
+    return f"`offload=1.0`, which offloads all activations; {planner} (with `offload='auto'`)"
+
+
+def _help_for_states(nbytes: int, model_states: ModelStates | None) -> str:
+    if model_states is None:
+        return f"`states='host'` or `states='ssd'`, which offload {format_bytes(nbytes)} of weights and their states"
+    return "fewer bytes as `gpu_memory` of the strategy, so that fewer weights are on the GPU at once"
+
+
+def _bytes_on(device: torch.device, values: Iterable[object]) -> int:
+    """Returns the bytes of the storages on `device` that tensors among `values` have."""
+    storages = {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        for value in values
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.device == device
+    }
+    return sum(storages.values())

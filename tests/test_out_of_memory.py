@@ -1,0 +1,112 @@
+"""An OutOfMemoryError tells what the memory was used for and what would help, and stays the error that it is."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.sizes import format_bytes
+from tests.support.plans import planner, quiet_trainer
+
+MESSAGE = "CUDA out of memory. Tried to allocate 20.00 GiB."
+
+
+class _RunsOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise torch.OutOfMemoryError(MESSAGE)
+
+
+class Large(pl.LightningModule):
+    """Runs out of memory in its third step; or, with `largest`, whenever a batch has more rows."""
+
+    def __init__(self, where: str = "forward", largest: int | None = None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        self.batch_size = 2
+        self.where, self.largest = where, largest
+        self.failed: list[BaseException] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.layers(batch).square()
+        fails = len(batch) > self.largest if self.largest is not None else self.global_step == 2
+        if fails and self.where == "forward":
+            self.failed.append(torch.OutOfMemoryError(MESSAGE))
+            raise self.failed[-1]
+        if fails and self.where == "backward":
+            hidden = _RunsOut.apply(hidden)  # type: ignore[no-untyped-call]
+        return hidden.mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1, foreach=False)
+        if self.where == "step":
+            optimizer.register_step_pre_hook(self._fail)
+        return optimizer
+
+    def _fail(self, *args: object) -> None:
+        if self.global_step == 2:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(64, 64), batch_size=self.batch_size)
+
+
+WEIGHTS = format_bytes(4 * 64 * 64 * 4)
+STATES = format_bytes(2 * 4 * 64 * 64 * 4 + 4 * 4)  # two moments, and a step of each weight
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_the_error_names_bytes_and_arguments(where: str, tmp_path: Path) -> None:
+    module = Large(where)
+    strategy = SSDOffloadStrategy(tmp_path, states="gpu", min_bytes=1, offload="none" if where == "step" else 0.5)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path).fit(module)
+    assert type(caught.value) is torch.OutOfMemoryError and caught.value.args == (MESSAGE,)
+    assert not module.failed or caught.value is module.failed[0]
+    (note,) = caught.value.__notes__
+    assert f"weights {WEIGHTS}" in note
+    gradients = WEIGHTS if where == "step" else None
+    assert gradients is None or f"gradients {gradients}" in note
+    assert f"optimizer states {STATES}" in note
+    assert ("saved activations that were not offloaded 0 B" in note) == (where == "step")
+    for remedy in ("SwapPlanner(gpu_memory=...)", "states='host'", "gradient checkpointing"):
+        assert remedy in note
+    assert ("offload='auto'`, which offloads" in note) == (where == "step")
+    assert ("`offload=1.0`" in note) == (where != "step")
+
+
+def test_remedies_are_those_that_the_training_has_not_taken(tmp_path: Path) -> None:
+    """It has a planner, and states in host memory, which nothing looks at to write the note."""
+    strategy = SSDOffloadStrategy(tmp_path, states="host", min_bytes=1, gpu_memory="1B", host_memory="64MiB")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[planner()], default_root_dir=tmp_path)
+        trainer.fit(Large())
+    (note,) = caught.value.__notes__
+    assert "weights 0 B, gradients 0 B, optimizer states 0 B, buffers for offloaded weights" in note
+    assert "`SwapPlanner(gpu_memory=...)` with fewer bytes" in note and "fewer bytes as `gpu_memory`" in note
+    assert "states='host'" not in note and "`offload=" not in note
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_lightnings_batch_size_finder_goes_on_below_the_batch_that_ran_out(
+    states: Any, where: str, tmp_path: Path
+) -> None:
+    strategy = SSDOffloadStrategy(
+        tmp_path, states=states, min_bytes=1, offload=1.0, gpu_memory="1B", ssd_capacity="1MiB"
+    )
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
+    module = Large(where, largest=8)
+    assert Tuner(trainer).scale_batch_size(module, max_trials=5, steps_per_trial=1) == 8
+    trainer.fit(module)
+    assert module.batch_size == 8 and trainer.global_step == 8
