@@ -14,10 +14,11 @@ from importlib import metadata
 from math import inf, nan
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import lightning_ssd
 from lightning_ssd._autoload import STRATEGIES
-from lightning_ssd.sizes import format_count, parse_bytes
+from lightning_ssd.sizes import check_least, format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
 
@@ -101,7 +102,13 @@ def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str])
         parser.error(f"there is no recipe file {recipe!r} (looked in {Path.cwd()})")
     with _reporting(parser):
         _check_recipe(recipe, overrides)
-    _read_recipe(recipe, overrides, run=True)
+    try:
+        _read_recipe(recipe, overrides, run=True)
+    except Exception as error:
+        message = _refused_input(error)
+        if message is None:
+            raise
+        parser.error(message)
 
 
 def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
@@ -157,18 +164,11 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
                         f" recipes/{_DEFAULTS} beside it.\n"
                     )
                 raise
+            _check_settings(self.config["fit"])
 
         def instantiate_classes(self) -> None:
-            if not run:
-                return
-            try:
+            if run:
                 super().instantiate_classes()
-            except ValueError as error:
-                # jsonargparse wraps a constructor's error in one about type hints, where its remedy is hard to find.
-                cause = error.__cause__
-                if cause is None or _raised_by(cause).startswith("jsonargparse."):
-                    raise
-                raise cause from cause.__cause__
 
         def _run_subcommand(self, subcommand: str) -> None:
             if run:
@@ -185,10 +185,59 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
     return cli.config["fit"]
 
 
+def _check_settings(config: Any) -> None:
+    """Checks values of a recipe that Lightning and torch would refuse in the first step, or train with.
+
+    Raises:
+        ValueError: One is out of range, or `ckpt_path` is a file of another kind.
+    """
+    trainer, checkpoint = config["trainer"], config["ckpt_path"]
+    check_least("trainer.accumulate_grad_batches", trainer["accumulate_grad_batches"], 1)
+    check_least("trainer.gradient_clip_val", trainer["gradient_clip_val"], 0)  # a negative norm would turn gradients
+    interval = trainer["val_check_interval"]
+    if isinstance(interval, int | float) and not interval > 0:
+        raise ValueError(f"trainer.val_check_interval={interval} is out of range: set it to 1 or more batches")
+    if checkpoint is not None and Path(checkpoint).is_file() and not is_zipfile(checkpoint):
+        raise ValueError(f"ckpt_path={checkpoint} is no whole checkpoint: name a file that the Trainer has saved")
+
+
+def _refused_input(error: BaseException) -> str | None:
+    """Returns the message of an error that refuses a recipe's input, or None for every other error.
+
+    An error refuses input if this package or Lightning has raised it, or if it names a file or a missing package, and
+    no batch was trained yet. Errors of other code, such as the user's modules, are shown with their traceback.
+    """
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from lightning_ssd.storage import StorageError
+
+    # jsonargparse wraps a constructor's error in errors about type hints; of several types, it keeps the first one's.
+    cause: BaseException | None = error
+    while cause is not None and _raised_by(cause).startswith("jsonargparse."):
+        cause = cause.__cause__
+    error = cause or error
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(frame.f_code is _TrainingEpochLoop.advance.__code__ for frame in frames):
+        return None
+    if isinstance(error, ImportError | MisconfigurationException | StorageError):
+        return str(error)
+    if isinstance(error, OSError):
+        return _describe(error)
+    package = _raised_by(error).partition(".")[0]
+    refuses = isinstance(error, ValueError) and package in ("lightning_ssd", "lightning", "jsonargparse")
+    refuses |= isinstance(error, TypeError) and package == "lightning_ssd"
+    return str(error) if refuses else None
+
+
 def _raised_by(error: BaseException) -> str:
     """Returns the name of the module that raised `error`."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals["__name__"])
+
+
+def _describe(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
 
 
 def _with_class_path(args: Sequence[str], name: object) -> list[str]:
@@ -460,8 +509,8 @@ def _reporting(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        parser.error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
-    except (ValueError, StorageError) as error:
+        parser.error(_describe(error))
+    except (ValueError, ImportError, StorageError) as error:
         parser.error(str(error))
 
 

@@ -27,6 +27,16 @@ def check_least(argument: str, value: float | None, least: float) -> None:
         raise ValueError(f"{argument}={value} is out of range: set it to {least} or more")
 
 
+def check_probability(argument: str, value: float) -> None:
+    """Checks the probability of a dropout, which may not drop everything.
+
+    Raises:
+        ValueError: `value` is not from 0 to below 1; the message names `argument`.
+    """
+    if not 0 <= value < 1:
+        raise ValueError(f"{argument}={value} is not a probability below 1: set it to 0 or more, and below 1")
+
+
 @dataclass(frozen=True)
 class SizeArgument:
     """An argument that is a number of bytes: its legal forms, and the parser of all of them.

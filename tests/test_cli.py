@@ -61,11 +61,25 @@ class TestRun:
         assert yaml.safe_load(Path("config.yaml").read_text())["trainer"]["max_steps"] == 3
         assert cli.main(["run", "config.yaml"]) == 0
 
-    def test_error_of_a_constructor_is_the_last_one_shown(self, recipe: str) -> None:
-        with pytest.raises(ValueError, match=r"^data\.batch_size=0 is out of range: set it to 1 or more$"):
-            cli.main(["run", recipe, "--data=lightning_ssd.data.TextDataModule", "--data.batch_size=0"])
-        with pytest.raises(ValueError, match=r"`min_bytes=-1` is not a number of bytes"):
-            cli.main(["run", recipe, "--trainer.strategy.min_bytes=-1"])
+    def test_error_of_a_constructor_is_the_last_one_shown(
+        self, recipe: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert _exit(["run", recipe, "--data=lightning_ssd.data.TextDataModule", "--data.batch_size=0"]) == 2
+        shown = capsys.readouterr().err.splitlines()[-1]
+        assert shown == "lightning-ssd run: error: data.batch_size=0 is out of range: set it to 1 or more"
+        assert _exit(["run", recipe, "--trainer.strategy.min_bytes=-1"]) == 2
+        assert "`min_bytes=-1` is not a number of bytes" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("where", ["__init__", "setup", "training_step"])
+    def test_error_of_the_users_module_keeps_its_traceback(
+        self, recipe: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        boring = "from lightning.pytorch.demos.boring_classes import BoringModel"
+        failing = f"    def {where}(self, *args, **settings):\n        raise ValueError('mine')"
+        Path(f"mine_{where}.py").write_text(f"{boring}\n\n\nclass Mine(BoringModel):\n{failing}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        with pytest.raises(ValueError, match="mine"):
+            cli.main(["run", recipe, f"--model=mine_{where}.Mine"])
 
     def test_copy_of_a_recipe_without_its_defaults_is_refused_with_the_remedy(
         self, capsys: pytest.CaptureFixture[str]

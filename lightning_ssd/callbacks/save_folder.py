@@ -30,9 +30,18 @@ class SaveFolder(pl.Callback):
         self._saved_step = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuses models that can't be written, before they are trained."""
-        if not callable(getattr(pl_module, "save_folder", None)):
-            raise TypeError(f"SaveFolder writes models that have `save_folder`, and not {type(pl_module).__name__}")
+        """Refuses models that can't be written, and folders that can't be replaced, before training.
+
+        Raises:
+            TypeError: If the model has no `save_folder` or no `check_folder`.
+            ValueError: If the folder can't be replaced.
+        """
+        if not all(callable(getattr(pl_module, name, None)) for name in ("save_folder", "check_folder")):
+            raise TypeError(
+                f"SaveFolder writes models that have `save_folder` and `check_folder`, and not"
+                f" {type(pl_module).__name__}"
+            )
+        pl_module.check_folder(self._path(trainer))  # type: ignore[operator]
         self._saved_step = trainer.global_step
 
     def on_train_batch_end(
@@ -48,6 +57,10 @@ class SaveFolder(pl.Callback):
         if trainer.global_step > self._saved_step or self.every_n_steps is None:
             self._save(trainer, pl_module)
 
+    def _path(self, trainer: pl.Trainer) -> Path:
+        log_dir = trainer.log_dir  # on all devices: it is broadcast
+        return self.folder or Path(log_dir or trainer.default_root_dir) / "model"
+
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._saved_step = trainer.global_step
         weights = trainer.strategy.lightning_module_state_dict()  # on all devices: it may gather
@@ -57,7 +70,7 @@ class SaveFolder(pl.Callback):
             # Its memory would stay until the last one is written.
             return tensor.values() if isinstance(tensor, LazyTensor) else tensor
 
+        folder = self._path(trainer)
         if trainer.is_global_zero:
-            folder = self.folder or Path(trainer.log_dir or trainer.default_root_dir) / "model"
             pl_module.save_folder(value, folder)  # type: ignore[operator]
             log.info("the model of step %d is in %s", trainer.global_step, folder)

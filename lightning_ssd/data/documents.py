@@ -94,5 +94,7 @@ def _json_lines(file: Path, field: str) -> Iterator[Document]:
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 found = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+                if isinstance(record, dict) and field in record:
+                    found = f"a value of type {type(text).__name__} there"
                 raise ValueError(f"{source} has no text under {field!r} (it has {found}): set data.field")
             yield Document(source, [text.encode()])

@@ -122,12 +122,14 @@ class TextDataModule(RecipeDataModule):
 
         Raises:
             FileNotFoundError: If there is no document, or no tokenizer.
-            ValueError: If a document can't be read.
+            ValueError: If a document can't be read, or all of them are empty.
         """
         tokenizer = ByteTokenizer() if self.tokenizer is None else LocalTokenizer(self.tokenizer)
         objective = self.make_objective(tokenizer)
         texts = documents(self.path, self.pattern, self.field)
         tokens, word_codes = _tokenize(texts, tokenizer, self.max_bytes, objective.whole_words)
+        if not np.any(tokens != tokenizer.separator):
+            raise ValueError(f"data.path={self.path} holds no text: set it to a file or folder with some")
         blocks = len(tokens) // objective.row_tokens
         held_out = max(1, int(blocks * self.val_share))
 

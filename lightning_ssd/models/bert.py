@@ -65,6 +65,7 @@ class BERT(LanguageModule):
         super().__init__(
             config,
             pretrained,
+            dropout,
             gradient_checkpointing=gradient_checkpointing,
             lr=lr,
             betas=betas,

@@ -2,15 +2,19 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
@@ -20,7 +24,8 @@ from transformers import (
 from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens, input_ids
 from lightning_ssd.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.models.module import RecipeModule, exact
-from lightning_ssd.models.pretrained import PretrainedFolder, save_new
+from lightning_ssd.models.pretrained import PretrainedFolder, check_replaceable, save_new
+from lightning_ssd.models.sizes import check_sizes
 from lightning_ssd.models.tiny_llama import cached_tiny_llama
 from lightning_ssd.sizes import check_least
 from lightning_ssd.states import materialize_on
@@ -80,6 +85,8 @@ class CausalLM(RecipeModule):
         if config is None:
             self.folder = PretrainedFolder(cached_tiny_llama() if pretrained is None else Path(pretrained))
         self.config = _make_config(config) if self.folder is None else self.folder.config  # type: ignore[arg-type]
+        if self.folder is not None:
+            _check_causal(self.config, f"model.pretrained={self.folder.path}")
         self.config.use_cache = False
         if chunked_loss:
             _check_linear_head(self.config)
@@ -168,6 +175,14 @@ class CausalLM(RecipeModule):
         attention: int = 2 * length * self.config.hidden_size * self.config.num_hidden_layers
         return 2 * count_tokens(batch) * (weights + attention)
 
+    def check_folder(self, folder: Path) -> None:
+        """Checks that `folder` may be replaced: a new one, or one that holds a saved model but not this one's weights.
+
+        Raises:
+            ValueError: If it may not.
+        """
+        check_replaceable(folder, None if self.folder is None else self.folder.path)
+
     def save_folder(self, value: Callable[[str], Tensor], folder: Path) -> None:
         """Writes the model to a folder that `from_pretrained` loads, laid out as the one that it came from.
 
@@ -175,6 +190,7 @@ class CausalLM(RecipeModule):
             value: Returns the value of a parameter, by its name in this module.
             folder: Folder to write, which is replaced.
         """
+        self.check_folder(folder)
         if self.folder is None:
             save_new(self.causal_lm, lambda name: value(f"model.{name}"), folder)
             return
@@ -232,16 +248,37 @@ class TokenPerplexity(Metric):
 
 def _make_config(sizes: dict[str, Any]) -> PretrainedConfig:
     kind = sizes.get("model_type")
-    try:
-        config: PretrainedConfig = AutoConfig.for_model(**sizes)
-    except (TypeError, ValueError) as error:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ValueError(
             f"model.config has the model_type {kind!r}, which transformers does not know: set it to one such as"
             f" 'llama', 'qwen2', 'mistral' or 'gpt2'"
-        ) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        )
+    if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model.config has the model_type {kind!r}, which is no causal language model: take 'llama'")
+    # transformers takes any key, and ignores those that it does not know.
+    default = AutoConfig.for_model(kind)
+    known = {*default.to_dict(), *default.attribute_map}
+    for key in sizes:
+        meant = get_close_matches(key, known, 1, 0.8)
+        if key not in known and not hasattr(default, key) and meant:
+            raise ValueError(f"model.config has the key {key!r}, which {kind!r} does not have: is it {meant[0]!r}?")
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(**sizes)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"model.config makes no model of the model_type {kind!r}: {error}") from error
+    check_sizes(config, "model.config")
+    _check_causal(config, "model.config")
     return config
+
+
+def _check_causal(config: PretrainedConfig, key: str) -> None:
+    """Raises ValueError if every token would see the tokens after it, which it is to predict."""
+    encodes = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    if encodes and not getattr(config, "is_decoder", True):
+        raise ValueError(
+            f"{key} has the model_type {config.model_type!r}, whose attention is not causal unless `is_decoder` is"
+            f" true: set that, or take a causal language model such as a Llama"
+        )
 
 
 def _check_linear_head(config: PretrainedConfig) -> None:

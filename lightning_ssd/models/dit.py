@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_ssd.extras import import_extra
 from lightning_ssd.models.module import RecipeModule
-from lightning_ssd.sizes import check_least
+from lightning_ssd.sizes import check_least, check_probability
 
 TIMESTEPS = 1000
 """Steps from an image to noise in training."""
@@ -92,8 +92,7 @@ class DiT(RecipeModule):
                 f"model.hidden_size={hidden_size} is not a multiple of 4 and of model.num_heads={num_heads}: change"
                 f" one of them"
             )
-        if not 0 <= label_dropout < 1:
-            raise ValueError(f"model.label_dropout={label_dropout} is not a probability below 1")
+        check_probability("model.label_dropout", label_dropout)
         self.save_hyperparameters()
         self.image_size = image_size
         self.in_channels = in_channels
@@ -151,7 +150,7 @@ class DiT(RecipeModule):
 
     def training_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns the mean squared error of the predicted noise, at random timesteps."""
-        images, labels = batch["images"], batch["labels"]
+        images, labels = _images(batch), batch["labels"]
         seed = random.Random(f"{self.noise_seed} {self.seen} {self.global_rank}").getrandbits(63)
         generator = torch.Generator(images.device).manual_seed(seed)
         chance = torch.rand(len(labels), generator=generator, device=images.device)
@@ -162,7 +161,7 @@ class DiT(RecipeModule):
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Metric | Tensor]]:
         """Returns the mean squared error at timesteps and noise that are the same in every validation."""
-        images = batch["images"]
+        images = _images(batch)
         # Drawn on the CPU, so that they are the same on every device.
         noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).to(images.device)
         spread = torch.arange(len(images), device=images.device) * TIMESTEPS // len(images)
@@ -290,6 +289,15 @@ class _Embedded(nn.Module):
 
     def forward(self, embedded: Tensor, labels: Tensor | None, hidden_dtype: torch.dtype | None = None) -> Tensor:
         return embedded
+
+
+def _images(batch: Mapping[str, Tensor]) -> Tensor:
+    if "images" not in batch:
+        raise ValueError(
+            f"The batches have {', '.join(map(repr, batch))} and no 'images': set"
+            f" data.class_path=lightning_ssd.data.ImageDataModule"
+        )
+    return batch["images"]
 
 
 def _diffusers() -> Any:

@@ -68,6 +68,7 @@ class GPT(LanguageModule):
         super().__init__(
             config,
             pretrained,
+            dropout,
             gradient_checkpointing=gradient_checkpointing,
             lr=lr,
             betas=betas,

@@ -16,13 +16,10 @@ from typing_extensions import override
 
 from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens
 from lightning_ssd.models.module import RecipeModule, exact
-from lightning_ssd.sizes import check_least
+from lightning_ssd.models.sizes import check_sizes
+from lightning_ssd.sizes import check_probability
 
 __all__ = ["LanguageModule", "labels_of"]
-
-_SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
-_SIZES += ["d_kv", "d_ff", "num_decoder_layers"]
-"""Sizes of a configuration that are 1 or more, by transformers' common names."""
 
 
 class LanguageModule(RecipeModule):
@@ -33,6 +30,7 @@ class LanguageModule(RecipeModule):
     Args:
         config: Sizes of the model; None if they are those of the folder `pretrained`.
         pretrained: Local folder that a model was saved to with `save_pretrained`; None for random weights.
+        dropout: Probability of every dropout, which the subclass puts into `config`.
         settings: Arguments of `RecipeModule`.
 
     Attributes:
@@ -40,18 +38,20 @@ class LanguageModule(RecipeModule):
 
     Raises:
         FileNotFoundError: If `pretrained` holds no configuration.
-        ValueError: If `pretrained` holds a model of another type, or a size is less than 1.
+        ValueError: If `pretrained` holds a model of another type, or an argument is out of range.
     """
 
     config_class: ClassVar[type[PreTrainedConfig]]
     model_class: ClassVar[type[PreTrainedModel]]
 
-    def __init__(self, config: PreTrainedConfig | None, pretrained: str | Path | None, **settings: Any) -> None:
+    def __init__(
+        self, config: PreTrainedConfig | None, pretrained: str | Path | None, dropout: float, **settings: Any
+    ) -> None:
         super().__init__(**settings)
         self.pretrained = None if pretrained is None else Path(pretrained)
         self.config: Any = config or self._saved_config(Path(pretrained or ""))
-        for size in _SIZES:  # transformers would make a model without blocks, for one
-            check_least(f"model.{self.config.attribute_map.get(size, size)}", getattr(self.config, size, None), 1)
+        check_probability("model.dropout", dropout)
+        check_sizes(self.config, "model")
         self.perplexity = Perplexity(ignore_index=IGNORED)
         self.accuracy = MulticlassAccuracy(
             self.config.vocab_size, average="micro", ignore_index=IGNORED, validate_args=False

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lightning_ssd.models.causal_lm import CausalLM
 from lightning_ssd.models.pretrained import replaced_folder
-from lightning_ssd.sizes import check_least
+from lightning_ssd.sizes import check_least, check_probability
 
 __all__ = ["LoRACausalLM"]
 
@@ -71,6 +71,7 @@ class LoRACausalLM(CausalLM):
         self.strict_loading = self.folder is None
         check_least("model.rank", rank, 1)
         check_least("model.alpha", alpha, 1)  # adapters of scale 0 learn nothing
+        check_probability("model.adapter_dropout", adapter_dropout)
         self.rank = rank
         self.alpha = alpha
         self.adapter_dropout = adapter_dropout
@@ -97,7 +98,14 @@ class LoRACausalLM(CausalLM):
         )
         if self.folder is not None:
             settings.base_model_name_or_path = str(self.folder.path)
-        adapted: nn.Module = get_peft_model(model, settings)
+        try:
+            adapted: nn.Module = get_peft_model(model, settings)
+        except ValueError as error:
+            linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+            raise ValueError(
+                f"model.targets={self.targets!r} names modules that take no adapters: set it to 'all-linear' or to a"
+                f" list of {', '.join(sorted(linear))} ({error})"
+            ) from error
         # peft has put them beside the base, which may be on `meta`; they are drawn alike wherever that is.
         for module in adapted.modules():
             if isinstance(module, LoraLayer):
@@ -135,6 +143,7 @@ class LoRACausalLM(CausalLM):
             value: Returns the value of a parameter, by its name in this module.
             folder: Folder to write, which is replaced.
         """
+        self.check_folder(folder)
         model: Any = self.model
         trained = {name.removeprefix("model."): value(name).detach().cpu().clone() for name in self._trained_names()}
         with replaced_folder(folder) as part:

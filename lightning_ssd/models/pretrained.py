@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
-__all__ = ["InitialValues", "PretrainedFolder", "replaced_folder", "save_new"]
+__all__ = ["InitialValues", "PretrainedFolder", "check_replaceable", "replaced_folder", "save_new"]
 
 log = logging.getLogger(__name__)
 
@@ -100,12 +100,7 @@ class PretrainedFolder:
             model: Model that `bind` was called with; its names count, not its values.
             value: Returns the value of a parameter, by its name in `model`.
             folder: Folder to write.
-
-        Raises:
-            ValueError: If `folder` is the folder that was read.
         """
-        if folder.resolve() == self.path.resolve():
-            raise ValueError(f"{folder} is the folder that the model comes from: name another one to save it to")
         weights = set(self._file_of.values())
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         names = {stored: name for stored, name in self._names_in(model) if name in parameters}
@@ -213,6 +208,30 @@ def _write_tensors(file: Path, header: bytes, tensors: Iterable[tuple[Tensor, st
         for tensor, dtype in tensors:
             tensor = tensor.detach().to("cpu", _DTYPES.get(dtype, tensor.dtype)).contiguous()
             out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def check_replaceable(folder: Path, source: Path | None) -> None:
+    """Checks that a folder can be replaced by a saved model, and that nothing else is lost with it; makes its parents.
+
+    Args:
+        folder: Folder to replace, which may not exist.
+        source: Folder that the model comes from, if any.
+
+    Raises:
+        ValueError: If `folder` is or holds `source`, is a file, holds anything but a saved model, or can't be written.
+    """
+    if source is not None and source.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder} is or holds the folder that the model comes from: name another one to save it to")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder to save the model to")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise ValueError(f"{folder} holds other files than a saved model, and saving replaces it: name another one")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent).cleanup()
+    except OSError as error:
+        raise ValueError(f"{folder} can't be written ({error}): name another folder to save the model to") from error
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.extras import import_extra
 from lightning_ssd.models.dit import DiT
+from lightning_ssd.sizes import check_least
 
 _PIXELS = 48  # smallest side of an image in the picture
 
@@ -33,6 +34,8 @@ class SampleGrid(pl.Callback):
     def __init__(
         self, classes: int = 10, columns: int = 8, steps: int = 20, guidance: float = 2.0, seed: int = 0
     ) -> None:
+        for argument, value in {"classes": classes, "columns": columns, "steps": steps}.items():
+            check_least(f"SampleGrid's {argument}", value, 1)
         self.classes = classes
         self.columns = columns
         self.steps = steps

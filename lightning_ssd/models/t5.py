@@ -77,6 +77,7 @@ class T5(LanguageModule):
         super().__init__(
             config,
             pretrained,
+            dropout,
             gradient_checkpointing=gradient_checkpointing,
             lr=lr,
             betas=betas,
