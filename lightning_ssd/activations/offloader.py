@@ -315,7 +315,7 @@ class ActivationOffloader:
             return
         self._stayed += 1
         with self._turn:
-            if self._stayed % self.LOOKED_AT_EVERY == 0:
+            if self._placement.memory_is_scarce or self._stayed % self.LOOKED_AT_EVERY == 0:
                 self._offload_waiting(self.LOOKED_AT)
             self._release_window()
 

@@ -27,6 +27,11 @@ class Placement(ABC):
         """Whether a store may hold the training up until staging memory is free."""
         return True
 
+    @property
+    def memory_is_scarce(self) -> bool:
+        """Whether storages must leave the device as soon as they can, also where that takes the host more time."""
+        return False
+
     @abstractmethod
     def begin(self, expected_bytes: int) -> None:
         """A micro-batch begins; the last one saved `expected_bytes` that could go out (0: unknown)."""
@@ -179,6 +184,10 @@ class SSDTrainAuto(Placement):
     @property
     def may_wait(self) -> bool:
         return self._amounts is not None or (self._limit is not None and self._limit.waits())
+
+    @property
+    def memory_is_scarce(self) -> bool:
+        return self._limit is not None and self._limit.scarce
 
     def begin(self, expected_bytes: int) -> None:
         if self._limit is not None:

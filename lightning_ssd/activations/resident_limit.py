@@ -47,6 +47,8 @@ class ResidentLimit:
     def __init__(self, meter: AllocatorMeter) -> None:
         self.measuring = False
         """Whether the present micro-batch is measured: all its saved storages that can are offloaded."""
+        self.scarce = False
+        """Whether the present micro-batch may save more than there is room for."""
         self._meter = meter
         self._micro_batches = 0
         self._measured = False
@@ -55,8 +57,6 @@ class ResidentLimit:
         """What a micro-batch takes without the saved storages that stay by `keep`."""
         self._base = 0
         """The bytes that were allocated before the micro-batch that showed `_others`."""
-        self._scarce = False
-        """Whether the present micro-batch may save more than there is room for."""
         self._room = float("inf")
         """Bytes of saved storages that may still stay in the present micro-batch."""
 
@@ -79,8 +79,8 @@ class ResidentLimit:
         growth = max(0, allocated - self._base)
         self._room = max(0.0, limit - self._others - growth)
         unknown = not self._measured or growth > self.GROWTH * limit
-        self._scarce = self._room < self.SPARE * expected_bytes
-        self.measuring = unknown and self._scarce
+        self.scarce = self._room < self.SPARE * expected_bytes
+        self.measuring = unknown and self.scarce
         if self.measuring:
             self._meter.reset_peak()
             self._base, self._room = allocated, 0.0
@@ -88,7 +88,7 @@ class ResidentLimit:
     def waits(self) -> bool:
         """Whether copies out are to be waited for, so that their storages leave the device now."""
         first = self._micro_batches == 1
-        return self._scarce or (first and self._meter.allocated() > self.UNKNOWN * self._meter.limit())
+        return self.scarce or (first and self._meter.allocated() > self.UNKNOWN * self._meter.limit())
 
     def excess(self, nbytes: float) -> float:
         """Returns the share of `nbytes`, of storages that would stay, for which there is no room."""

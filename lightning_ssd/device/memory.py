@@ -12,6 +12,10 @@ GPU_USABLE = 0.92
 """Share of this process's GPU memory that is planned with. Fragments and libraries that allocate take the rest."""
 
 
+FRAGMENTS = 2**28
+"""Bytes that the allocator's fragments take at least: a share of a small GPU would be less than a few segments."""
+
+
 def usable_memory() -> int:
     """Returns the bytes of RAM that may be planned with: the rest is for what nobody counts."""
     return int(_SHARE * available_memory())
@@ -59,7 +63,8 @@ class CUDAMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._limit = usable_gpu_memory(device)  # asks the driver, which takes longer than the allocator
+        # Asks the driver, which takes longer than the allocator.
+        self._limit = min(usable_gpu_memory(device), max(0, process_gpu_memory(device) - FRAGMENTS))
 
     def limit(self) -> float:
         """Returns the bytes that this process may allocate, as they were when this object was made."""

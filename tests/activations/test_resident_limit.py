@@ -1,14 +1,20 @@
 """Memory that `offload="auto"` takes on a device whose allocator is simulated: never more than its limit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
-from lightning_ssd.activations.placement import SSDTrainAuto
+from lightning_ssd.activations.placement import Placement, SSDTrainAuto
 from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning import TierSpeed
+from lightning_ssd.types import OffloadTierName
+from tests.support.offloader import change_policy, open_cache
 
 
 class Allocator:
@@ -105,7 +111,7 @@ def limited(memory: Allocator) -> SSDTrainAuto:
     return SSDTrainAuto({"host": TierSpeed(50, 50)}, ResidentLimit(memory))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TRAININGS, st.floats(1.0, 3.0), st.integers(0, 30))
 def test_never_takes_more_than_the_limit_where_offloading_all_fits(training: Training, room: float, speed: int) -> None:
     """From the second micro-batch on: in the first one nobody knows what backward allocates."""
@@ -161,3 +167,43 @@ def test_a_peak_beyond_the_limit_lowers_what_stays() -> None:
     peaks = larger.run(auto, memory, 6)
     assert peaks[0] > memory.most
     assert max(peaks[2:]) <= memory.most
+
+
+class _FirstOnly(Placement):
+    """The first storage of each micro-batch is offloaded."""
+
+    def __init__(self, scarce: bool) -> None:
+        self._scarce = scarce
+        self._first = True
+
+    @property
+    def memory_is_scarce(self) -> bool:
+        return self._scarce
+
+    def begin(self, expected_bytes: int) -> None:
+        self._first = True
+
+    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
+        first, self._first = self._first, False
+        return ("ssd",) if first else ()
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_storages_leave_at_once_where_memory_is_scarce(tmp_path: Path, scarce: bool) -> None:
+    """The forward holds its first storage while that is saved: the next saved one has it offloaded, or a later one."""
+    with open_cache(tmp_path) as offloader:
+        change_policy(offloader, placement=_FirstOnly(scarce))
+        for _ in range(2):  # storages of the second micro-batch that stay have no record
+            offloader.begin_micro_batch()
+            leaf = torch.randn(1000, requires_grad=True)
+            with offloader.hooks():
+                held = leaf.exp()
+                x = held.sin()
+                before = offloader.stats().stored
+                del held
+                x = x.sin()
+                stored = offloader.stats().stored - before
+                loss = x.sin().sin().sin().sum()
+            loss.backward()
+            offloader.end_backward()
+    assert stored == (4000 if scarce else 0)
