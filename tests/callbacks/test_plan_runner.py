@@ -1,0 +1,76 @@
+"""`PlanRunner`: plans that a caller applies in the middle of a training keep its numbers, and are measured."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+from lightning_ssd.callbacks.plan_runner import WARMUP_AFTER_CHANGE, Comparison
+from lightning_ssd.planning import Plan, simulate
+from tests.support.parity import TinyGPT, assert_same, train
+from tests.support.plans import BOTH, Watch, draw, planner
+
+pytestmark = pytest.mark.timeout(120)
+
+FIRST = 9
+"""Step from which on a plan of the planner is in force."""
+
+
+class Sweep(pl.Callback):
+    """Applies plans, each for so many steps that `steps` of them are measured."""
+
+    def __init__(self, planner: SwapPlanner, make: Callable[[int, Plan], Plan], steps: int, count: int) -> None:
+        self.planner, self.make, self.steps, self.count = planner, make, steps, count
+        self.applied: list[Plan] = []
+        self.measured: list[Comparison] = []
+        self.waited: list[int] = []
+        self._began = 0
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        runner = self.planner.runner
+        if runner is None or trainer.global_step < FIRST:
+            return
+        if self.applied:
+            measured = runner.measured(self.steps)
+            if measured is None:
+                return
+            self.measured.append(measured)
+            self.waited.append(trainer.global_step - self._began)
+        if len(self.applied) < self.count:
+            assert runner.plan is not None
+            self.applied.append(self.make(len(self.applied), runner.plan))
+            runner.apply(self.applied[-1])
+            assert runner.measured(1) is None and runner.plan is self.applied[-1]
+            assert runner.prediction == simulate(runner.profile, runner.hardware, self.applied[-1])
+            self._began = trainer.global_step
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_plans_that_a_caller_applies_keep_the_numbers(accumulate: int) -> None:
+    how: Any = {"model": TinyGPT, "accumulate": accumulate, "steps": 26}
+    plain = train("auto", **how)
+    first, watch = planner(tolerance=1e9), Watch()
+    seeds = iter(range(3))
+
+    def other(index: int, plan: Plan) -> Plan:
+        assert first.profile is not None
+        return draw(plan, first.profile, next(seeds), recompute=(0.0, 1.0, 0.5)[index])
+
+    sweep = Sweep(first, other, steps=2, count=3)
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first, sweep, watch], **how))
+    assert [item.plan for item in sweep.measured[:3]] == sweep.applied and len(sweep.applied) == 3
+    assert set(sweep.waited[:3]) == {WARMUP_AFTER_CHANGE + 1 + sweep.steps}
+    assert all(item.step_seconds > 0 and item.predicted.step_seconds > 0 for item in sweep.measured)
+    assert watch.stats.recomputed
+
+
+def test_a_plan_of_another_model_is_not_applied() -> None:
+    first = planner()
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=12)
+    assert first.runner is not None and first.plan is not None
+    units = dict(list(first.plan.units.items())[1:])
+    with pytest.raises(ValueError, match=r"`units\."):
+        first.runner.apply(Plan(**{**vars(first.plan), "units": units}))
+    assert first.runner.plan is first.plan and len(first.plan.units) > len(units)
