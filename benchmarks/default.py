@@ -121,9 +121,12 @@ class Probe(pl.Callback):
                 self._profiler = torch.profiler.profile()
                 self._profiler.start()
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == trainer.max_steps - 1:
+            self.result["loss"] = outputs["loss"].item()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         torch.cuda.synchronize()
-        self.result["loss"] = float(trainer.callback_metrics.get("loss", float("nan")))
         if self._profiler is not None:
             self._profiler.stop()
             assert self._trace is not None
