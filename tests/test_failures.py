@@ -18,11 +18,11 @@ from torch import Tensor
 from lightning_ssd import ActivationOffload, PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.activations import BudgetError
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
+from tests.support.compare import assert_same
 from tests.support.faults import FaultyBackend
 from tests.support.trainings import (  # noqa: F401
     SmallModel,
     Watch,
-    assert_same_training,
     batches,
     make_trainer,
     nothing_left,
@@ -193,7 +193,7 @@ class TestBudgets:
         model, watch = small_model(), Watch()
         strategy = offloading(ssd_capacity="8KiB", offload="auto")
         make_trainer(tmp_path, strategy, callbacks=[watch]).fit(model, batches())
-        assert_same_training(_plain(tmp_path), model)
+        assert_same(_plain(tmp_path), model)
         assert watch.bytes_out["ssd"] > 0
 
 
@@ -251,7 +251,7 @@ def test_a_fault_in_the_middle_of_a_run_ends_it_before_a_wrong_number_is_used(
     model.zero_grad()
     model.losses.clear()
     make_trainer(tmp_path, offloading()).fit(model, batches())
-    assert_same_training(_plain(tmp_path), model)
+    assert_same(_plain(tmp_path), model)
 
 
 def test_a_failed_write_is_reported_even_if_nobody_wants_the_bytes_back(tmp_path: Path) -> None:
@@ -309,8 +309,8 @@ def test_two_runs_at_once_on_one_path(tmp_path: Path) -> None:
     outer = small_model()
     make_trainer(tmp_path, offloading(), callbacks=[Inner()]).fit(outer, batches())
     plain = _plain(tmp_path)
-    assert_same_training(plain, inner)
-    assert_same_training(plain, outer)
+    assert_same(plain, inner)
+    assert_same(plain, outer)
     assert len(set(seen)) == 2
 
 
@@ -413,5 +413,5 @@ def test_the_next_run_removes_what_a_killed_one_left_and_never_a_live_ones(tmp_p
     assert scratch_directories(tmp_path) == alive
     make_trainer(tmp_path, offloading()).fit(after, batches())
     assert scratch_directories(tmp_path) == []
-    assert_same_training(plain, beside)
-    assert_same_training(plain, after)
+    assert_same(plain, beside)
+    assert_same(plain, after)

@@ -25,12 +25,12 @@ from lightning_ssd import (
     PrefetchScheduler,
     SSDOffloadStrategy,
 )
+from tests.support.compare import assert_same
 from tests.support.trainings import (  # noqa: F401
     MIN_BYTES,
     WIDTH,
     SmallModel,
     Watch,
-    assert_same_training,
     batches,
     make_trainer,
     nothing_left,
@@ -58,7 +58,7 @@ def _assert_parity(root: Path, **arguments: Any) -> None:
     """Asserts that a training is the same with and without offload, and that bytes really moved."""
     watch = Watch()
     plain = _train(root, "auto", **arguments)
-    assert_same_training(plain, _train(root, offloading(), watch, **arguments))
+    assert_same(plain, _train(root, offloading(), watch, **arguments))
     assert watch.moved > 0
 
 
@@ -70,13 +70,13 @@ class TestChoosingIt:
         assert trainer.strategy.config.tier == tier
         model = small_model()
         trainer.fit(model, batches(2))
-        assert_same_training(_train(tmp_path, "auto", loader=batches(2)), model)
+        assert_same(_train(tmp_path, "auto", loader=batches(2)), model)
 
     @pytest.mark.parametrize("tier", ["ssd", "host"])
     def test_an_instance_trains_as_plain_lightning_does(self, tmp_path: Path, tier: str) -> None:
         watch = Watch()
         offloaded = _train(tmp_path, offloading(tier=tier), watch, max_epochs=2)
-        assert_same_training(_train(tmp_path, "auto", max_epochs=2), offloaded)
+        assert_same(_train(tmp_path, "auto", max_epochs=2), offloaded)
         assert set(watch.bytes_out) == {tier}
         assert watch.moved > 0
 
@@ -90,7 +90,7 @@ class TestChoosingIt:
             default_root_dir=tmp_path,
             logger=CSVLogger(tmp_path),
         ).fit(model, batches(), batches(1))
-        assert_same_training(_train(tmp_path, "auto"), model)
+        assert_same(_train(tmp_path, "auto"), model)
         assert len(list(tmp_path.rglob("*.ckpt"))) == 1
 
     @pytest.mark.parametrize("several", [{"devices": 2}, {"num_nodes": 2}])
@@ -215,7 +215,7 @@ class TestRunning:
             trainer.fit(model, batches())
             models.append(model)
         assert len(models[0].losses) == 18
-        assert_same_training(*models)
+        assert_same(*models)
 
     def test_a_second_trainer_trains_the_same_module(self, tmp_path: Path) -> None:
         models = []
@@ -224,7 +224,7 @@ class TestRunning:
             for strategy in strategies:
                 make_trainer(tmp_path, strategy).fit(model, batches())
             models.append(model)
-        assert_same_training(*models)
+        assert_same(*models)
 
     def test_evaluation_without_a_fit_gives_the_same_results(self, tmp_path: Path) -> None:
         results = []
@@ -270,7 +270,7 @@ class TestRunning:
             _train(tmp_path, strategy, model=small_model(kind=Skipping), max_epochs=2)
             for strategy in ("auto", offloading())
         ]
-        assert_same_training(*models)
+        assert_same(*models)
 
     @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.01), ("value", 0.001)])
     def test_gradient_clipping(self, tmp_path: Path, algorithm: str, value: float) -> None:
@@ -284,7 +284,7 @@ class TestRunning:
         watch = Watch()
         # bf16 activations have half the bytes, and still all go out.
         offloaded = _train(tmp_path, offloading(min_bytes=MIN_BYTES // 2), watch, precision=precision)
-        assert_same_training(plain, offloaded)
+        assert_same(plain, offloaded)
         assert watch.moved > 0
 
     def test_data_loader_workers(self, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ class TestAsWithLightningsOwnStrategies:
         make_trainer(tmp_path).fit(plain, batches())
         monkeypatch.setattr(time, "perf_counter", refuse)
         make_trainer(tmp_path, offloading(states=states)).fit(offloaded, batches())
-        assert_same_training(plain, offloaded)
+        assert_same(plain, offloaded)
 
     """Uses of a strategy that Lightning's own single-device one has, too."""
 
@@ -364,7 +364,7 @@ class TestAsWithLightningsOwnStrategies:
                 )
             return model
 
-        assert_same_training(trained(offloading(**arguments)), trained(pl.strategies.SingleDeviceStrategy()))
+        assert_same(trained(offloading(**arguments)), trained(pl.strategies.SingleDeviceStrategy()))
 
     @PLACEMENTS
     @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
@@ -378,7 +378,7 @@ class TestAsWithLightningsOwnStrategies:
             trainer.validate(compiled, batches(1), verbose=False)
             return model
 
-        assert_same_training(trained(offloading(**arguments)), trained("auto"))
+        assert_same(trained(offloading(**arguments)), trained("auto"))
 
     @PLACEMENTS
     def test_a_checkpoint_with_other_objects_is_loaded_if_the_user_says_so(
@@ -405,7 +405,7 @@ class TestAsWithLightningsOwnStrategies:
             return model
 
         ours = resumed(lambda: offloading(**arguments), tmp_path / "ours")
-        assert_same_training(ours, resumed(lambda: "auto", tmp_path / "plain"))
+        assert_same(ours, resumed(lambda: "auto", tmp_path / "plain"))
 
     def test_a_sharded_checkpoint_is_no_file_to_load_a_module_from(self, tmp_path: Path) -> None:
         """As with FSDP's: a Trainer loads it, and `lightning-ssd export` makes a folder of weights of it."""
@@ -494,7 +494,7 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path, kind: type[GAN]
     watch = Watch()
     plain = _train(tmp_path, "auto", model=small_model(kind=kind), max_epochs=2)
     offloaded = _train(tmp_path, offloading(), watch, model=small_model(kind=kind), max_epochs=2)
-    assert_same_training(plain, offloaded)
+    assert_same(plain, offloaded)
     assert watch.moved > 0
 
 
@@ -586,7 +586,7 @@ def test_after_an_exception_nothing_is_left_and_the_module_trains_again(tmp_path
     model.load_state_dict(small_model().state_dict())
     model.zero_grad()
     model.losses.clear()
-    assert_same_training(_train(tmp_path, "auto"), _train(tmp_path, offloading(), model=model))
+    assert_same(_train(tmp_path, "auto"), _train(tmp_path, offloading(), model=model))
 
 
 class TestCheckpoints:
@@ -612,7 +612,7 @@ class TestCheckpoints:
         second.fit(resumed, _SkippingLoader(2), ckpt_path=middle.best_model_path, weights_only=False)
 
         resumed.losses = model.losses + resumed.losses
-        assert_same_training(whole, resumed)
+        assert_same(whole, resumed)
 
     def test_a_checkpoint_is_the_one_that_plain_lightning_writes(self, tmp_path: Path) -> None:
         states = []
@@ -858,7 +858,7 @@ trainer:
         for name, phrase in {
             "path": "directory for scratch files",
             "tier": "host memory alone",
-            "offload": "how much goes out",
+            "offload": "activations of each micro-batch to offload",
             "host_memory": "bytes of pinned memory",
             "ssd_capacity": "bytes of scratch space",
             "spill": "which one is filled first",

@@ -8,8 +8,9 @@ import pytest
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy
 from lightning_ssd.callbacks.offloader import find_offloader
+from tests.support.compare import assert_same
 from tests.support.offloader import KIB, MIB
-from tests.support.parity import Checkpointing, Model, Run, SharedStorages, TinyGPT, assert_same, train
+from tests.support.parity import Checkpointing, Model, Run, SharedStorages, TinyGPT, train
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,10 +8,10 @@ import pytest
 from torch import Tensor
 
 from lightning_ssd import ActivationOffload, MicroBatchSwitch, OffloadMonitor, PrefetchScheduler
+from tests.support.compare import assert_same
 from tests.support.trainings import (  # noqa: F401
     SmallModel,
     Watch,
-    assert_same_training,
     batches,
     make_trainer,
     nothing_left,
@@ -34,7 +34,7 @@ def test_on_one_device_the_numbers_are_those_without_it(tmp_path: Path, tier: st
     make_trainer(tmp_path, **arguments).fit(plain, batches(), batches(1))
     trainer = make_trainer(tmp_path, callbacks=[_offload(tier=tier), watch], **arguments)
     trainer.fit(offloaded, batches(), batches(1))
-    assert_same_training(plain, offloaded)
+    assert_same(plain, offloaded)
     assert set(watch.bytes_out) == {tier}
     assert watch.moved > 0
 
@@ -59,7 +59,7 @@ def test_a_refit_and_an_evaluation_work_with_the_same_callback(tmp_path: Path) -
             trainer.fit(model, batches())
             trainer.validate(model, batches(1), verbose=False)
         models.append(model)
-    assert_same_training(*models)
+    assert_same(*models)
 
 
 class _Failing(SmallModel):
@@ -102,7 +102,7 @@ def test_after_an_exception_nothing_is_left_and_it_trains_again(tmp_path: Path, 
     model, plain = small_model(), small_model()
     make_trainer(tmp_path, callbacks=[callback]).fit(model, batches())
     make_trainer(tmp_path).fit(plain, batches())
-    assert_same_training(plain, model)
+    assert_same(plain, model)
 
 
 _DISTRIBUTED = """

@@ -14,7 +14,9 @@ from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.device import clock as device_clock
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import model as profiler
-from tests.support.states import Model, assert_same, train
+from tests.support.compare import assert_same
+from tests.support.models import Model
+from tests.support.states import train
 
 MACHINE = str(Path(__file__).parent.parent.parent / "configs/machines/h100.json")
 

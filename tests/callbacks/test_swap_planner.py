@@ -23,10 +23,11 @@ from lightning_ssd.device import clock
 from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, Prediction, simulate, swap_coefficient
 from lightning_ssd.profiling import model as profiler
 from lightning_ssd.states import step
-from tests.support.parity import BATCHES, SharedStorages, TinyGPT, assert_same, train
+from tests.support.compare import assert_same
+from tests.support.models import Model
+from tests.support.parity import BATCHES, SharedStorages, TinyGPT, train
 from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 from tests.support.products import thorough
-from tests.support.states import Model
 from tests.support.states import train as train_states
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,11 +15,12 @@ from torch._C._profiler import _ExperimentalConfig
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorder
 from lightning_ssd.callbacks import timeline_recorder
 from lightning_ssd.timeline import COLORS, Timeline, read_timeline
+from tests.support.compare import assert_same
+from tests.support.models import Model
 from tests.support.parity import TinyGPT
-from tests.support.parity import assert_same as assert_same_run
 from tests.support.parity import train as train_run
 from tests.support.plans import BOTH, draw, pinned, planner
-from tests.support.states import Model, assert_same, train
+from tests.support.states import train
 from tests.support.traces import labels, spans
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -100,7 +101,7 @@ def test_a_plan_that_recomputes_is_shown(tmp_path: Path) -> None:
     assert first.plan is not None and first.profile is not None
     plan = draw(first.plan, first.profile, 0, recompute=0.5)
     callbacks = [pinned(plan), TimelineRecorder(6, tmp_path / "timeline")]
-    assert_same_run(plain, train_run(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
+    assert_same(plain, train_run(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
     rows = spans(tmp_path / "timeline.json")
     assert rows["compute"] and rows["copy out"] and steps_of(tmp_path / "timeline.json") == ["step 6"]
 

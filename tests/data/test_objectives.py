@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_ssd.data import MaskedTextDataModule, SpanCorruptionDataModule
 from lightning_ssd.data.spans import SpanCorruption, span_lengths
+from tests.support.compare import same
 
 MASK = 257
 TEXT = "All work and no play makes Jack a dull boy, said the cat.\n" * 60
@@ -103,9 +104,6 @@ def test_words_are_chosen_whole(tmp_path: Path, local: bool) -> None:
 @MAKERS
 def test_samples_depend_on_seed_epoch_and_row_alone(text: Path, make: Any) -> None:
     data, again, other = make(text), make(text, num_workers=2, batch_size=4), make(text, seed=1)
-
-    def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-        return all(torch.equal(a[name], b[name]) for name in a)
 
     for row in range(5):
         assert same(data.train_set[2, row], again.train_set[2, row])

@@ -3,25 +3,21 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import build
-from tests.support.access import ACTIONS, Toy, _graph, _prune, assert_same, loader
+from tests.support import trainings
+from tests.support.access import ACTIONS, Toy, _graph, _prune, loader
+from tests.support.compare import assert_same
 from tests.support.delays import SlowCopies
 
 pytestmark = pytest.mark.gpu
 
 
 def fit(path: Path, module: Any, strategy: Any, precision: Any) -> Any:
-    trainer = pl.Trainer(
-        accelerator="gpu", devices=1, strategy=strategy, precision=precision, default_root_dir=path, max_epochs=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, loader())
-    return module
+    return trainings.fit(path, strategy, module, loader(), accelerator="gpu", precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig, config, make_offloader
 from lightning_ssd.device import make_clock, make_copy_engine
+from tests.support.compare import assert_same
 from tests.support.delays import SlowBackend, SlowCopies
 from tests.support.offloader import change_policy
-from tests.support.parity import SharedStorages, TinyGPT, assert_same, train
+from tests.support.parity import SharedStorages, TinyGPT, train
 
 pytestmark = pytest.mark.gpu
 

@@ -13,11 +13,12 @@ from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import build
+from tests.support.compare import assert_same
 from tests.support.delays import SlowBackend, SlowCopies
 from tests.support.killed import FailAt, Failure, fit, outcome, recovering
 from tests.support.killed import same as outcomes_are_the_same
 from tests.support.moves import Mover
-from tests.support.parity import SharedStorages, TinyGPT, exact, same, train
+from tests.support.parity import SharedStorages, TinyGPT, exact, train
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +52,7 @@ def test_numbers_are_those_of_plain_lightning(
         "model": exact(model),
         "recorded": False,
     }
-    same(train("auto", **how), train(streamed(gpu_memory=gpu_memory), **how))
+    assert_same(train("auto", **how), train(streamed(gpu_memory=gpu_memory), **how))
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
@@ -74,7 +75,7 @@ def test_numbers_do_not_move_with_the_timing(
     for seed in range(2):
         random.seed(seed)
         slow = streamed(states=states, gpu_memory=gpu_memory, clip=clip, backend=SlowBackend(), checksum=True)
-        same(expected, train(slow, **how))
+        assert_same(expected, train(slow, **how))
 
 
 @pytest.mark.parametrize("gpu_memory", ["150kB", "400kB"])
@@ -86,7 +87,7 @@ def test_masters_that_stay_are_stepped_on_the_device(gpu_memory: str, limit: flo
     some = streamed(states="auto", gpu_memory=gpu_memory)
     found, expected = train(some, **how), train(streamed(overlap="none"), **how)
     if limit is None:
-        same(found, expected)
+        assert_same(found, expected)
     for one, other in zip(found.losses, expected.losses, strict=True):  # a norm is summed up in another order
         torch.testing.assert_close(one, other, rtol=1e-2, atol=0)
 
@@ -109,7 +110,7 @@ def test_states_that_move_amid_a_training(
         random.seed(seed)
         mover = Mover(seed)
         slow = streamed(states="ssd", tier="ssd", backend=SlowBackend(), checksum=True)
-        same(expected, train(slow, callbacks=[mover], **how))
+        assert_same(expected, train(slow, callbacks=[mover], **how))
         assert mover.moves > 4
 
 
@@ -131,7 +132,7 @@ def test_hooks_see_gradients() -> None:
     """With a callback that looks at gradients before the step, all it sees is plain Lightning's."""
     how: dict[str, Any] = {"device": "cuda", "model": exact(SharedStorages)}
     plain, other = train("auto", **how), train(streamed(), **how)
-    same(plain, other)
+    assert_same(plain, other)
     for ones, others in zip(plain.gradients, other.gradients, strict=True):
         assert ones.keys() == others.keys()
         assert all(torch.equal(ones[name], others[name]) for name in ones)
@@ -232,4 +233,4 @@ def test_blocks_that_thaw() -> None:
                 self.trainer.optimizers[0].add_param_group({"params": list(block.parameters())})
 
     arguments: dict[str, Any] = dict(device="cuda", model=Model, steps=5, recorded=False)
-    same(train(streamed(), **arguments), train("auto", **arguments))
+    assert_same(train(streamed(), **arguments), train("auto", **arguments))

@@ -16,8 +16,9 @@ from lightning_ssd.activations import config
 from lightning_ssd.models.gpt import GPT
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, simulate, unplanned
 from lightning_ssd.states import StatesConfig
+from tests.support.compare import assert_same
 from tests.support.delays import SlowCopies
-from tests.support.parity import SharedStorages, TinyGPT, assert_same, exact, same, train
+from tests.support.parity import SharedStorages, TinyGPT, exact, train
 from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +74,7 @@ def test_model_states_move_to_where_there_is_room(tmp_path: Path, monkeypatch: p
     how: dict[str, Any] = {"device": "cuda", "model": exact(TinyGPT), "recorded": False}
     swaps = planner(machine=machine)
     found = train(SSDOffloadStrategy(min_bytes=1, host_memory="1GiB"), callbacks=[swaps], **how)
-    same(train("auto", **how), found)
+    assert_same(train("auto", **how), found)
     assert swaps.plan is not None and {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
 
 

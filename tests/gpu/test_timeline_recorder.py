@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
-from tests.support.parity import TinyGPT, same, train
+from tests.support.compare import assert_same
+from tests.support.parity import TinyGPT, train
 from tests.support.traces import labels, spans
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +32,7 @@ def test_shows_what_resources_do_and_changes_nothing(
 
     how: dict[str, Any] = {"device": "cuda", "model": TinyGPT, "steps": 8, "recorded": False}
     callbacks = [TimelineRecorder(4, tmp_path / "timeline", steps=2)]
-    same(train(strategy(), callbacks=callbacks, **how), train(strategy(), **how))
+    assert_same(train(strategy(), callbacks=callbacks, **how), train(strategy(), **how))
     rows = spans(tmp_path / "timeline.json")
     assert labels(rows, "phases") == ["forward", "backward", "optimizer"] * 2
     assert busy <= {row for row in rows if rows[row]}

@@ -18,7 +18,8 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.models import CausalLM
 from lightning_ssd.models.pretrained import PretrainedFolder
 from lightning_ssd.states import find_units
-from tests.support.folders import FAMILIES, VOCABULARY, assert_same_weights, save_model, strategy, train
+from tests.support.compare import assert_same
+from tests.support.folders import FAMILIES, VOCABULARY, save_model, strategy, train
 from tests.support.products import combinations
 
 
@@ -41,7 +42,7 @@ def test_numbers_are_plain_lightnings(tmp_path: Path, family: str, states: str, 
         train(tmp_path, found, strategy(states)).callback_metrics["train/loss"],
     ]
     assert torch.equal(*losses)
-    assert_same_weights(found, expected)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("states", ["auto", "gpu", "host", "ssd"])
@@ -151,7 +152,7 @@ def test_unused_tensors_and_other_prefixes(tmp_path: Path, caplog: pytest.LogCap
     train(tmp_path, mine, strategy("ssd"), callbacks=[SaveFolder(tmp_path / "tuned")], max_steps=1)
     assert "does not use: 'more'" in caplog.text
     assert mine.model is not None
-    assert_same_weights(mine.model, saved)
+    assert_same(mine.model, saved)
     assert (tmp_path / "tuned" / "model.safetensors").read_bytes() == file.read_bytes()
 
 
@@ -166,7 +167,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, states: str
     found = module(tmp_path / "model")
     (checkpoint,) = (tmp_path / "saved").glob("*step=2.ckpt")
     train(tmp_path, found, strategy(states), max_steps=4, ckpt_path=checkpoint)
-    assert_same_weights(found, expected)
+    assert_same(found, expected)
 
 
 def broken(folder: Path, kind: str) -> None:
@@ -254,12 +255,12 @@ def test_random_weights(tmp_path: Path, late: bool) -> None:
     train(tmp_path, mine, strategy("ssd"), callbacks=[SaveFolder(tmp_path / "tuned")])
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", dtype="auto", local_files_only=True)
     assert mine.model is not None
-    assert_same_weights(loaded, mine.model)
+    assert_same(loaded, mine.model)
     assert all(parameter.isfinite().all() for parameter in mine.parameters())
     if not late:
         expected = CausalLM(config=sizes, warmup_steps=1)
         train(tmp_path, expected)
-        assert_same_weights(mine, expected)
+        assert_same(mine, expected)
 
 
 def test_checkpoints_hold_plain_types(tmp_path: Path) -> None:
@@ -268,4 +269,4 @@ def test_checkpoints_hold_plain_types(tmp_path: Path) -> None:
     train(tmp_path, mine).save_checkpoint(tmp_path / "last.ckpt")
     shutil.move(tmp_path / "model", tmp_path / "moved")
     loaded = CausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True, pretrained=tmp_path / "moved")
-    assert_same_weights(loaded, mine)
+    assert_same(loaded, mine)

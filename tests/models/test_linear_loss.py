@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_ssd._lightning import pl
 from lightning_ssd.models import CausalLM, LoRACausalLM, linear_loss
 from lightning_ssd.models.linear_loss import chunked_cross_entropy
-from tests.support.folders import FAMILIES, Tokens, assert_same_weights, save_model, strategy, train
+from tests.support.compare import assert_same
+from tests.support.folders import FAMILIES, Tokens, save_model, strategy, train
 from tests.support.products import combinations
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -111,7 +112,7 @@ def test_offloaded_trainings_are_plain_lightnings(tmp_path: Path, family: str, s
     expected, found = trained("auto"), trained(strategy(states))
     if precision == "32-true" or family in ("tied", "gpt2"):
         assert torch.equal(expected[1], found[1])
-        assert_same_weights(found[0], expected[0])
+        assert_same(found[0], expected[0])
     else:  # a head that is used for every chunk has its gradients summed in 16 bits
         torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=0)
 
@@ -122,7 +123,7 @@ def test_lora_trainings_are_plain_lightnings(tmp_path: Path) -> None:
     modules = [LoRACausalLM(tmp_path / "model", chunked_loss=True, rank=4, lr=1e-2, warmup_steps=1) for _ in range(2)]
     train(tmp_path, modules[0])
     train(tmp_path, modules[1], strategy("ssd"))
-    assert_same_weights(modules[1], modules[0])
+    assert_same(modules[1], modules[0])
 
 
 def test_validation_has_the_same_figures(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from lightning_ssd import SaveFolder
 from lightning_ssd._lightning import pl
 from lightning_ssd.models import LoRACausalLM
-from tests.support.folders import FAMILIES, assert_same_weights, save_model, strategy, train
+from tests.support.compare import assert_same
+from tests.support.folders import FAMILIES, save_model, strategy, train
 from tests.support.products import combinations
 
 ADAPTER_BYTES = 4 * 48 * 4  # of the largest adapter; every weight of a base but norms and biases is larger
@@ -37,7 +38,7 @@ def test_numbers_are_plain_lightnings(tmp_path: Path, family: str, states: str, 
         train(tmp_path, found, strategy(states), precision=precision).callback_metrics["train/loss"],
     ]
     assert torch.equal(*losses)
-    assert_same_weights(found, expected)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -104,7 +105,7 @@ def test_checkpoints_hold_the_adapters_and_resume(tmp_path: Path, states: str) -
     assert weights and all("lora_" in name for name in weights)
     found = module(tmp_path / "model")
     train(tmp_path, found, strategy(states), max_steps=4, ckpt_path=saved)
-    assert_same_weights(found, expected)
+    assert_same(found, expected)
     with pytest.raises((ValueError, RuntimeError), match=r"rank|size mismatch"):
         train(tmp_path, module(tmp_path / "model", rank=2), strategy(states), ckpt_path=saved)
     with pytest.raises(ValueError, match=r"no weights for \d+ adapters.*model\.targets"):
@@ -124,7 +125,7 @@ def test_random_bases_are_in_checkpoints(tmp_path: Path) -> None:
     mine = LoRACausalLM(config=FAMILIES["llama"].to_dict(), rank=4, warmup_steps=1)
     train(tmp_path, mine, strategy("ssd")).save_checkpoint(tmp_path / "last.ckpt")
     loaded = LoRACausalLM.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    assert_same_weights(loaded, mine)
+    assert_same(loaded, mine)
 
 
 @pytest.mark.parametrize("name", ["rank", "alpha"])

@@ -18,6 +18,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
 from lightning_ssd.data import MaskedTextDataModule, SpanCorruptionDataModule
 from lightning_ssd.models import BERT, T5
+from tests.support.compare import assert_same
 from tests.support.plans import Watch, draw, pinned, planner
 from tests.support.products import combinations, thorough
 from tests.support.trainings import nothing_left  # noqa: F401
@@ -85,16 +86,8 @@ def train(
     model = make(**settings)
     trainer.fit(model, data)
     assert trainer.global_step == steps
+    assert losses.values[0] != losses.values[-1]
     return losses.values, {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    (losses, weights), (expected_losses, expected_weights) = actual, expected
-    assert len(losses) == len(expected_losses) and losses[0] != losses[-1]
-    assert all(map(torch.equal, losses, expected_losses))
-    assert list(weights) == list(expected_weights)
-    for name, value in weights.items():
-        assert torch.equal(value, expected_weights[name]), name
 
 
 @functools.cache

@@ -9,19 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.access import (
-    ACTIONS,
-    PLACES,
-    Action,
-    Toy,
-    _frozen,
-    _graph,
-    _prune,
-    _same,
-    assert_same,
-    compare,
-    fit,
-)
+from tests.support.access import ACTIONS, PLACES, Action, Toy, _frozen, _graph, _prune, compare, fit
+from tests.support.compare import assert_same, same
 
 # ---- every method of tensors ----
 
@@ -126,7 +115,7 @@ def test_every_method_of_tensors(tmp_path: Path, states: str, grad: bool, data: 
 
     actual, expected = (fit(tmp_path, Toy("on_train_batch_end", act), kind) for kind in (states, None))
     ours, plain = runs
-    assert {key for key, value in plain.items() if not _same(ours[key], value)} == set()
+    assert {key for key, value in plain.items() if not same(ours[key], value)} == set()
     assert len(plain) > 300
     assert_same(actual, expected)
 

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.access import ACTIONS, PLACES, Toy, _graph, _init, _prune, _same, assert_same, fit
+from tests.support.access import ACTIONS, PLACES, Toy, _graph, _init, _prune, fit
+from tests.support.compare import assert_same, same
 
 INDEX = torch.tensor([0, 3, 3])
 ROWS = torch.linspace(-2, 2, 64).view(8, 8)
@@ -130,7 +131,7 @@ def test_functions_that_write(tmp_path: Path, states: str, precision: Any) -> No
         hook = "on_fit_start" if precision == "bf16-true" else "on_train_batch_end"
         fit(tmp_path, Toy(hook, act), kind, precision=precision)
     ours, plain = runs
-    assert {key for key, value in plain.items() if not _same(ours[key], value)} == set()
+    assert {key for key, value in plain.items() if not same(ours[key], value)} == set()
 
 
 # ---- sequences ----

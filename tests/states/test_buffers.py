@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import budget, build, state_storage
 from lightning_ssd.storage import ChecksumError, PosixBackend, StorageError, StorageFullError
+from tests.support.compare import assert_same
 from tests.support.faults import FaultyBackend
+from tests.support.models import Block, Model
 from tests.support.products import combinations, thorough
-from tests.support.states import Block, Model, assert_nothing_is_left, assert_same, host, loader, some_stay, ssd, train
+from tests.support.states import assert_nothing_is_left, host, loader, some_stay, ssd, train
 
 
 # 8.0 is above the norm of some steps of `Model`, and below that of others.

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import load_sharded, save_sharded, sharded
 from lightning_ssd.states.lazy import LazyTensor, LazyTensors, save
-from tests.support.states import Block, Large, Model, assert_same, host, loader, ssd, train, tree_equal
+from tests.support.compare import assert_same, same
+from tests.support.models import Block, Model
+from tests.support.states import Large, host, loader, ssd, train
 
 
 def saved(path: Path, strategy: Any, model: Any = None, **arguments: Any) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def test_files_are_plain_lightnings(tmp_path: Path, states: str, weights_only: b
     assert list(ours) == list(plain)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
         if part in plain:
-            assert tree_equal(ours[part], plain[part]), part
+            assert same(ours[part], plain[part]), part
 
 
 def test_hooks_see_values_and_may_change_them(tmp_path: Path) -> None:
@@ -56,7 +58,7 @@ def test_hooks_see_values_and_may_change_them(tmp_path: Path) -> None:
     plain = saved(tmp_path / "plain", "auto", Editing())
     ours = saved(tmp_path / "ours", ssd(), Editing())
     for part in ("state_dict", "mean", "optimizer_states"):
-        assert tree_equal(ours[part], plain[part]), part
+        assert same(ours[part], plain[part]), part
 
 
 def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
@@ -116,13 +118,13 @@ def test_state_dicts_around_a_step_by_hand(tmp_path: Path, states: str) -> None:
     for index, (a, b) in enumerate(zip(ours.seen, plain.seen, strict=True)):
         # Plain Lightning's are the parameters themselves.
         expected = plain.seen[index - 2] if index % 3 == 2 else b
-        assert tree_equal(a, expected), index
+        assert same(a, expected), index
 
 
 def test_saving_in_the_background(tmp_path: Path) -> None:
     plain = saved(tmp_path / "plain", "auto")
     ours = saved(tmp_path / "ours", SSDOffloadStrategy(states="ssd", min_bytes=1, checkpoint_io=AsyncCheckpointIO()))
-    assert tree_equal(ours["state_dict"], plain["state_dict"])
+    assert same(ours["state_dict"], plain["state_dict"])
 
 
 PATCHED: dict[str, tuple[Any, str]] = {
@@ -171,13 +173,13 @@ def test_functions_that_save_may_be_replaced(
     plain, ours = seen
     assert len(plain) == 2
     for mine, theirs in zip(ours, plain, strict=True):
-        assert tree_equal(mine["state_dict"], theirs["state_dict"])
-        assert tree_equal(mine["optimizer_states"], theirs["optimizer_states"])
+        assert same(mine["state_dict"], theirs["state_dict"])
+        assert same(mine["optimizer_states"], theirs["optimizer_states"])
     assert files[1].keys() == files[0].keys()
     for name, content in files[0].items():
         assert (files[1][name] is None) == (content is None)
         if content is not None:
-            assert tree_equal(files[1][name]["state_dict"], content["state_dict"])
+            assert same(files[1][name]["state_dict"], content["state_dict"])
             assert files[1][name].keys() == content.keys()
 
 
@@ -218,7 +220,7 @@ def test_sharded_checkpoints(tmp_path: Path, weights_only: bool, monkeypatch: py
     ours = load_sharded(directory, weights_only=False)
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         if part in plain:
-            assert tree_equal(ours[part], plain[part]), part
+            assert same(ours[part], plain[part]), part
     assert "state_dict/head.weight" not in json.loads((directory / "index.json").read_text())
 
 
@@ -329,7 +331,7 @@ def test_lazy_tensors(tmp_path: Path) -> None:
     assert [tensor.shape for tensor in lazy] == [value.shape for value in values] and not reads
     save({"list": lazy, "nested": {"same": lazy[0]}}, tmp_path / "a.ckpt")
     loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    assert tree_equal(loaded["list"], values) and tree_equal(loaded["nested"]["same"], values[0])
+    assert same(loaded["list"], values) and same(loaded["nested"]["same"], values[0])
     assert loaded["list"][0].data_ptr() == loaded["nested"]["same"].data_ptr()
     reads.clear()
     assert torch.equal(lazy[0] + 1, values[0] + 1) and torch.equal(lazy[0].T, values[0].T)
@@ -372,7 +374,7 @@ def test_a_checkpoint_is_loaded_exactly_before_optimizers_are_made(tmp_path: Pat
     kept = content["state_dict"]
     if states != "gpu" and precision == "bf16-true":
         assert all(value.dtype == torch.float32 for value in kept.values())
-    assert tree_equal(found["weights"], dict(kept))
+    assert same(found["weights"], dict(kept))
 
 
 def test_the_scaler_of_mixed_precision_is_saved_and_loaded_as_plain_lightnings(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.access import Toy, _same, assert_same, compare, fit
+from tests.support.access import Toy, compare, fit
+from tests.support.compare import assert_same, same
 
 ADAMW = {"optimizer": torch.optim.AdamW, "lr": 0.01}
 
@@ -304,7 +305,7 @@ class Keeper(pl.Callback):
         self.module = pl_module
         other = copy.deepcopy(self)
         assert all(
-            _same(a, b)
+            same(a, b)
             for a, b in zip(other.module.state_dict().values(), pl_module.state_dict().values(), strict=False)
         )
         other.module = pl_module.blocks
@@ -319,7 +320,7 @@ def test_copies_of_a_module_and_of_callbacks_train_on_their_own(tmp_path: Path) 
         continued = [fit(tmp_path, copied, None).state_dict() for copied in keeper.copies]
         seen.append([module.state_dict(), *continued])
         pickle.loads(pickle.dumps(module))
-    assert all(_same(dict(ours), dict(plain)) for ours, plain in zip(*seen, strict=True))
+    assert all(same(dict(ours), dict(plain)) for ours, plain in zip(*seen, strict=True))
 
 
 def test_a_trainer_is_pickled_after_fit(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import load_sharded
 from lightning_ssd.states.lazy import LazyTensor
 from lightning_ssd.storage import StorageError
+from tests.support.compare import assert_same, same
 from tests.support.faults import FaultyBackend
+from tests.support.models import Model, adamw
 from tests.support.products import thorough
-from tests.support.states import Model, adamw, assert_same, host, loader, ssd, train, tree_equal
+from tests.support.states import host, loader, ssd, train
 
 STRATEGIES = {"host": host, "ssd": ssd, "speculative": lambda: ssd(clip="speculative")}
 
@@ -80,7 +82,7 @@ def test_what_lightning_shows(tmp_path: Path, strategy: Any) -> None:
         runs.append(train(tmp_path, how, Shown(), max_epochs=3, logger=logger, callbacks=[monitor],
                           gradient_clip_val=8.0, log_every_n_steps=1))  # fmt: skip
     assert_same(runs[1], runs[0])
-    assert len(runs[0].shown) > 36 and tree_equal(runs[1].shown, runs[0].shown)
+    assert len(runs[0].shown) > 36 and same(runs[1].shown, runs[0].shown)
     logged = []
     for index in range(2):
         (file,) = (tmp_path / str(index)).rglob("metrics.csv")
@@ -171,7 +173,7 @@ class LookingAfterBackward(Model):
         self.look()
 
     def on_train_end(self) -> None:
-        assert all(tree_equal(*self.found[index : index + 2]) for index in range(0, len(self.found), 2))
+        assert all(same(*self.found[index : index + 2]) for index in range(0, len(self.found), 2))
 
 
 @pytest.mark.parametrize("model", [Skipping, Stepping, Clipping, Adversaries, LookingAfterBackward])
@@ -313,7 +315,7 @@ def test_a_checkpoint_that_is_saved_after_training_has_optimizer_states(
         contents.append(load(tmp_path / name))
     assert len(contents[0]["optimizer_states"][0]["state"]) == 25
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
-        assert tree_equal(contents[1][part], contents[0][part]), part
+        assert same(contents[1][part], contents[0][part]), part
 
     def resumed(how: Any, name: str) -> Any:
         model = Model(make_optimizer)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.states.masters import MasteredParameter, MasterWeights
+from tests.support.compare import assert_same
+from tests.support.models import Model
 from tests.support.products import thorough
-from tests.support.states import Model, assert_same, some_stay, ssd, train
+from tests.support.states import some_stay, ssd, train
 
 Write = Callable[[nn.Parameter], object]
 

@@ -14,11 +14,13 @@ from lightning_ssd import OffloadMonitor, SSDOffloadStrategy
 from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
 from lightning_ssd.states import StatesConfig, find_units
 from lightning_ssd.storage import StorageError
+from tests.support.compare import assert_same
 from tests.support.faults import FaultyBackend
+from tests.support.models import Model
 from tests.support.moves import GPU, HOST, SSD, TIERS, Mover, move
 from tests.support.plans import MACHINE, planner
 from tests.support.products import combinations, thorough
-from tests.support.states import Model, assert_same, train
+from tests.support.states import train
 
 
 def ssd(path: Path, **arguments: Any) -> SSDOffloadStrategy:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_ssd.states.plain_data import MAGIC, DamagedError, NotPlainError, decode, encode, from_bytes, to_bytes
+from tests.support.compare import same
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8,
           torch.bool, torch.complex64, torch.complex128]  # fmt: skip
@@ -20,29 +21,6 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 def there_and_back(value: Any) -> Any:
     return decode(from_bytes(to_bytes({"value": encode(value, "value")}))["value"])
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values have equal types and bits."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-    if isinstance(one, np.ndarray | np.generic):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    if isinstance(one, float):
-        return np.float64(one).tobytes() == np.float64(other).tobytes()
-    if isinstance(one, complex):
-        return np.complex128(one).tobytes() == np.complex128(other).tobytes()
-    if isinstance(one, dict):
-        factory = getattr(one, "default_factory", None) is getattr(other, "default_factory", None)
-        return factory and same(list(one), list(other)) and same(list(one.values()), list(other.values()))
-    if isinstance(one, list | tuple | deque):
-        lengths = len(one) == len(other) and getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
-        return lengths and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 @st.composite

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.access import Toy, assert_same, fit
+from tests.support.access import Toy, fit
+from tests.support.compare import assert_same
 
 WIDTH = 8
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states.prefetcher import ParamPrefetcher
 from lightning_ssd.states.step import OptimizerStep
-from tests.support.access import Block, loader
+from tests.support.access import loader
+from tests.support.models import Block
 
 UNITS = 4
 
@@ -23,7 +24,7 @@ class Chain(pl.LightningModule):
 
     def __init__(self, events: list[tuple[str, int]]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(UNITS))
+        self.blocks = nn.ModuleList(Block(8, 8, norm=False) for _ in range(UNITS))
         self.events = events
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

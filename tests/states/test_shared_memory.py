@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.support.access import PLACES, Toy, assert_same, compare, fit
+from tests.support.access import PLACES, Toy, compare, fit
+from tests.support.compare import assert_same
 
 Operation = Callable[["Sharing", int, int], Any]
 

@@ -12,29 +12,24 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.blocks import Block, assert_same, offloading, train_copy
+from tests.support import trainings
+from tests.support.compare import assert_same
+from tests.support.models import Block, ToyModel
 from tests.support.optimizers import Coupled, Program
-from tests.support.trainings import make_trainer
+from tests.support.states import offloading
+from tests.support.trainings import make_trainer, rows
 
 
-class Model(pl.LightningModule):
-    """A backbone that is frozen and a head; `make` makes the optimizer of what is not frozen."""
+class Model(ToyModel):
+    """A backbone that is frozen and a head; the optimizer has what is not frozen."""
 
-    def __init__(self, make: Callable[[Any], Any] = torch.optim.AdamW) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.backbone = nn.Sequential(*(Block() for _ in range(3)))
-        self.head = Block()
-        self.make = make
-        self.losses: list[float] = []
+    def __init__(self, make_optimizer: Callable[[Any], Any] = torch.optim.AdamW) -> None:
+        super().__init__(make_optimizer)
+        self.backbone = nn.Sequential(*(Block(8, 8) for _ in range(3)))
+        self.head = Block(8, 8)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = (self.head(self.backbone(batch)) - 1).square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return self.make([parameter for parameter in self.parameters() if parameter.requires_grad])
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self.head(self.backbone(batch)) - 1).square().mean()
 
 
 def train(
@@ -42,7 +37,8 @@ def train(
 ) -> Model:
     """Trains a copy of `model`, two steps an epoch."""
     arguments = {"max_epochs": 3, "callbacks": copy.deepcopy(callbacks)} | arguments
-    return train_copy(path, strategy, model, 2, ckpt_path, **arguments)
+    trained: Model = trainings.train(path, strategy, model, rows(2), ckpt_path=ckpt_path, **arguments)
+    return trained
 
 
 def compare(

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.states import MetaTensors, Setup, StatesConfig, find_units, make_model_states
-from tests.support.states import MakeOptimizer, Model, assert_same, host, loader, train
+from tests.support.compare import assert_same
+from tests.support.models import MakeOptimizer, Model
+from tests.support.states import host, loader, train
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

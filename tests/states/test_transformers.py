@@ -21,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.support.compare import assert_same
 from tests.support.products import combinations
 from tests.support.states import host, ssd
 
@@ -80,12 +81,6 @@ def trained(path: Path, strategy: Any, model: Wrapped) -> Wrapped:
     torch.manual_seed(3)
     trainer.fit(model, DataLoader(tokens, batch_size=4))
     return model
-
-
-def assert_same(a: Wrapped, b: Wrapped) -> None:
-    assert a.losses == b.losses and len(a.losses) == 16
-    expected = b.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in a.state_dict().items())
 
 
 @combinations(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -18,35 +18,27 @@ import lightning_ssd
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.states import optimizers
 from lightning_ssd.states.optimizers import registered_class, steps_whole
-from tests.support.blocks import Block, assert_same, offloading, train_copy
+from tests.support import trainings
+from tests.support.compare import assert_same
+from tests.support.models import BlocksModel
 from tests.support.optimizers import Coupled, Program
+from tests.support.states import offloading
+from tests.support.trainings import rows
 
 STEPS = 4
 
 
-class Model(pl.LightningModule):
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.make = make
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = batch
-        for block in self.blocks:
-            x = block(x)
-        loss = (x - 1).square().mean()
-        self.losses.append(loss.item())
-        return loss
+class Model(BlocksModel):
+    """Two groups of parameters, each a part of every block."""
 
     def configure_optimizers(self) -> Any:
         parameters = list(self.parameters())
-        return self.make([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 2e-2}])
+        return self.make_optimizer([{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 2e-2}])
 
 
 def train(path: Path, strategy: Any, model: Model, **arguments: Any) -> Model:
-    return train_copy(path, strategy, model, STEPS, **arguments)
+    trained: Model = trainings.train(path, strategy, model, rows(STEPS), **arguments)
+    return trained
 
 
 def compare(path: Path, make: Callable[[Any], Any], strategy: SSDOffloadStrategy, **arguments: Any) -> Model:
@@ -265,7 +257,7 @@ def test_states_of_offloaded_parameters_are_not_looked_up(tmp_path: Path, change
     class Looking(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             (optimizer,) = trainer.optimizers
-            parameter = pl_module.blocks[0].line.weight
+            parameter = pl_module.blocks[0].up.weight
             if change == "look up":
                 optimizer.state[parameter]["exp_avg"].norm()
             elif change == "get":

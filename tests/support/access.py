@@ -1,16 +1,19 @@
 """User code that reads and writes weights of offloaded parameters, and trainings with and without offloading."""
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.support import trainings
+from tests.support.compare import assert_same
+from tests.support.models import Block, ToyModel
 
 STEPS = 3
 
@@ -21,34 +24,22 @@ PLACES = ("host", "ssd")
 Action = Callable[[Any], Any]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-        self.down = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Toy(pl.LightningModule):
-    """Two blocks that are trained, and one that is not; what `action` returns at a hook is kept in `seen`.
+class Toy(ToyModel):
+    """Two blocks that are trained, and one that is not; `seen` has the losses and the results of `action`.
 
     Args:
         hook: the name of the hook.
         action: called with the module at every call of the hook.
-        optimizer: makes the optimizer.
+        optimizer: class of the optimizer.
+        **settings: arguments of the optimizer.
     """
 
     def __init__(
         self, hook: str = "", action: Action | None = None, optimizer: Any = torch.optim.SGD, **settings: Any
     ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.target = Block().requires_grad_(False)
-        self.optimizer = optimizer
-        self.settings = {"lr": 0.1} | settings
+        super().__init__(functools.partial(optimizer, **{"lr": 0.1} | settings))
+        self.blocks = nn.ModuleList(Block(8, 8, norm=False) for _ in range(2))
+        self.target = Block(8, 8, norm=False).requires_grad_(False)
         self.seen: list[Any] = []
         if action is not None:
             self.at(hook, action)
@@ -76,13 +67,9 @@ class Toy(pl.LightningModule):
         return (self(batch) - goal).square().mean()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch[0])
-        self.seen.append(loss.item())
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append(self.losses[-1])
         return loss
-
-    def configure_optimizers(self) -> Any:
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return self.optimizer(parameters, **self.settings)
 
 
 def loader(count: int = STEPS) -> Any:
@@ -96,19 +83,7 @@ def fit(path: Path, module: Any, states: str | None, *, strategy: Any = None, **
     if states is not None:
         small = {"ssd_capacity": "1MiB", "staging_memory": "16MiB"} if states == "ssd" else {}
         chosen = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", **small, **(strategy or {}))  # type: ignore[arg-type]
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=chosen, default_root_dir=path, max_epochs=1, logger=False, num_sanity_val_steps=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **arguments
-    )  # fmt: skip
-    trainer.fit(module, loader())
-    return module
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    assert _same(actual.seen, expected.seen), (actual.seen, expected.seen)
-    weights = actual.state_dict()
-    for name, value in expected.state_dict().items():
-        assert torch.equal(weights[name], value), name
+    return trainings.fit(path, chosen, module, loader(), num_sanity_val_steps=0, **arguments)
 
 
 def compare(path: Path, make: Callable[[], Any], states: str, *, strategy: Any = None, **arguments: Any) -> None:
@@ -125,26 +100,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _frozen(item) for key, item in value.items()}
     return value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        same = isinstance(other, Tensor) and one.shape == other.shape and one.dtype == other.dtype
-        return same and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, list):
-        return (
-            isinstance(other, list)
-            and len(one) == len(other)
-            and all(_same(a, b) for a, b in zip(one, other, strict=True))
-        )
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    return bool(one == other) or one != one
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.double().nan_to_num(nan=12345.0) if real.is_floating_point() else real
 
 
 def _ema(module: Any) -> None:

@@ -19,6 +19,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
 from lightning_ssd.data import RecipeDataModule
 from lightning_ssd.models import CausalLM
+from tests.support.trainings import fit
 
 VOCABULARY = 64
 _SIZES: dict[str, Any] = dict(
@@ -79,17 +80,6 @@ def train(
     root: Path, module: CausalLM, how: Any = "auto", data: Any = None, ckpt_path: Any = None, **arguments: Any
 ) -> pl.Trainer:
     """Trains `module` in place, for 3 steps unless told otherwise, and returns the Trainer."""
-    quiet = dict(enable_progress_bar=False, enable_model_summary=False, logger=False, enable_checkpointing=False)
-    settings: dict[str, Any] = {**quiet, "max_steps": 3, "gradient_clip_val": 1.0, "limit_val_batches": 0, **arguments}
-    torch.manual_seed(0)
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=how, default_root_dir=root, **settings)
-    trainer.fit(module, Tokens() if data is None else data, ckpt_path=ckpt_path)
-    return trainer
-
-
-def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Asserts that two modules have the same weights, bit for bit."""
-    expected = other.state_dict()
-    found = one.state_dict()
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    settings: dict[str, Any] = {"max_epochs": None, "max_steps": 3, "gradient_clip_val": 1.0, "limit_val_batches": 0}
+    fit(root, how, module, Tokens() if data is None else data, ckpt_path=ckpt_path, **settings | arguments)
+    return module.trainer

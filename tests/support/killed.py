@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.storage import PosixBackend
 from tests.support.faults import FaultyBackend
+from tests.support.trainings import make_trainer
 
 
 class Model(pl.LightningModule):
@@ -85,13 +86,10 @@ def fit(strategy: Any, model: type[pl.LightningModule] = Model, **arguments: Any
     train = arguments.pop("train", None)
     val = DataLoader(data, batch_size=22, shuffle=True)
     checkpoint = arguments.pop("ckpt_path", None)
-    trainer = pl.Trainer(
-        **dict(
-            accelerator="cpu", strategy=strategy, max_epochs=3, logger=False, enable_progress_bar=False,
-            enable_checkpointing=False, enable_model_summary=False, accumulate_grad_batches=2, gradient_clip_val=0.5,
-            val_check_interval=5, num_sanity_val_steps=1,
-        ) | arguments
-    )  # fmt: skip
+    settings: dict[str, Any] = dict(
+        max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=0.5, val_check_interval=5, num_sanity_val_steps=1
+    )
+    trainer = make_trainer(Path.cwd(), strategy, **settings | arguments)
     trainer.fit(module, train() if train else DataLoader(data, 4, shuffle=True), val, ckpt_path=checkpoint)
     return module
 

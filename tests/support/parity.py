@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from tests.support.trainings import make_trainer
+
 Checkpointing = Literal["none", "non_reentrant", "reentrant"]
 Model = Callable[[Checkpointing], pl.LightningModule]
 
@@ -167,46 +169,24 @@ def train(
     data = torch.randn(2 * BATCHES, 24, generator=torch.Generator().manual_seed(2))
     run = Run()
     with tempfile.TemporaryDirectory() as root:
-        trainer = pl.Trainer(
-            strategy=strategy,
+        trainer = make_trainer(
+            Path(root),
+            strategy,
             accelerator="gpu" if device == "cuda" else device,
-            devices=1,
             precision=precision,
             accumulate_grad_batches=accumulate,
             gradient_clip_val=clip,
+            max_epochs=None,
             max_steps=steps,
             callbacks=[*callbacks, _GradientRecorder(run) if recorded else _Recorder(run)],
-            default_root_dir=root,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         trainer.fit(module, DataLoader(data, batch_size=2))
         assert trainer.global_step == steps
         assert len(run.gradients) == (steps if recorded else 0)
         assert list(Path(root).iterdir()) == []
+    assert run.losses and all(loss.isfinite() for loss in run.losses)
     run.weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
     return run
-
-
-def assert_same(a: Run, b: Run) -> None:
-    """Proves that two trainings computed the same numbers, bit for bit.
-
-    Raises:
-        AssertionError: they did not; it names the first difference.
-    """
-    assert len(a.losses) == len(b.losses) > 0
-    assert len(a.gradients) == len(b.gradients) > 0
-    for index, (one, other) in enumerate(zip(a.losses, b.losses, strict=True)):
-        assert torch.isfinite(one) and torch.equal(one, other), f"loss {index}: {one} and {other}"
-    for step, (ones, others) in enumerate(zip(a.gradients, b.gradients, strict=True)):
-        assert ones.keys() == others.keys() and ones
-        for name, one in ones.items():
-            assert torch.equal(one, others[name]), f"gradient of {name} at step {step}"
-    assert a.weights.keys() == b.weights.keys()
-    for name, one in a.weights.items():
-        assert torch.equal(one, b.weights[name]), f"weight {name}"
 
 
 def exact(model: Any) -> Any:
@@ -217,11 +197,3 @@ def exact(model: Any) -> Any:
             return torch.optim.SGD(self.parameters(), lr=2**-5)
 
     return Exact
-
-
-def same(a: Run, b: Run) -> None:
-    assert len(a.losses) == len(b.losses) > 0
-    for one, other in zip(a.losses, b.losses, strict=True):
-        assert torch.isfinite(one) and torch.equal(one, other), (one, other)
-    for name, weight in a.weights.items():
-        assert torch.equal(weight, b.weights[name]), name

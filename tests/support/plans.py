@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 
 from lightning_ssd import SwapPlanner
 from lightning_ssd.planning import ModelProfile, Plan, UnitPlan
+from tests.support.trainings import make_trainer
 
 BOTH: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB", "states": "gpu"}
 """Arguments of a strategy with both tiers, for activations alone."""
@@ -25,10 +26,9 @@ class Watch(pl.Callback):
         self.stats = cache.stats()
 
 
-def quiet_trainer(**arguments: Any) -> pl.Trainer:
-    """A Trainer on one device that does nothing beside training, and what `arguments` say."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return pl.Trainer(**{"accelerator": "cpu", "devices": 1} | quiet | arguments)
+def quiet_trainer(default_root_dir: Path | None = None, **arguments: Any) -> pl.Trainer:
+    """Returns a Trainer on one device that does nothing beside training, and what `arguments` say."""
+    return make_trainer(default_root_dir or Path.cwd(), **{"max_epochs": None} | arguments)
 
 
 def planner(**arguments: Any) -> SwapPlanner:

@@ -1,5 +1,6 @@
 """Small trainings on the CPU, and what must be true after each: for the tests of strategy, callbacks, failures."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks.offloader import find_offloader
+from tests.support.models import ToyModel
 
 WIDTH = 32
 ROWS = 16
@@ -24,14 +26,13 @@ MIN_BYTES = ROWS * WIDTH * 4
 """Bytes of every activation of `SmallModel` but the loss: all of them are offloaded."""
 
 
-class SmallModel(pl.LightningModule):
-    """A few linear layers; every step's loss is kept in `losses`."""
+class SmallModel(ToyModel):
+    """A few linear layers that learn the identity; logs its losses."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
         layers = (layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
         self.net = nn.Sequential(*layers)
-        self.losses: list[float] = []
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.net(batch)
@@ -40,8 +41,7 @@ class SmallModel(pl.LightningModule):
         return (self(batch) - batch).pow(2).mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
 
@@ -126,6 +126,35 @@ def make_trainer(root: Path, strategy: Any = "auto", **arguments: Any) -> pl.Tra
     return pl.Trainer(strategy=strategy, **(quiet(root) | arguments))
 
 
+def fit(
+    root: Path, strategy: Any, model: Any, data: Any, val: Any = None, *, ckpt_path: Any = None, **arguments: Any
+) -> Any:
+    """Trains `model` in place, with the same random numbers at every call, and returns it.
+
+    Args:
+        root: the Trainer's directory.
+        strategy: the Trainer's.
+        model: the LightningModule.
+        data: batches of training.
+        val: batches of validation.
+        ckpt_path: a checkpoint to resume from.
+        **arguments: other arguments of the Trainer.
+    """
+    torch.manual_seed(2)
+    make_trainer(root, strategy, **arguments).fit(model, data, val, ckpt_path=ckpt_path)
+    return model
+
+
+def train(root: Path, strategy: Any, model: Any, data: Any, val: Any = None, **arguments: Any) -> Any:
+    """Trains a copy of `model` as `fit` does, and returns the copy."""
+    return fit(root, strategy, copy.deepcopy(model), data, val, **arguments)
+
+
+def rows(batches: int, width: int = 8) -> DataLoader:
+    """Returns a loader of so many batches of four rows, always the same ones."""
+    return DataLoader(torch.randn(4 * batches, width, generator=torch.Generator().manual_seed(1)), batch_size=4)
+
+
 def quiet(root: Path) -> dict[str, Any]:
     """Returns the arguments of such a Trainer."""
     return {
@@ -138,13 +167,6 @@ def quiet(root: Path) -> dict[str, Any]:
         "enable_model_summary": False,
         "default_root_dir": str(root),
     }
-
-
-def assert_same_training(one: SmallModel, other: SmallModel) -> None:
-    """Asserts that both had the same losses and have the same weights, bit for bit."""
-    assert one.losses and one.losses == other.losses
-    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs), name
 
 
 def scratch_directories(path: Path) -> list[str]:
