@@ -14,7 +14,8 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_ssd import cli, dry_run
-from lightning_ssd.planning import HardwareProfile, ModelProfile, simulate, transformer_profile
+from lightning_ssd.planning import HardwareProfile, ModelProfile, simulate
+from tests.support.transformer import transformer_profile
 
 ROOT = Path(__file__).parents[1]
 MACHINE = str(ROOT / "configs/machines/h100.json")

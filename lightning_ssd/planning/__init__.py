@@ -1,6 +1,6 @@
 """Numbers in, plan out: pure Python, no torch."""
 
-from lightning_ssd.planning.endurance import DRIVES, Drive, endurance_bytes, large_write_endurance
+from lightning_ssd.planning.endurance import large_write_endurance
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.placement import FixedPlacement, plan_with_coefficient, unplanned
@@ -9,12 +9,9 @@ from lightning_ssd.planning.planners import PLANNERS, correct, correct_step_rate
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
 from lightning_ssd.planning.simulator import Prediction, replay, resident_bytes, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
-from lightning_ssd.planning.transformer import transformer_profile
 
 __all__ = [
-    "DRIVES",
     "PLANNERS",
-    "Drive",
     "HardwareProfile",
     "HostOverhead",
     "ModelProfile",
@@ -28,7 +25,6 @@ __all__ = [
     "UnitProfile",
     "correct",
     "correct_step_rate",
-    "endurance_bytes",
     "large_write_endurance",
     "make_plan",
     "make_report",
@@ -41,6 +37,5 @@ __all__ = [
     "resident_bytes",
     "simulate",
     "swap_coefficient",
-    "transformer_profile",
     "unplanned",
 ]

@@ -1,7 +1,5 @@
 """How long SSDs last under what training writes, and what that costs."""
 
-from dataclasses import dataclass
-
 from lightning_ssd.planning.record import check_positive
 
 DAY = 86_400.0
@@ -9,44 +7,6 @@ DAY = 86_400.0
 
 YEAR = 365.0 * DAY
 """Seconds of a year."""
-
-
-@dataclass(frozen=True)
-class Drive:
-    """An SSD that a paper names. None of the papers prints endurance ratings; take those from the drive's data sheet.
-
-    Attributes:
-        name: as sold.
-        capacity: bytes.
-        price: US dollars in the paper's year; None: not in the papers.
-        source: of these figures.
-    """
-
-    name: str
-    capacity: float
-    price: float | None
-    source: str
-
-
-DRIVES = {
-    "samsung-980-pro-1tb": Drive("Samsung 980 PRO 1TB", 1e12, 90.0, "SSDTrain III-D and IV-D: four for US$360"),
-    "intel-p5800x-1.6tb": Drive("Intel Optane P5800X 1.6TB", 1.6e12, None, "SSDTrain table II"),
-    "intel-p5510-3.84tb": Drive("Intel P5510 3.84TB", 3.84e12, 308.0, "Fuyou tables 3 and 5"),
-    "samsung-990-pro-2tb": Drive("Samsung 990 PRO 2TB", 2e12, None, "Teraio table 1"),
-}
-
-
-def endurance_bytes(capacity: float, drive_writes_per_day: float, years: float) -> float:
-    """Returns the bytes that a rating in drive writes per day allows in all.
-
-    Args:
-        capacity: bytes of the drive.
-        drive_writes_per_day: times that it may be written in full each day.
-        years: of the warranty that the rating is for.
-    """
-    check_positive("drive_writes_per_day", drive_writes_per_day)
-    check_positive("years", years)
-    return capacity * drive_writes_per_day * years * YEAR / DAY
 
 
 def large_write_endurance(rated: float, rated_amplification: float = 2.5, amplification: float = 1.0) -> float:

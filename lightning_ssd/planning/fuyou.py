@@ -5,37 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.phase import Phase, step_phases
-
-
-def phases(
-    *,
-    forward: float,
-    recompute: float,
-    optimizer: float,
-    parameters: float,
-    swapped: float,
-) -> tuple[Phase, Phase]:
-    """Returns the forward and the overlapped backward of equations 3, 4 and 6 to 8, with the paper's 16-bit formats.
-
-    Args:
-        forward: seconds of GPU time, T_f^comp; the backward takes twice that.
-        recompute: seconds of recomputation, RC(D_f).
-        optimizer: seconds of the optimizer on the CPU, T_o^comp.
-        parameters: count of them, p.
-        swapped: bytes of activations swapped to SSDs, D_f.
-    """
-    return step_phases(
-        forward=forward,
-        backward=2 * forward + recompute,
-        cpu=optimizer,
-        weights=2 * parameters,
-        gradients=2 * parameters,
-        read=12 * parameters,
-        written=14 * parameters,
-        swapped=swapped,
-        swapped_to_ssd=swapped,
-    )
+from lightning_ssd.planning.phase import Phase
 
 
 def largest_swap(hardware: HardwareProfile, backward: Phase) -> float:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ssd.planning.phase import Phase, step_phases
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -26,65 +24,9 @@ class Layer:
         return self.flops / self.nbytes if self.nbytes else float("inf")
 
 
-@dataclass(frozen=True)
-class StateSizes:
-    """Bytes of model states (LoHan's table II).
-
-    Attributes:
-        master: of the fp32 weights, P32.
-        optimizer: of the optimizer's states, OS32.
-        gradients: G16.
-        weights: of the compute weights, P16.
-    """
-
-    master: float
-    optimizer: float
-    gradients: float
-    weights: float
-
-    @classmethod
-    def mixed_precision(cls, parameters: float) -> "StateSizes":
-        """Returns the sizes of table II: 4, 8, 2 and 2 bytes for each parameter."""
-        return cls(4 * parameters, 8 * parameters, 2 * parameters, 2 * parameters)
-
-
 def bytes_to_ssd(swapped: float, host: float) -> float:
     """Returns how many of the `swapped` bytes do not fit in `host` bytes of memory: equation 3, never below 0."""
     return max(0.0, swapped - host)
-
-
-def phases(
-    *,
-    flops: float,
-    recomputed_flops: float,
-    throughput: float,
-    states: StateSizes,
-    swapped: float,
-    host: float,
-    cpu: float = 0.0,
-) -> tuple[Phase, Phase]:
-    """Returns the forward of equation 4 and the backward of equation 5.
-
-    Args:
-        flops: FLOP of the forward; the backward has twice as many.
-        recomputed_flops: FLOP of recomputation in backward.
-        throughput: FLOP/s of the GPU.
-        states: bytes of model states, all of them on SSDs.
-        swapped: bytes of activations that leave the GPU, A_G2M.
-        host: bytes of host memory for them, MEM_avail.
-        cpu: seconds of the optimizer. LoHan leaves it out: it is shorter than reading and writing the states.
-    """
-    return step_phases(
-        forward=flops / throughput,
-        backward=(2 * flops + recomputed_flops) / throughput,
-        cpu=cpu,
-        weights=states.weights,
-        gradients=states.gradients,
-        read=states.master + states.optimizer,
-        written=states.master + states.optimizer + states.weights,
-        swapped=swapped,
-        swapped_to_ssd=bytes_to_ssd(swapped, host),
-    )
 
 
 Case = Literal["transfers", "compute", "optimum"]

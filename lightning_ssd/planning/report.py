@@ -14,6 +14,7 @@ from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.placement import FixedPlacement
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import Prediction, cut_stages, place_states, simulate
+from lightning_ssd.planning.ssdtrain import required_write_bandwidth
 from lightning_ssd.sizes import format_bytes, format_seconds
 
 GAIN = 1.01
@@ -54,6 +55,7 @@ class Report:
         lifts: (change, tokens per second with it), the largest gain first.
         largest_samples: of a micro-batch that fits with the placement that takes least memory; 0: not even one sample.
         hidden_tokens: of a step from which on the GPU takes longer than the SSDs; None: it never does.
+        required_write_bandwidth: bytes/s at which all activations leave within half a step (SSDTrain III-D).
         ssd_bytes_per_day: written.
         ssd_years: that the drives last; None: their endurance is not given.
         cost: of a million tokens, in the currency of the price; None: no price is given.
@@ -69,6 +71,7 @@ class Report:
     lifts: tuple[tuple[str, float], ...]
     largest_samples: int
     hidden_tokens: float | None
+    required_write_bandwidth: float
     ssd_bytes_per_day: float
     ssd_years: float | None
     cost: float | None
@@ -116,6 +119,9 @@ def make_report(
         lifts=find_lifts(model, hardware, plan, settled),
         largest_samples=largest_samples(model, hardware),
         hidden_tokens=hidden_tokens(model, hardware, plan),
+        required_write_bandwidth=required_write_bandwidth(
+            model.micro_batches * model.saved_bytes, prediction.step_seconds
+        ),
         ssd_bytes_per_day=bytes_per_day(prediction.ssd_written_bytes, prediction.step_seconds),
         ssd_years=years,
         cost=cost,
@@ -217,6 +223,10 @@ def render_report(report: Report) -> str:
     if report.hidden_tokens != 0:
         hidden = "never" if report.hidden_tokens is None else f"from {report.hidden_tokens:.0f} tokens a step on"
         lines.append(f"SSDs hidden        {hidden}")
+    lines.append(
+        f"write bandwidth    {report.required_write_bandwidth / 1e9:.3g} GB/s would offload all activations within "
+        "half a step"
+    )
     if not report.ssd_bytes_per_day:
         lines.append("SSD writes         none")
     else:

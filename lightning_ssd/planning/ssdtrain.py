@@ -1,4 +1,4 @@
-"""SSDTrain's formulas: the amount to offload (III-A, figure 3), its bandwidth and its size (III-D, table III)."""
+"""SSDTrain's formulas: the bytes to offload (III-A, figure 3) and the write bandwidth to offload everything (III-D)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,32 +59,3 @@ def required_write_bandwidth(activation_bytes: float, step_seconds: float) -> fl
         step_seconds: of the step.
     """
     return 2 * activation_bytes / step_seconds
-
-
-def activation_bytes(
-    *, hidden: int, layers: int, heads: int, sequence: int, batch: int, vocabulary: int, shards: int = 1
-) -> float:
-    """Returns the bytes of activations of a transformer in 16 bit on one of `shards` GPUs: the estimate of table III.
-
-    The paper extends llm-analysis, whose terms these are, in bytes for each element of a (batch, sequence, hidden)
-    plane: the inputs of the QKV product 2, of the output product and the values 8, flash attention 4 and its statistics
-    8 heads / hidden, a dropout mask 1, the inputs of the two MLP products 2 and 16, two layer norms in fp32 8. Around
-    the
-    blocks: the embedding 2, the last norm 4, and the logits 2 for each entry of the vocabulary. Tensor parallelism
-    divides all of them, with the sequence divided, too, where tensors aren't.
-
-    Args:
-        hidden: size of the hidden dimension.
-        layers: count of blocks.
-        heads: of attention.
-        sequence: tokens in a sample.
-        batch: samples.
-        vocabulary: entries of it.
-        shards: GPUs of tensor parallelism.
-    """
-    tokens = batch * sequence
-    attention = tokens * hidden * (2 + 8 + 4 + 1) + 8 * heads * tokens
-    mlp = tokens * hidden * (2 + 16)
-    norms = tokens * hidden * 8
-    around = tokens * hidden * (2 + 4) + 2 * tokens * vocabulary
-    return (layers * (attention + mlp + norms) + around) / shards

@@ -7,11 +7,9 @@ import pytest
 
 from lightning_ssd.planning.endurance import (
     DAY,
-    DRIVES,
     YEAR,
     bytes_per_day,
     cost_per_million_tokens,
-    endurance_bytes,
     large_write_endurance,
     lifetime_seconds,
 )
@@ -33,20 +31,12 @@ def test_lifespan_of_figure_5() -> None:
     assert 2 * YEAR < lifetime_seconds(endurance, activations, step) < 5 * YEAR
 
 
-def test_price_of_four_drives() -> None:
-    """IV-D: US$360 for the drives of a GPU."""
-    price = DRIVES["samsung-980-pro-1tb"].price
-    assert price is not None
-    assert 4 * price == 360
-
-
 def test_ratings() -> None:
-    """Drive writes per day over the years of the warranty; large writes wear less than the rating's."""
-    assert endurance_bytes(1e12, drive_writes_per_day=3, years=5) == 3 * 5 * 365e12
+    """Large sequential writes wear a drive less than the random writes of its rating."""
     assert large_write_endurance(1e15) == 2.5e15
     assert large_write_endurance(1e15, rated_amplification=2.5, amplification=2.5) == 1e15
-    with pytest.raises(ValueError, match="`years=0`"):
-        endurance_bytes(1e12, 1, 0)
+    with pytest.raises(ValueError, match="`amplification=0`"):
+        large_write_endurance(1e15, amplification=0)
 
 
 def test_life_and_daily_writes_agree() -> None:

@@ -13,11 +13,11 @@ from lightning_ssd.planning.fuyou import (
     Candidate,
     choose_swaps,
     largest_swap,
-    phases,
     priority_queues,
     swap_benefit_factor,
 )
 from lightning_ssd.planning.phase import Phase, iteration_seconds
+from tests.support.papers import fuyou_phases
 from tests.support.profiles import GB, H100
 
 # Table 2, in units of b s h^2 FLOP (the paper prints b s h^3) and of b s h activations.
@@ -41,7 +41,7 @@ def test_equations_3_to_8() -> None:
     """Each resource's time, by hand: 1 G parameters, 10 GB swapped."""
     machine = replace(H100, copy_out=10e9, copy_in=10e9, copy_out_both=10e9, copy_in_both=10e9)
     machine = replace(machine, ssd_read=4e9, ssd_write=2e9)
-    forward, backward = phases(forward=2.0, recompute=0.5, optimizer=3.0, parameters=GB, swapped=10 * GB)
+    forward, backward = fuyou_phases(forward=2.0, recompute=0.5, optimizer=3.0, parameters=GB, swapped=10 * GB)
     assert forward.times(machine) == {"compute": 2, "copy_in": 0.2, "copy_out": 1, "ssd": 2 / 4 + 10 / 2, "cpu": 0}
     assert backward.times(machine) == {
         "compute": 4.5, "copy_in": 1.2, "copy_out": 0.2, "ssd": (12 + 2 + 10) / 4 + 14 / 2, "cpu": 3

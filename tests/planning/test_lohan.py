@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ssd.planning.lohan import Layer, StateSizes, bytes_to_ssd, choose_swaps, phases
+from lightning_ssd.planning.lohan import Layer, bytes_to_ssd, choose_swaps
 from lightning_ssd.planning.phase import iteration_seconds
+from tests.support.papers import StateSizes, lohan_phases
 from tests.support.profiles import GB, H100
 
 # Section III: forward 5.96 s of GPU time, full recomputation 5.7 s.
@@ -37,19 +38,21 @@ def test_model_states(parameters: int, total: int) -> None:
 
 def test_backward_of_13b_with_full_recomputation() -> None:
     """III-B: 17.6 s of GPU time in backward."""
-    _, backward = phases(flops=FORWARD, recomputed_flops=RECOMPUTE, throughput=1, states=NOTHING, swapped=0, host=0)
+    _, backward = lohan_phases(
+        flops=FORWARD, recomputed_flops=RECOMPUTE, throughput=1, states=NOTHING, swapped=0, host=0
+    )
     assert backward.compute == pytest.approx(17.6, abs=0.05)
 
 
 def test_backward_of_13b_without_recomputation() -> None:
     """III-B: it takes 1.91 times as long as 6.25 s of SSD I/O."""
-    _, backward = phases(flops=FORWARD, recomputed_flops=0, throughput=1, states=NOTHING, swapped=0, host=0)
+    _, backward = lohan_phases(flops=FORWARD, recomputed_flops=0, throughput=1, states=NOTHING, swapped=0, host=0)
     assert backward.compute / 6.25 == pytest.approx(1.91, abs=0.005)
 
 
 def test_forward_of_13b_with_all_activations_swapped() -> None:
     """III-C: 10 s, in 59 % of which the GPU computes."""
-    forward, _ = phases(
+    forward, _ = lohan_phases(
         flops=FORWARD, recomputed_flops=0, throughput=1, states=NOTHING, swapped=213 * GB, host=213 * GB
     )
     assert forward.seconds(PCIE4) == pytest.approx(10)
@@ -68,7 +71,7 @@ def test_swapping_the_outputs_of_4h_to_h_leaves_a_third_more_computation() -> No
 
 def test_equations_4_and_5() -> None:
     """Each resource's time, by hand: 1 G parameters, 10 GB swapped, 4 GB of them to SSDs."""
-    forward, backward = phases(
+    forward, backward = lohan_phases(
         flops=2.0,
         recomputed_flops=0.5,
         throughput=1.0,
@@ -102,7 +105,7 @@ def times(layers: list[Layer], base: float, host: float, parameters: float) -> l
     points = []
     for layer in [Layer(0, 0), *sorted(layers, key=lambda layer: -layer.benefit)]:
         swapped, left = swapped + layer.nbytes, left - layer.flops
-        step = phases(
+        step = lohan_phases(
             flops=total,
             recomputed_flops=max(0.0, left),
             throughput=1e14,
@@ -129,7 +132,7 @@ def test_algorithm_1_finds_the_lowest_point(layers: list[Layer], base: float, ho
     total = sum(layer.flops for layer in layers)
 
     def iteration(swapped: float, recomputed: float) -> float:
-        step = phases(
+        step = lohan_phases(
             flops=total,
             recomputed_flops=recomputed,
             throughput=1e14,

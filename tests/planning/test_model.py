@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from lightning_ssd.planning import ModelProfile, transformer_profile
+from lightning_ssd.planning import ModelProfile
 from tests.support.profiles import GIB, H100, make_model, models
+from tests.support.transformer import transformer_profile
 
 
 @given(models())

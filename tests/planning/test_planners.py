@@ -25,10 +25,10 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.placement import default_window
 from lightning_ssd.planning.planners import CAUTION
-from lightning_ssd.planning.transformer import transformer_profile
 from lightning_ssd.types import Choice
 from tests.support.products import combinations
 from tests.support.profiles import GB, GIB, H100, machines, make_model, models
+from tests.support.transformer import transformer_profile
 
 
 @settings(max_examples=50, deadline=None)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ssd.planning import make_plan, make_report, render_report, simulate, transformer_profile
+from lightning_ssd.planning import make_plan, make_report, render_report, simulate
 from lightning_ssd.planning.holistic import safest_plan
 from lightning_ssd.planning.report import find_lifts, hidden_tokens, largest_samples
 from lightning_ssd.planning.simulator import cut_stages
 from tests.support.profiles import GB, GIB, H100, make_model
+from tests.support.transformer import transformer_profile
 
 SMALL = replace(H100, gpu_bytes=12 * GIB, host_bytes=24 * GIB)
 GPT = transformer_profile(SMALL, hidden=2048, layers=24, heads=16, sequence=1024, batch=8, vocabulary=50257)
@@ -35,6 +36,7 @@ def test_figures_agree_with_the_simulation() -> None:
     assert report.prediction == prediction
     assert report.tokens_per_second == pytest.approx(GPT.tokens / prediction.step_seconds)
     assert report.ssd_bytes_per_day == pytest.approx(prediction.ssd_written_bytes / prediction.step_seconds * 86400)
+    assert report.required_write_bandwidth == pytest.approx(2 * GPT.saved_bytes / prediction.step_seconds)
     assert report.ssd_years is not None
     assert report.ssd_years * 365 * report.ssd_bytes_per_day == pytest.approx(1e15)
     assert report.cost == pytest.approx(1000 / report.tokens_per_second)
@@ -97,6 +99,7 @@ def test_rendered() -> None:
         "bound by",
         "optimizer states",
         "largest micro-batch",
+        "write bandwidth",
         "years",
         "million tokens",
     ):

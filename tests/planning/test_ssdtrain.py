@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.planning import TierSpeed, offload_amounts
-from lightning_ssd.planning.ssdtrain import activation_bytes, required_write_bandwidth
+from lightning_ssd.planning.ssdtrain import required_write_bandwidth
 
 BANDWIDTH = st.floats(1.0, 1e11)
 SECONDS = st.floats(-0.1, 100.0)  # stalls are subtracted from measured times: rounding may leave less than nothing
@@ -92,20 +92,6 @@ def test_amounts(
 ) -> None:
     """Worked examples, one for each bound."""
     assert offload_amounts(saved, forward, backward, speeds) == amounts
-
-
-@pytest.mark.parametrize(
-    ("hidden", "layers", "estimate"), [(8192, 4, "11.13"), (12288, 3, "12.60"), (16384, 2, "11.50")]
-)
-def test_estimates_of_table_3(hidden: int, layers: int, estimate: str) -> None:
-    """BERT at batch 16, sequence 1024, heads of 128, on two GPUs (IV-A), in GiB.
-
-    The vocabulary, and that sequences are divided between the GPUs, isn't in the text: 32000 entries give all three.
-    """
-    nbytes = activation_bytes(
-        hidden=hidden, layers=layers, heads=hidden // 128, sequence=1024, batch=16, vocabulary=32000, shards=2
-    )
-    assert f"{nbytes / 2**30:.2f}" == estimate
 
 
 def test_required_write_bandwidth() -> None:

@@ -1,4 +1,4 @@
-"""Profiles of transformers by calculation, for a dry run before there is anything to measure."""
+"""Profiles of transformers by calculation: models of any size for planners, and a check of traced profiles."""
 
 from typing import Literal
 
