@@ -14,18 +14,15 @@ wait for staging memory can't deadlock, down to a pool of one piece.
 """
 
 import contextlib
-import itertools
-import queue
 import threading
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
-from lightning_ssd.device import CopyEngine, Mark
+from lightning_ssd.device import CopyEngine, Mark, Worker
 from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError
 
@@ -43,10 +40,7 @@ class SSDTier(SSDTierBase):
         super().__init__(store, copies)
         self.staging = staging
         self._error: BaseException | None = None
-        self._reads: queue.PriorityQueue[_PieceRead] = queue.PriorityQueue()
-        self._sequence = itertools.count()
-        self._reader = threading.Thread(target=self._issue_reads, name="lightning_ssd-reader", daemon=True)
-        self._reader.start()
+        self._reader = Worker("saved-reader")
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
         if self._error is not None:
@@ -71,8 +65,7 @@ class SSDTier(SSDTierBase):
         return self.staging.peak_bytes
 
     def close(self) -> None:
-        self._reads.put(_PieceRead.end())
-        self._reader.join()
+        self._reader.close()
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
             stack.callback(self.staging.close)
             stack.callback(self._copies.drain)  # reads that ended have issued copies
@@ -91,27 +84,20 @@ class SSDTier(SSDTierBase):
             taken.append(buffer)
         return taken
 
-    def _issue_reads(self) -> None:
-        """The reader thread: gives each piece its staging buffer, in the order of the loads."""
-        while (wanted := self._reads.get().wanted) is not None:
-            load, piece = wanted
-            self._issue_read(load, piece)
-            del load, wanted  # an idle thread holds no device memory
+    def request_read(self, load: "_SSDLoad", piece: Piece) -> None:
+        """Has the reader thread request a piece: urgent loads first, then in the order of the calls."""
+        requested = self._reader.submit(partial(self._request, load, piece), priority=0 if load.urgent else 1)
+        requested.add_done_callback(load.read_requested)
 
-    def _issue_read(self, load: "_SSDLoad", piece: Piece) -> None:
-        """Asks for a piece; the training thread gets what goes wrong from `wait`."""
-        try:
-            buffer = self.staging.acquire(piece.nbytes)
-        except Exception as error:
-            load.fail(error)
-            return
+    def _request(self, load: "_SSDLoad", piece: Piece) -> None:
+        """Waits for a staging buffer, which the request owns from here on. Runs on the reader thread."""
+        buffer = self.staging.acquire(piece.nbytes)
         try:
             request = self.blobs.read(piece, buffer.tensor, urgent=load.urgent)
-        except Exception as error:
+        except BaseException:
             buffer.release()
-            load.fail(error)
-        else:
-            request.add_done_callback(partial(load.piece_read, piece, buffer))
+            raise
+        request.add_done_callback(partial(load.piece_read, piece, buffer))
 
 
 class _SSDCopy(StoredCopy):
@@ -216,19 +202,6 @@ class _PieceWrite:
         self._copy.write_ended()
 
 
-@dataclass(order=True)
-class _PieceRead:
-    """A piece that a load wants from the SSD; urgent ones come first, then the order of the calls."""
-
-    order: tuple[int, int]
-    wanted: "tuple[_SSDLoad, Piece] | None" = field(compare=False)
-
-    @staticmethod
-    def end() -> "_PieceRead":
-        """Ends the reader thread when all that was asked for has been issued."""
-        return _PieceRead((2, 0), None)
-
-
 class _SSDLoad(Load):
     def __init__(self, copy: _SSDCopy, urgent: bool) -> None:
         self.urgent = urgent
@@ -271,6 +244,11 @@ class _SSDLoad(Load):
         else:
             self._copy_in(piece, buffer)
 
+    def read_requested(self, requested: Future[None]) -> None:
+        """Called when the reader thread has requested a piece, or could not: the tier was closed, or has no memory."""
+        if (error := requested.exception()) is not None:
+            self.fail(error)
+
     def fail(self, error: BaseException) -> None:
         """One piece will not arrive."""
         with self._lock:
@@ -293,8 +271,7 @@ class _SSDLoad(Load):
         elif (error := write.done.exception()) is not None:
             self.fail(error)
         else:
-            order = (0 if self.urgent else 1, next(self._tier._sequence))
-            self._tier._reads.put(_PieceRead(order, (self, write.piece)))
+            self._tier.request_read(self, write.piece)
 
     def _copy_in(self, piece: Piece, buffer: PinnedBuffer) -> None:
         target = self.data[piece.start : piece.start + piece.nbytes]

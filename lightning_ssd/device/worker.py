@@ -1,10 +1,11 @@
-"""A thread that runs jobs once the futures that they need are done, the most urgent first.
+"""A thread that runs jobs in the order of their priority, each after the futures that it depends on.
 
-The CPU optimizer runs on one (flats that the next forward uses first go first), and requests for staging memory and
-reads of the drives are made on others.
+The CPU optimizer runs on such a thread (flat parameters that the next forward uses first are stepped first). Others
+request staging memory and reads of saved tensors and of model states, and write the journal.
 
-A job belongs to the futures that it needs until they are done, then to the queue, then to the thread. `close` fails
-all jobs that the thread has not begun, also those that still wait for futures, so that every job has an end.
+A job is owned by the futures that it depends on until they are done, then by the queue, then by the thread. `close`
+fails every job that the thread has not begun, including jobs whose futures are not done, so that each job's future
+completes.
 """
 
 import itertools
@@ -26,35 +27,36 @@ class _Job:
 
 
 class Worker:
-    """Runs jobs on one thread.
+    """Runs jobs on one daemon thread.
 
     Args:
-        name: of the thread.
+        name: name of the thread, after `lightning_ssd-`.
     """
 
     def __init__(self, name: str) -> None:
         self._ready: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._sequence = itertools.count()
         self._lock = threading.Lock()
-        """Guards the two below; never held while a future is completed, whose callbacks may submit jobs."""
+        """Guards the next two. It is not held while a future is completed, since callbacks may submit jobs."""
         self._closed = False
         self._waiting: set[_Job] = set()
-        """Jobs that the thread has not begun."""
+        """Jobs that the thread has not begun, whether queued or still depending on futures."""
         self._thread = threading.Thread(target=self._work, name=f"lightning_ssd-{name}", daemon=True)
         self._thread.start()
 
     def submit(
         self, run: Callable[[], None], after: "Sequence[Future[Any]]" = (), *, priority: int = -1
     ) -> "Future[None]":
-        """Queues `run`, once all of `after` are done.
+        """Queues `run` as soon as all of `after` are done.
 
         Args:
             run: the job.
-            after: what it needs; an error there is the job's.
-            priority: of jobs that are ready, the lowest goes first, then the one submitted first.
+            after: futures that the job depends on. If one fails, the job fails with its error and does not run.
+            priority: -1 or more. Among queued jobs the lowest priority runs first, then the earliest submitted.
 
         Returns:
-            A future of the job's end; its callbacks run on this thread.
+            A future that is done when the job has run. Its callbacks run on this thread, or, for a job that fails
+            without running, on the thread that fails it.
         """
         job = _Job((priority, next(self._sequence)), run)
         with self._lock:
@@ -64,32 +66,35 @@ class Worker:
             self._fail(job, _ended())
             return job.done
 
-        def ready(needed: "Future[None]") -> None:
-            if (error := needed.exception()) is not None:
+        def enqueue(dependencies: "Future[None]") -> None:
+            if (error := dependencies.exception()) is not None:
                 self._fail(job, error)
             else:
                 self._ready.put(job)
 
-        all_of(after).add_done_callback(ready)
+        if after:
+            all_of(after).add_done_callback(enqueue)
+        else:
+            self._ready.put(job)
         return job.done
 
     def close(self) -> None:
-        """Ends the thread after the job that it runs; all others fail, also those that wait for futures."""
+        """Ends the thread after its current job, and fails all other jobs. No error is raised for them here."""
         with self._lock:
             self._closed = True
         self._ready.put(_Job((-2, 0), None))
         self._thread.join()
         with self._lock:
-            left = sorted(self._waiting)
-        for job in left:
+            pending = sorted(self._waiting)
+        for job in pending:
             self._fail(job, _ended())
 
     def _begin(self, job: _Job) -> bool:
-        """Takes a job off those that wait; returns False if it has failed meanwhile."""
+        """Removes a job from the pending ones. Returns False if it has failed already."""
         with self._lock:
-            waits = job in self._waiting
+            pending = job in self._waiting
             self._waiting.discard(job)
-            return waits
+            return pending
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         if self._begin(job):
@@ -100,11 +105,11 @@ class Worker:
             if self._begin(job):
                 try:
                     job.run()
-                except BaseException as error:  # the job's future hands it to its waiters
+                except BaseException as error:  # raised again where the job's future is read
                     job.done.set_exception(error)
                 else:
                     job.done.set_result(None)
-            del job  # an idle thread keeps nothing alive
+            del job  # an idle thread must not keep the last job's buffers alive
 
 
 def _ended() -> RuntimeError:
