@@ -1,4 +1,4 @@
-"""`MicroBatchSwitch`: tells the activation offloader which micro-batch it is in."""
+"""`MicroBatchSwitch`: tells the activation offloader when micro-batches begin and end."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,12 @@ from lightning_ssd.callbacks.offloader import find_offloader
 
 @dataclass(frozen=True)
 class MicroBatchInfo:
-    """Where a micro-batch stands in its accumulation window.
+    """Position of a micro-batch in its accumulation window.
 
     Attributes:
-        index: its number in the window, from 0.
+        index: number in the window, from 0.
         is_last: whether the optimizer steps after its backward. Ragged windows at the end of an epoch and a changing
-            `accumulate_grad_batches` are seen; under manual optimization only the user knows, and this is `True`.
+            `accumulate_grad_batches` count. With manual optimization nothing tells it, and this is `True`.
     """
 
     index: int
@@ -24,14 +24,15 @@ class MicroBatchInfo:
 
     @property
     def next(self) -> str:
-        """What comes after this micro-batch: `"step"`, or the `"forward"` of the next one."""
+        """The phase after this micro-batch: `"step"`, or the `"forward"` of the next micro-batch."""
         return "step" if self.is_last else "forward"
 
 
 class MicroBatchSwitch(pl.Callback):
-    """Opens a record for every micro-batch, and closes it when its backward is over (SSDTrain figure 2).
+    """Opens a record for every micro-batch, and closes it when its backward has ended (SSDTrain figure 2).
 
-    `current` tells other callbacks where the present micro-batch stands. Inert without an offloading strategy.
+    `current` is the position of the present micro-batch, for other callbacks. Without an offloading strategy or
+    callback it does nothing else.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class MicroBatchSwitch(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.current = None  # a fit before this one may have ended inside a window
+        self.current = None  # an earlier fit may have ended inside a window
 
     @override
     def on_train_batch_start(
@@ -53,7 +54,7 @@ class MicroBatchSwitch(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Under manual optimization more backwards may follow.
+        # With manual optimization more backwards may follow.
         if pl_module.automatic_optimization and (offloader := find_offloader(trainer)) is not None:
             offloader.end_backward()
 

@@ -1,4 +1,4 @@
-"""`PrefetchScheduler`: how far ahead of backward saved tensors are fetched."""
+"""`PrefetchScheduler`: how far ahead of their use saved tensors are prefetched."""
 
 import weakref
 from dataclasses import replace
@@ -13,26 +13,26 @@ from lightning_ssd.sizes import parse_bytes
 
 
 class PrefetchScheduler(pl.Callback):
-    """Sets how many bytes may be in flight between the device and the tiers, and adapts that to measured stalls.
+    """Sets the bytes that may be in flight between the device and the tiers, and adapts them to measured stalls.
 
-    Saved tensors are fetched in the order in which the last micro-batch like this one wanted them, so many ahead as fit
-    into the window; the same window bounds what is on its way out, and what never leaves because backward begins with
-    it. A larger window hides more latency and costs that much device memory.
+    Saved tensors are prefetched in the order in which the last similar micro-batch unpacked them, as far ahead as the
+    window reaches. The same window bounds the bytes on their way to the tiers, and the bytes that are kept because
+    backward needs them first. A larger window hides more latency and needs as much more device memory.
 
     Args:
         window_bytes: the window in bytes (or `"512MiB"`). `"auto"` begins with one and a half of the largest saved
-            tensors, or 1/16 of what a micro-batch saves if that is more, and doubles as long as backward has to wait
-            for loads and a larger window shortens that.
-        max_window_bytes: where `"auto"` ends.
-        depth: saved tensors that may be on their way back at once, whatever their size; `None`: no such limit.
+            tensor, or 1/16 of a micro-batch's saved bytes if that is more. It doubles while backward waits for loads
+            and a larger window shortens the waits.
+        max_window_bytes: upper limit of `"auto"`.
+        depth: saved tensors of any size that may be prefetched at once; `None`: no such limit.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    #: Share of the time that loads may hold the compute stream up before the window grows.
+    #: Share of the time that the compute stream may wait for loads before the window grows.
     TOLERATED_STALL = 0.005
-    #: Micro-batches between two changes: a change shows in the measurements some micro-batches later.
+    #: Micro-batches between two changes: measurements show a change some micro-batches later.
     PATIENCE = 8
 
     def __init__(
@@ -52,10 +52,10 @@ class PrefetchScheduler(pl.Callback):
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_offloader": None}  # of a training, which a pickled Trainer does not go on with
+        return vars(self) | {"_offloader": None}  # a pickled Trainer does not continue its training
 
     def hold(self, window_bytes: int | None) -> None:
-        """Has the window be `window_bytes` for the rest of the training, unless the user fixed it; None: adapts it."""
+        """Overrides the window for the rest of the training, unless the user fixed it; None: adapts it again."""
         self._held = window_bytes
 
     @override
@@ -69,7 +69,7 @@ class PrefetchScheduler(pl.Callback):
         offloader = find_offloader(trainer)
         if offloader is None:
             return
-        if self._offloader is None or self._offloader() is not offloader:  # another one, which counts from zero
+        if self._offloader is None or self._offloader() is not offloader:  # its statistics begin at 0
             self._begin()
             self._offloader = weakref.ref(offloader)
         held = None if self._fixed is not None else self._held
@@ -83,7 +83,7 @@ class PrefetchScheduler(pl.Callback):
             offloader.run(replace(policy, window_bytes=window, window_depth=self._depth))
 
     def _begin(self) -> None:
-        """Nothing was measured yet."""
+        """Forgets all measurements."""
         self._patience = self.PATIENCE
         self._last_stall = self._last_seconds = 0.0
         self._last_share: float | None = None
@@ -104,7 +104,7 @@ class PrefetchScheduler(pl.Callback):
         stall, seconds = stats.load_stall - self._last_stall, stats.seconds - self._last_seconds
         self._last_stall, self._last_seconds = stats.load_stall, stats.seconds
         first, self._measured = not self._measured, True
-        # The first micro-batches wait for memory to be taken and for a plan.
+        # The first micro-batches wait for allocations and for a plan.
         if not first and stall > self.TOLERATED_STALL * seconds:
             self._grow(smallest, stall / seconds)
 
@@ -113,7 +113,7 @@ class PrefetchScheduler(pl.Callback):
         if self._window >= self._max:
             self._settled = True
         elif self._last_share is not None and share > 0.8 * self._last_share:
-            # The last doubling did not help: what is short is bandwidth.
+            # The last doubling did not help: the bandwidth is the limit.
             self._window = max(smallest, self._window // 2)
             self._settled = True
         else:

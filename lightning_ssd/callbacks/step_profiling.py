@@ -1,4 +1,4 @@
-"""`StepProfiling`: a callback that has a few training steps measured, when they are due."""
+"""`StepProfiling`: a callback that profiles a few training steps."""
 
 from typing import Any, Literal
 
@@ -16,13 +16,13 @@ Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
 
 
 class StepProfiling(pl.Callback):
-    """Lets some steps go by, records a micro-batch of the last of them, measures some more, and makes a profile.
+    """Warms up, records a micro-batch of the last warm-up step, times some more steps, and makes a profile.
 
-    The micro-batch after the one that is recorded shows what can be computed again.
+    The micro-batch after the recorded one checks which tensors can be recomputed.
 
     Args:
-        warm_up: steps that go by.
-        steps: steps that are measured, if `has_time` allows all.
+        warm_up: steps before the recorded micro-batch, with its own step.
+        steps: steps that are timed, if `has_time` allows all.
 
     Raises:
         ValueError: an argument is out of range.
@@ -35,9 +35,9 @@ class StepProfiling(pl.Callback):
         self._steps = steps
         self._profiler: Profiler | None = None
         self._step = 0
-        """Steps that are over."""
+        """Steps that have ended."""
         self._phase: Phase = "idle"
-        """What the present micro-batch is for, or the last one was."""
+        """Purpose of the present micro-batch, or of the last one."""
         self._due = 0
         """The step whose first micro-batch is recorded."""
         self._timed_from = 0
@@ -51,7 +51,7 @@ class StepProfiling(pl.Callback):
         return True
 
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
-        """The steps are measured. Called at the end of a step."""
+        """The profile is made. Called at the end of a step."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -72,24 +72,24 @@ class StepProfiling(pl.Callback):
         self._begin(trainer, pl_module, self._warm_up)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
-        """Measures the training as it is from now on, after `warm_up` steps."""
+        """Profiles the training as it is set up now, after `warm_up` steps."""
         offloader = find_offloader(trainer)
         assert offloader is not None
         config = getattr(trainer.strategy, "states_config", None)
         units = find_units(pl_module, None if config is None else config.units)
         states = getattr(trainer.strategy, "model_states", None)
-        # Who steps by hand may step between a forward and its backward.
+        # Manual optimization may step between a forward and its backward.
         self._profiler = Profiler(units, offloader, states, trainer.optimizers, again=pl_module.automatic_optimization)
         self.schedule(warm_up)
 
     def schedule(self, warm_up: int) -> None:
-        """Begins anew: after `warm_up` steps from now on, at least one, others are measured."""
+        """Profiles the training after `warm_up` more steps, at least one."""
         self._due = self._step + warm_up - 1
         self._phase = "waiting"
 
     @property
     def measuring(self) -> bool:
-        """Whether steps are measured, or will be."""
+        """Whether steps are profiled, or will be."""
         return self._phase != "idle"
 
     @override
@@ -123,7 +123,7 @@ class StepProfiling(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._profiler is not None
         self._profiler.end_recording()
-        if pl_module.automatic_optimization:  # else more of the forward may follow
+        if pl_module.automatic_optimization:  # with manual optimization, more of the forward may follow
             self._end_backward()
 
     @override
@@ -131,7 +131,7 @@ class StepProfiling(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._profiler is not None
-        self._profiler.end_recording()  # of a batch without backward
+        self._profiler.end_recording()  # the batch may have had no backward
         if not pl_module.automatic_optimization:
             self._end_backward()
         self._profiler.end_checking()

@@ -1,4 +1,4 @@
-"""How much memory there is: of the host, and of a device."""
+"""Memory that this process may use: of the host, and of a GPU."""
 
 from pathlib import Path
 
@@ -7,27 +7,27 @@ import torch
 __all__ = ["CUDAMemory", "available_memory", "process_gpu_memory", "usable_gpu_memory", "usable_memory"]
 
 _SHARE = 0.85
+"""Share of the available RAM that is planned with. Other allocations of the process take the rest."""
 
 GPU_USABLE = 0.92
 """Share of this process's GPU memory that is planned with. Fragments and libraries that allocate take the rest."""
-
 
 FRAGMENTS = 2**28
 """Bytes that the allocator's fragments take at least: a share of a small GPU would be less than a few segments."""
 
 
 def usable_memory() -> int:
-    """Returns the bytes of RAM that may be planned with: the rest is for what nobody counts."""
+    """Returns the bytes of RAM that may be planned with: `_SHARE` of the available ones."""
     return int(_SHARE * available_memory())
 
 
 def available_memory() -> int:
-    """Returns the bytes of RAM that this process could still take."""
+    """Returns the bytes of RAM that this process can still allocate."""
     with open("/proc/meminfo") as lines:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        # The cache of files counts as used, and is given up when memory is asked for.
+        # The page cache counts as used, and is released when memory is needed.
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         cached = int(stat["active_file"]) + int(stat["inactive_file"])
         available = min(available, int(text) - int(used.read_text()) + cached)
@@ -45,11 +45,13 @@ def process_gpu_memory(device: torch.device) -> int:
 
 
 def usable_gpu_memory(device: torch.device) -> int:
-    """Returns the bytes of a CUDA device that this process may plan with: `GPU_USABLE` of `process_gpu_memory`.
+    """Returns the bytes of a CUDA device that this process may plan with.
 
-    Every budget of GPU memory that is "auto" is this number or a share of it.
+    That is `GPU_USABLE` of `process_gpu_memory`, or less where fragments would take more than the rest. Every budget of
+    GPU memory that is "auto" is this number or a share of it.
     """
-    return int(GPU_USABLE * process_gpu_memory(device))
+    nbytes = process_gpu_memory(device)
+    return max(0, min(int(GPU_USABLE * nbytes), nbytes - FRAGMENTS))
 
 
 def _memory_fraction(device: torch.device) -> float:
@@ -63,19 +65,18 @@ class CUDAMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Asks the driver, which takes longer than the allocator.
-        self._limit = min(usable_gpu_memory(device), max(0, process_gpu_memory(device) - FRAGMENTS))
+        self._limit = usable_gpu_memory(device)  # asks the driver, which takes longer than the allocator
 
     def limit(self) -> float:
         """Returns the bytes that this process may allocate, as they were when this object was made."""
         return self._limit
 
     def allocated(self) -> int:
-        """Returns what is allocated now."""
+        """Returns the bytes that are allocated now."""
         return torch.cuda.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """Returns the most that was allocated since `reset_peak`, or ever."""
+        """Returns the peak of allocated bytes since the last `reset_peak`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def reset_peak(self) -> None:

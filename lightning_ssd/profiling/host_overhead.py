@@ -1,4 +1,4 @@
-"""What following a plan costs the host: forwards and backwards of a small transformer, with and without one."""
+"""Host overhead of a plan: forwards and backwards of a small transformer, with and without a plan."""
 
 import contextlib
 import functools

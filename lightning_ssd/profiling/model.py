@@ -1,4 +1,4 @@
-"""What training steps of a model do, measured: how long units take, what operations save, and where it all is."""
+"""`Profiler`: measures units, operators and saved tensors of a training, and where its model states are."""
 
 import statistics
 from collections import Counter, defaultdict
@@ -32,23 +32,23 @@ from lightning_ssd.states import ModelStates, Unit
 from lightning_ssd.types import Tier
 
 QUEUE = 128
-"""Operations that a GPU takes before it has done the first, at least, with the copies of what they save."""
+"""Operations that fit into a GPU's launch queue at least, with the copies of their saved tensors."""
 
 REST = "rest"
-"""The operator that stands for those operations of a unit that make nothing that is saved."""
+"""Name of the operator that sums the operations of a unit whose results are not saved."""
 
 
 class Profiler:
-    """Measures one training: one micro-batch operation by operation, and then some steps as they are.
+    """Profiles one training: one micro-batch operation by operation, then some ordinary steps.
 
-    Nobody waits for the device before `profile`. The numbers of the training stay what they are.
+    The host does not wait for the device before `profile`. Results of the training are the same bit for bit.
 
     Args:
         units: of the model, in the order of the forward.
         offloader: activation offloader of the training.
-        states: of the training, if they leave the device.
+        states: offloaded model states; `None`: all are on the device.
         optimizers: of the model.
-        again: whether anything may be computed again: weights don't change between a forward and its backward.
+        again: whether recomputation is allowed: weights do not change between a forward and its backward.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Profiler:
     ) -> None:
         self.units = [unit for unit in units if unit.parameters]
         self.graph = ForwardGraph()
-        """Of the micro-batch that was recorded."""
+        """The recorded micro-batch."""
         self.peak_bytes = 0
-        """The most device memory that was allocated in the forwards and backwards that were timed (CUDA)."""
+        """Peak of allocated device memory in timed forwards and backwards (CUDA)."""
         self.between_bytes = 0
-        """The most between them, where steps are made (CUDA)."""
+        """Peak of allocated device memory between them, in optimizer steps (CUDA)."""
         self.resting_bytes = 0
-        """What was allocated before, with all gradients (CUDA)."""
+        """Allocated device memory before the first timed step, with all gradients (CUDA)."""
         self._offloader = offloader
         self._states = states
         self._optimizers = optimizers
@@ -82,9 +82,9 @@ class Profiler:
         self._between: list[tuple[Any, Any]] = []
         self._ended: Any = None
         self._begun = self._ahead = 0
-        """Steps that began after others, and those of them that the host began before the device was through."""
+        """Timed steps after the first one, and those that the host began before the device had ended the last one."""
         self._launches: dict[UnitCall, list[float]] = defaultdict(list)
-        """Of visits, the host's seconds until the next one began, but for those in which it sent what is saved."""
+        """Host seconds of each call of a unit until the next one began, without those for offloading."""
         self._visiting: tuple[UnitCall, float] | None = None
         self._entered: Counter[int] = Counter()
         self._handles: list[RemovableHandle] = []
@@ -92,19 +92,19 @@ class Profiler:
     # ---- one micro-batch, operation by operation ----
 
     def begin_recording(self) -> None:
-        """The next forward, and its backward, are recorded."""
+        """Records the next forward and its backward."""
         self._recorder = TraceMode([unit.modules for unit in self.units], self._offloader.device)
         self._follow(self._recorder, self._recorder.saved, self._recorder.wanted)
 
     def begin_backward(self) -> None:
-        """The forward is over."""
+        """A forward has ended, and its backward begins."""
         self._turn(None)
         if self._recorder is not None and not self._recorded_backward:
             self._recorded_backward = True
             self._recorder.begin_backward()
 
     def end_recording(self) -> None:
-        """The micro-batch is over."""
+        """The recorded micro-batch has ended."""
         recorder = self._recorder
         self._stop_recording()
         if recorder is not None:
@@ -115,10 +115,10 @@ class Profiler:
             saved = self.graph.saved(self._offloader.min_bytes)
             self._saved = saved if self._again else [replace(item, again=False) for item in saved]
 
-    # ---- one more, in which all that might be computed again is ----
+    # ---- one micro-batch in which everything that seems recomputable is recomputed and compared ----
 
     def begin_checking(self) -> None:
-        """The next micro-batch is the one."""
+        """Checks recomputation in the next micro-batch."""
         director = self._director = PlanMode(
             [unit.modules for unit in self.units], self._offloader.device, self._offloader.pack, self._offloader.unpack
         )
@@ -128,7 +128,7 @@ class Profiler:
         self._follow(director, director.saved, director.check)
 
     def end_checking(self) -> None:
-        """It is over."""
+        """The checked micro-batch has ended."""
         director, self._director = self._director, None
         if director is None:
             return
@@ -161,10 +161,10 @@ class Profiler:
         policy = self._offloader.policy
         self._offloader.run(replace(policy, mode=self._mode_before, on_saved=None, on_unpacked=None))
 
-    # ---- steps as they are ----
+    # ---- ordinary steps ----
 
     def begin_timing(self) -> None:
-        """Steps are timed from here on, and the peak of device memory is another one."""
+        """Times the following steps, and begins a new peak of device memory."""
         if self._offloader.device.type == "cuda":
             dropped = {
                 one for unit in self.units for _, one in unit.parameters if one.requires_grad and one.grad is None
@@ -182,7 +182,7 @@ class Profiler:
                 self._handles.append(module.register_forward_pre_hook(self._begin_visit(index), prepend=True))
 
     def begin_forward(self, *, of_step: bool) -> None:
-        """A micro-batch begins, and perhaps a step."""
+        """A timed micro-batch begins; `of_step`: it is the first one of a step."""
         if self._ended is not None and of_step:
             self._begun += 1
             self._ahead += self._clock.elapsed(self._ended, self._ended) is None
@@ -191,41 +191,41 @@ class Profiler:
         self._turn(UnitCall(0, 0))
 
     def end_backward(self) -> None:
-        """Its backward is over."""
+        """The backward of a timed micro-batch has ended."""
         self.peak_bytes = max(self.peak_bytes, self._take_peak())
         self._ended = self._clock.now()
 
     def pause(self) -> None:
-        """What follows, until a micro-batch begins, is no part of training."""
+        """Ends the time between micro-batches: a micro-batch or a validation begins."""
         if self._ended is not None:
             self._between.append((self._ended, self._clock.now()))
             self._ended = None
             self.between_bytes = max(self.between_bytes, self._take_peak())
 
     def resume(self) -> None:
-        """Training goes on: the memory that was taken meanwhile is no part of it."""
+        """A validation has ended, whose memory is not measured."""
         self._take_peak()
 
     def end_timing(self) -> None:
-        """No step is timed any more."""
+        """Stops timing."""
         self.pause()
         self.peak_bytes = max(self.peak_bytes, self._take_peak())
         self._unhook()
 
     def _begin_visit(self, index: int) -> Callable[[nn.Module, object], None]:
         def begin(module: nn.Module, args: object) -> None:
-            if self._visiting is not None:  # and no backward computes forwards again
+            if self._visiting is not None:  # else a backward recomputes the forward
                 self._turn(UnitCall(index, self._entered[index]))
                 self._entered[index] += 1
 
         return begin
 
     def _turn(self, visit: UnitCall | None) -> None:
-        """The host begins with a visit; None: with a backward."""
+        """The host begins a call of a unit; None: a backward."""
         now = perf_counter() - self._offloader.sending_seconds
         if self._visiting is not None:
             before, begun = self._visiting
-            if visit == before:  # the first one, with what came before it
+            if visit == before:  # of the first unit, whose time includes the operations before it
                 return
             self._launches[before].append(now - begun)
         self._visiting = None if visit is None else (visit, now)
@@ -237,7 +237,7 @@ class Profiler:
         self._visiting = None
 
     def _take_peak(self) -> int:
-        """Returns the most device memory that was allocated since this was asked last (CUDA; else 0)."""
+        """Returns the peak of allocated device memory since the last call (CUDA; else 0)."""
         if self._offloader.device.type != "cuda":
             return 0
         peak = torch.cuda.max_memory_allocated(self._offloader.device)
@@ -245,42 +245,42 @@ class Profiler:
         return peak
 
     def close(self) -> None:
-        """Takes everything back that it has put anywhere."""
+        """Removes all hooks and modes."""
         self._stop_recording()
         self.end_checking()
         self._unhook()
 
-    # ---- what was found ----
+    # ---- results ----
 
     def visits(self) -> list[UnitCall]:
-        """Returns the runs of units, in the order of the forward; units that did not run come last."""
+        """Returns the calls of units, in the order of the forward; units that were not called come last."""
         return _visits(self.units, self.graph)
 
     def name_of(self, visit: UnitCall) -> str:
-        """Returns the name of a run in profiles and plans."""
+        """Returns the name of a call in profiles and plans."""
         return visit_name(self.units[visit.unit].name, visit.time)
 
     def saved(self) -> list[Saved]:
-        """Returns what autograd saved in the micro-batch that was recorded, and may leave."""
+        """Returns the saved tensors of the recorded micro-batch that may be offloaded."""
         return self._saved
 
     def settled(self) -> FixedPlacement:
-        """Returns where model states are."""
+        """Returns the tiers of model states."""
         tiers = [self._tiers(self.units[visit.unit]) for visit in self.visits()]
         return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers))
 
     def profile(
         self, name: str, *, steps: int, micro_batches: int, samples: int, tokens: int, clip_norm: bool
     ) -> ModelProfile:
-        """Returns what was measured; the host waits for the device.
+        """Returns the profile of the training; the host waits for the device.
 
         Args:
-            name: of the model.
-            steps: that were timed.
-            micro_batches: of a step.
-            samples: of a micro-batch.
-            tokens: of a micro-batch.
-            clip_norm: gradients are clipped by their norm, or scaled.
+            name: name of the model.
+            steps: number of timed steps.
+            micro_batches: micro-batches per step.
+            samples: samples per micro-batch.
+            tokens: tokens per micro-batch.
+            clip_norm: whether gradients are clipped by their norm, or scaled.
         """
         if self._offloader.device.type == "cuda":
             torch.cuda.synchronize(self._offloader.device)
@@ -302,7 +302,7 @@ class Profiler:
         )
 
     def _launch_seconds(self, costs: HostOverhead) -> Mapping[UnitCall, float]:
-        """Returns the seconds in which the host gives the device the forwards of visits, where all stays there."""
+        """Returns the host seconds that launch the forward of each call of a unit, without the overhead of a plan."""
         counts = Counter(operation.visit for operation in self.graph.operations)
         left = Counter(item.visit for item in self.saved())
         seconds: dict[UnitCall, float] = {}
@@ -314,12 +314,12 @@ class Profiler:
             if given < QUEUE:
                 paces.append(seconds[visit] / count)
             given += count
-        # What took longer than most did at first has waited: for weights, or for room in the device's queue.
+        # A call that took longer per operation than the first ones has waited: for weights, or for the launch queue.
         usual = statistics.median(paces) if paces else 0.0
         return {visit: min(seconds[visit], usual * counts[visit]) for visit in seconds}
 
     def _state_bytes(self, unit: Unit) -> tuple[int, int, int, int, int]:
-        """Returns the count of parameters, and the bytes of weights, gradients and states (read, written)."""
+        """Returns the number of trained parameters, and the bytes of weights, gradients and states (read, written)."""
         trained = weights = gradients = states = 0
         stores = {} if self._states is None else self._states.stores
         owned = {parameter for _, parameter in unit.parameters}
@@ -344,7 +344,7 @@ class Profiler:
         return trained, weights, gradients, states, states
 
     def _tiers(self, unit: Unit) -> tuple[Tier, Tier]:
-        """Returns where most of the unit's weights are, and most of the rest."""
+        """Returns the tiers of most of the unit's weights, and of most of its other states."""
         if self._states is None:
             return "gpu", "gpu"
         nbytes: dict[tuple[Tier, Tier], int] = defaultdict(int)
@@ -365,13 +365,13 @@ def unit_profiles(
     launches: Mapping[UnitCall, float],
     state_bytes: Callable[[Unit], tuple[int, int, int, int, int]],
 ) -> tuple[UnitProfile, ...]:
-    """Returns the profiles of the runs of units, in the order of the forward; units that did not run come last.
+    """Returns the profiles of calls of units, in the order of the forward; units that were not called come last.
 
     Args:
         units: of the model.
-        graph: of a forward and backward.
-        saved: what autograd saved in them, and may be offloaded.
-        launches: of runs, the host's seconds for the launches of their operations.
+        graph: graph of a forward and backward.
+        saved: its saved tensors that may be offloaded.
+        launches: host seconds that launch the operations of each call.
         state_bytes: returns parameters, and bytes of weights, gradients and states (read, written), of a unit.
     """
     measured = graph.transients.measure()
@@ -401,7 +401,7 @@ def _unit_profile(
     when_wanted: Mapping[int, int],
     in_backward: Mapping[Interval, int],
 ) -> UnitProfile:
-    """Returns the profile of a visit, with the host's seconds and what `TransientMemory.measure` returns."""
+    """Returns the profile of a call, from its launch time and the results of `TransientMemory.measure`."""
     operations = graph.operations
     left = {number for number, operation in enumerate(operations) if operation.visit == visit}
     forward = sum(operations[number].seconds for number in left)
@@ -451,7 +451,7 @@ def _unit_profile(
 
 
 def count_samples(batch: Any) -> tuple[int, int]:
-    """Returns the samples and tokens of a batch: rows, and integers where it has them, of its first tensor."""
+    """Returns the samples and tokens of a batch: rows of its first tensor, and elements if these are integers."""
     for value in tree_leaves(batch):
         if isinstance(value, Tensor) and value.dim():
             rows = value.shape[0]
@@ -460,7 +460,7 @@ def count_samples(batch: Any) -> tuple[int, int]:
 
 
 def count_bytes(batch: Any) -> int | None:
-    """Returns the bytes of the tensors of a batch; None: they don't tell its size."""
+    """Returns the bytes of the tensors of a batch; None: it has none, or sparse ones."""
     tensors = [value for value in tree_leaves(batch) if isinstance(value, Tensor)]
     if not tensors or any(value.layout is not torch.strided for value in tensors):
         return None
@@ -468,7 +468,7 @@ def count_bytes(batch: Any) -> int | None:
 
 
 def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer], parameter: nn.Parameter) -> int:
-    """Returns the bytes that an optimizer keeps for a parameter."""
+    """Returns the bytes of the optimizer states of a parameter."""
     return sum(
         value.numel() * value.element_size()
         for optimizer in optimizers

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_ssd.device import CUDAMemory, process_gpu_memory, usable_gpu_memory
-from lightning_ssd.device.memory import GPU_USABLE
+from lightning_ssd.device.memory import FRAGMENTS, GPU_USABLE
 from lightning_ssd.states import StatesConfig
 
 GIB = 2**30
@@ -31,13 +31,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ({"fraction": 0.3}, 24),  # a capped process
         ({"fraction": 0.3, "free": 10 * GIB}, 16),  # other programs leave less than the cap
         ({"fraction": 0.99}, 78),
+        ({"fraction": 0.0125}, 1),  # less than the allocator's fragments is no share of it
         ({"free": 0, "reserved": 0}, 0),
     ],
 )
 def test_the_least_of_free_memory_and_the_fraction_counts(gpu: Any, state: dict[str, Any], expected: int) -> None:
     vars(gpu).update(state)
     assert process_gpu_memory(GPU) == pytest.approx(expected * GIB, abs=1)
-    assert usable_gpu_memory(GPU) == pytest.approx(GPU_USABLE * expected * GIB, abs=2)
+    usable = min(GPU_USABLE * expected * GIB, expected * GIB - FRAGMENTS)
+    assert usable_gpu_memory(GPU) == pytest.approx(max(0, usable), abs=2)
 
 
 def test_a_torch_without_a_getter_has_no_fraction(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.device import process_gpu_memory, usable_gpu_memory
-from lightning_ssd.device.memory import GPU_USABLE
+from lightning_ssd.device.memory import FRAGMENTS
 from tests.support.parity import TinyGPT
 from tests.support.plans import BOTH, planner, quiet_trainer
 
@@ -36,7 +36,7 @@ def capped() -> Iterator[torch.device]:
 def test_the_allocator_agrees(capped: torch.device) -> None:
     limit = process_gpu_memory(capped)
     assert limit == pytest.approx(CAP, rel=1e-3)
-    assert usable_gpu_memory(capped) == pytest.approx(GPU_USABLE * CAP, rel=1e-3)
+    assert usable_gpu_memory(capped) == pytest.approx(CAP - FRAGMENTS, rel=1e-3)
     most = torch.empty(limit - 2**25 - torch.cuda.memory_reserved(capped), dtype=torch.uint8, device=capped)
     # Memory of this process does not count as taken.
     assert process_gpu_memory(capped) == limit
@@ -55,7 +55,7 @@ def test_a_planner_plans_within_the_cap(capped: torch.device, tmp_path: Path) ->
         default_root_dir=tmp_path,
     )
     trainer.fit(TinyGPT("none"), DataLoader([torch.randn(2, 16) for _ in range(12)], batch_size=None))
-    assert first.hardware is not None and 0.9 * GPU_USABLE * CAP < first.hardware.gpu_bytes <= GPU_USABLE * CAP
+    assert first.hardware is not None and 0.9 * (CAP - FRAGMENTS) < first.hardware.gpu_bytes <= CAP - FRAGMENTS
 
 
 def test_states_are_offloaded_from_a_capped_gpu(capped: torch.device, tmp_path: Path) -> None:
