@@ -9,7 +9,8 @@ import pytest
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.callbacks.plan_runner import WARMUP_AFTER_CHANGE, Comparison
 from lightning_ssd.planning import Plan, simulate
-from tests.support.parity import TinyGPT, assert_same, train
+from tests.support.compare import assert_same
+from tests.support.parity import TinyGPT, train
 from tests.support.plans import BOTH, Watch, draw, planner
 
 pytestmark = pytest.mark.timeout(120)
