@@ -1,10 +1,12 @@
 """Names that the field has a standard term for do not come back."""
 
+import ast
 import io
 import tokenize
 from pathlib import Path
 
 import lightning_ssd
+from lightning_ssd.device import storage_tags
 
 PACKAGE = Path(lightning_ssd.__file__).parent
 
@@ -65,3 +67,15 @@ def test_standard_names_are_used() -> None:
         for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
             if token.type == tokenize.NAME and token.string in STANDARD:
                 raise AssertionError(f"{file}:{token.start[0]}: {token.string} is {STANDARD[token.string]}")
+
+
+def test_attributes_of_storages_are_named_in_one_file() -> None:
+    """Two modules that chose the same name would read each other's values."""
+    tags = {name: value for name, value in vars(storage_tags).items() if name.isupper()}
+    assert len(set(tags.values())) == len(tags) > 10
+    assert all(f"| `{name}` |" in (storage_tags.__doc__ or "") for name in tags)
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if file.name != "storage_tags.py":
+            for node in ast.walk(ast.parse(file.read_text())):
+                text = node.value if isinstance(node, ast.Constant) else None
+                assert not (isinstance(text, str) and text.startswith("_lightning_ssd_")), f"{file}:{node.lineno}"  # type: ignore[attr-defined]

@@ -44,6 +44,7 @@ from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.activations.weights import is_weight, offloaded_weights
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
 from lightning_ssd.device import CopyEngine, make_clock
+from lightning_ssd.device.storage_tags import KEPT_IN
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
@@ -266,7 +267,7 @@ class ActivationOffloader:
             return _keep(tensor)
         if (
             nbytes < self.min_bytes
-            or getattr(storage, _STAYS, 0) == self._stats.micro_batches
+            or getattr(storage, KEPT_IN, 0) == self._stats.micro_batches
             or is_weight(tensor, storage)
             or tensor.device != self.device
             or type(tensor) not in _PLAIN
@@ -279,7 +280,7 @@ class ActivationOffloader:
         ):
             return _keep(tensor)
         if self._placement.keeps(nbytes):
-            setattr(storage, _STAYS, self._stats.micro_batches)
+            setattr(storage, KEPT_IN, self._stats.micro_batches)
             return _keep(tensor)
         if not storage.resizable():
             return _keep(tensor)  # memory of others (NumPy, DLPack, CUDA graphs), who may write to it at any time
@@ -303,7 +304,7 @@ class ActivationOffloader:
                 if not tiers:
                     self._batch.add_without_record(nbytes)
                     self._stats.saved += nbytes
-                    setattr(storage, _STAYS, self._stats.micro_batches)
+                    setattr(storage, KEPT_IN, self._stats.micro_batches)
                     self._make_progress()
                     return _keep(tensor)
             data = None if record is None else record.data
@@ -589,8 +590,6 @@ _OUT, _IN = 0, 1
 _PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that are bytes, shape and strides."""
 
-_STAYS = "_lightning_ssd_stays"
-"""Of a storage: the last micro-batch that keeps it, whatever becomes of others."""
 
 _IN_PLACE_OF: Mapping[Choice, Sequence[OffloadTierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
 """Where what was meant for a tier goes if that has no room."""

@@ -19,6 +19,7 @@ from lightning_ssd.activations.recompute import (
 )
 from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitDispatchMode
+from lightning_ssd.device.storage_tags import CHOICE, TRIED
 from lightning_ssd.types import Choice
 
 
@@ -125,7 +126,7 @@ class PlanMode(UnitDispatchMode):
 
     def saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
         """While checking: autograd has saved `storage`."""
-        tried: tuple[weakref.ref[Recomputed], int] | None = getattr(storage, _TRIED, None)
+        tried: tuple[weakref.ref[Recomputed], int] | None = getattr(storage, TRIED, None)
         if tried is not None and (recomputed := tried[0]()) is not None:
             self._expected[record] = recomputed, tried[1]
 
@@ -157,12 +158,12 @@ class PlanMode(UnitDispatchMode):
         for position, choice in step.choices.items():
             tensor = tensors[position]
             if choice != "recompute":
-                setattr(tensor.untyped_storage(), _CHOICE, choice)
+                setattr(tensor.untyped_storage(), CHOICE, choice)
             elif recipe is not None:
                 recomputed = recipe.result(tensor, position)
                 self._held.append(recomputed)
                 if self.checking and position in step.saved:
-                    setattr(tensor.untyped_storage(), _TRIED, (weakref.ref(recomputed), step.saved[position]))
+                    setattr(tensor.untyped_storage(), TRIED, (weakref.ref(recomputed), step.saved[position]))
                 else:
                     mark_recomputed(tensor, recomputed)
         return result
@@ -182,9 +183,5 @@ class PlanMode(UnitDispatchMode):
 
 def choice_of(storage: torch.UntypedStorage) -> Choice | None:
     """Returns what becomes of `storage`, if that was said."""
-    choice: Choice | None = getattr(storage, _CHOICE, None)
+    choice: Choice | None = getattr(storage, CHOICE, None)
     return choice
-
-
-_CHOICE = "_lightning_ssd_choice"
-_TRIED = "_lightning_ssd_tried"

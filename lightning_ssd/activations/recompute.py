@@ -19,6 +19,7 @@ from torch._C import DispatchKey
 
 from lightning_ssd.activations.graph import is_random, tensors_of
 from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, forget_original
+from lightning_ssd.device.storage_tags import RECOMPUTE_NODES, RECOMPUTED
 
 Pack = Callable[[Tensor], Any]
 """The hook `ActivationOffloader.pack`, which returns `Kept` or a `SavedHandle` under a `UnitDispatchMode`."""
@@ -217,7 +218,7 @@ def random_state(func: Any, device: torch.device) -> RandomState | None:
 
 def mark_recomputed(tensor: Tensor, recomputed: Recomputed) -> None:
     """Makes `recomputed` what `recomputed_of` returns for the storage of `tensor`, as long as somebody holds it."""
-    setattr(tensor.untyped_storage(), _RECOMPUTED, weakref.ref(recomputed))
+    setattr(tensor.untyped_storage(), RECOMPUTED, weakref.ref(recomputed))
 
 
 def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed | None:
@@ -229,7 +230,7 @@ def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed |
 
 
 def _marked(storage: torch.UntypedStorage) -> Recomputed | None:
-    reference: weakref.ref[Recomputed] | None = getattr(storage, _RECOMPUTED, None)
+    reference: weakref.ref[Recomputed] | None = getattr(storage, RECOMPUTED, None)
     return None if reference is None else reference()
 
 
@@ -248,10 +249,10 @@ def _recipes_of(tensor: Tensor) -> "weakref.WeakSet[RecomputeNode] | None":
     if tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
-    recipes: weakref.WeakSet[RecomputeNode] | None = getattr(storage, _RECIPES, None)
+    recipes: weakref.WeakSet[RecomputeNode] | None = getattr(storage, RECOMPUTE_NODES, None)
     if recipes is None:
         recipes = weakref.WeakSet()
-        setattr(storage, _RECIPES, recipes)
+        setattr(storage, RECOMPUTE_NODES, recipes)
     return recipes
 
 
@@ -276,7 +277,3 @@ def _share_version_counters() -> AbstractContextManager[object]:
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.ADInplaceOrView)
     guard: AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(included, excluded)
     return guard
-
-
-_RECOMPUTED = "_lightning_ssd_recomputed"
-_RECIPES = "_lightning_ssd_recipes"

@@ -35,6 +35,7 @@ from torch import Tensor
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.activations.weights import SavedWeight
 from lightning_ssd.device import Mark
+from lightning_ssd.device.storage_tags import SAVED
 from lightning_ssd.types import OffloadTierName
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ def modified_in_place(tensor: Tensor, expected: int, dtype: torch.dtype, size: t
 
 def find_saved_storage(storage: torch.UntypedStorage) -> SavedStorage | None:
     """Returns the live record of `storage`, if it has one."""
-    reference: weakref.ref[SavedStorage] | None = getattr(storage, _RECORD, None)
+    reference: weakref.ref[SavedStorage] | None = getattr(storage, SAVED, None)
     return None if reference is None else reference()
 
 
@@ -329,7 +330,7 @@ def attach_saved_storage(storage: torch.UntypedStorage, record: SavedStorage | N
     The reference lives on the storage's Python object, which lives as long as the storage: an identity that all views
     share, and that a later storage at the same address does not inherit.
     """
-    setattr(storage, _RECORD, None if record is None else weakref.ref(record))
+    setattr(storage, SAVED, None if record is None else weakref.ref(record))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
@@ -352,5 +353,4 @@ def _counts_of_one_owner() -> tuple[int, int]:
     return count, sys.getrefcount(owner.untyped_storage())
 
 
-_RECORD = "_lightning_ssd_record"
 _USE_COUNT_OF_ONE_OWNER, _REFERENCES_OF_ONE_OWNER = _counts_of_one_owner()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
+from lightning_ssd.device.storage_tags import TRANSIENT
 
 Interval = tuple[UnitCall, int | None]
 """Part of a visit: of its forward from when a saved buffer is made until the next one is, of its backward from when one
@@ -34,17 +35,17 @@ class TransientMemory:
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """A storage was made, unless it is known."""
-        if (known := getattr(storage, _TAKEN, None)) is not None and known[0] is self:
+        if (known := getattr(storage, TRANSIENT, None)) is not None and known[0] is self:
             return
         self._count += 1
         number, nbytes = self._count, storage.nbytes()
-        setattr(storage, _TAKEN, (self, number))
+        setattr(storage, TRANSIENT, (self, number))
         self._events.append((*self._now, number, nbytes))
         self._alive[number] = weakref.ref(storage, lambda _: self._gone(number, nbytes))
 
     def save(self, storage: torch.UntypedStorage, visit: UnitCall, buffer: int) -> None:
         """A storage does not count: `visit` saves it, as `buffer`."""
-        known = getattr(storage, _TAKEN, None)
+        known = getattr(storage, TRANSIENT, None)
         if known is not None and known[0] is self:
             self._saved[known[1]] = visit, buffer
 
@@ -85,6 +86,3 @@ class TransientMemory:
     def _gone(self, number: int, nbytes: int) -> None:
         if self._alive.pop(number, None) is not None:
             self._events.append((*self._now, number, -nbytes))
-
-
-_TAKEN = "_lightning_ssd_taken"

@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_ssd.device.storage_tags import OFFLOADED_WEIGHTS, WEIGHT
+
 
 class SavedWeight(ABC):
     """What autograd keeps in place of a weight that may be evicted: a reference, which holds no memory."""
@@ -32,22 +34,22 @@ def mark_weights(module: nn.Module) -> None:
     """Marks the storages of the parameters and buffers of `module` as weights."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
-            setattr(tensor.untyped_storage(), _WEIGHT, True)
+            setattr(tensor.untyped_storage(), WEIGHT, True)
 
 
 def mark_offloaded(storage: torch.UntypedStorage, weights: OffloadedWeights) -> None:
     """Marks the storage of weights that may be evicted: autograd keeps references to them instead of tensors."""
-    setattr(storage, _OFFLOADED, weights)
+    setattr(storage, OFFLOADED_WEIGHTS, weights)
 
 
 def unmark_offloaded(storage: torch.UntypedStorage) -> None:
     """Leaves a marked storage to the tensors that still refer to it, as an ordinary one."""
-    delattr(storage, _OFFLOADED)
+    delattr(storage, OFFLOADED_WEIGHTS)
 
 
 def offloaded_weights(storage: torch.UntypedStorage) -> OffloadedWeights | None:
     """Returns the weights that `mark_offloaded` named for `storage`, if it is marked."""
-    return getattr(storage, _OFFLOADED, None)
+    return getattr(storage, OFFLOADED_WEIGHTS, None)
 
 
 def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
@@ -55,12 +57,12 @@ def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
 
     A cast counts because autocast keeps it for the whole forward, and shares it among all uses of the weight.
     """
-    if hasattr(storage, _WEIGHT):
+    if hasattr(storage, WEIGHT):
         return True
     base = tensor if tensor._base is None else tensor._base
     # `isinstance` of a plain tensor is slow: the class of parameters looks for an attribute of it.
     if (type(base) is not Tensor and isinstance(base, nn.Parameter)) or _is_cast_of_parameter(base):
-        setattr(storage, _WEIGHT, True)  # its other views are found at once
+        setattr(storage, WEIGHT, True)  # its other views are found at once
         return True
     return False
 
@@ -73,5 +75,3 @@ def _is_cast_of_parameter(tensor: Tensor) -> bool:
 
 
 # On the storage's Python object, which lives as long as the storage (see `record.attach_saved_storage`).
-_WEIGHT = "_lightning_ssd_weight"
-_OFFLOADED = "_lightning_ssd_offloaded"

@@ -17,6 +17,7 @@ from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode, in_backward
 from lightning_ssd.activations.weights import is_weight, offloaded_weights
 from lightning_ssd.device import make_clock
+from lightning_ssd.device.storage_tags import BUFFER
 
 HEAD_START = 0.5
 """Seconds that a GPU works ahead of what is timed: it has the clock then that it can keep."""
@@ -193,7 +194,7 @@ class TraceMode(UnitDispatchMode):
             storage = value.untyped_storage()
             if storage._cdata not in seen and self._known(storage) is None:
                 self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
-                setattr(storage, _NUMBER, (self.graph, len(self.graph.buffers) - 1))
+                setattr(storage, BUFFER, (self.graph, len(self.graph.buffers) - 1))
                 self.graph.transients.take(storage)
         flops = count_flops(func, args, kwargs, result)
         where = self._where[-1] if self._where else ""
@@ -207,11 +208,11 @@ class TraceMode(UnitDispatchMode):
         if number is None:
             self.graph.buffers.append(Buffer(storage.nbytes()))
             number = len(self.graph.buffers) - 1
-            setattr(storage, _NUMBER, (self.graph, number))
+            setattr(storage, BUFFER, (self.graph, number))
         return number
 
     def _known(self, storage: torch.UntypedStorage) -> int | None:
-        graph, number = getattr(storage, _NUMBER, (None, None))
+        graph, number = getattr(storage, BUFFER, (None, None))
         return number if graph is self.graph else None
 
     def _follow(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
@@ -290,6 +291,3 @@ def _repeatable(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) ->
         return False
     # A generator of the user's own would have to be set back.
     return not (is_random(func) and kwargs.get("generator") is not None)
-
-
-_NUMBER = "_lightning_ssd_buffer"

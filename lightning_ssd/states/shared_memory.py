@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.activations.weights import offloaded_weights
+from lightning_ssd.device.storage_tags import SHARERS
 
 
 class SharedMemory:
@@ -26,9 +27,9 @@ class SharedMemory:
         with torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
             self._tensor = _over(storage, tensor)
-        if not hasattr(storage, _USERS):
-            setattr(storage, _USERS, weakref.WeakSet())
-        self._users: weakref.WeakSet[SharedMemory] = getattr(storage, _USERS)
+        if not hasattr(storage, SHARERS):
+            setattr(storage, SHARERS, weakref.WeakSet())
+        self._users: weakref.WeakSet[SharedMemory] = getattr(storage, SHARERS)
         """All of the same storage."""
         self._users.add(self)
         self._storage = storage._cdata
@@ -57,9 +58,6 @@ class SharedMemory:
     def overlaps(self, other: "SharedMemory") -> bool:
         """Whether a byte belongs to both."""
         return self._storage == other._storage and self._begin < other._end and other._begin < self._end
-
-
-_USERS = "_lightning_ssd_shared_memory"
 
 
 def _over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
