@@ -1,12 +1,12 @@
-"""Offloads saved tensors of one device during forward, and has them back when backward unpacks them.
+"""Offloads saved tensors of one device in forward, and returns them to backward.
 
-`torch.autograd.graph.saved_tensors_hooks` (SSDTrain III-B) have autograd keep a `SavedHandle` in place of each tensor.
-Bytes are never changed, so the results of training stay the same bit for bit.
+With `torch.autograd.graph.saved_tensors_hooks` (SSDTrain III-B) autograd keeps a `SavedHandle` in place of each tensor.
+Bytes never change, so results of training are the same bit for bit.
 
 Threads: `pack` runs on the training thread, `unpack` on autograd's thread for the device, while the training thread
 waits inside `backward`. A CPU operation that saved tensors of the device is unpacked on the training thread meanwhile,
-and a backward that recomputes packs on autograd's: one lock makes them take turns. Who holds it waits for transfers
-only. I/O and completion threads belong to the tiers, touch no record and never want it.
+and a backward that recomputes packs on autograd's thread. One lock serializes them; its holder waits for transfers
+only. I/O and completion threads belong to the tiers: they touch no record and never take the lock.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from lightning_ssd.types import EVICT_MARGIN, Choice, OffloadTierName
 
 
 class BudgetError(RuntimeError):
-    """The tiers have no room for what `offload` sends out."""
+    """The tiers have no room for the bytes that `offload` asks for."""
 
 
 @dataclasses.dataclass
@@ -61,14 +61,14 @@ class OffloadStats:
 
     Attributes:
         micro_batches: micro-batches begun.
-        seconds: that forward and backward took, on the device's clock.
-        saved: bytes of the storages that were large enough to offload, and were not planned to stay.
-        stored: of those, bytes that a tier began to store.
-        forwarded: stored bytes that backward wanted while they were still on the device.
-        loaded: bytes brought back.
-        recomputed: bytes that were dropped, to be computed again.
+        seconds: duration of forwards and backwards, on the device's clock.
+        saved: bytes of saved storages of at least `min_bytes`, without those that a plan keeps.
+        stored: bytes of `saved` that a tier began to store.
+        forwarded: stored bytes that backward needed while they were still on the device.
+        loaded: bytes that were loaded from a tier.
+        recomputed: bytes that were dropped for recomputation.
         store_stall: seconds that the compute stream waited in forward, for staging memory or the window.
-        load_stall: seconds that it waited in backward, for bytes to come back.
+        load_stall: seconds that the compute stream waited in backward, for loads.
     """
 
     micro_batches: int = 0
@@ -86,13 +86,13 @@ class ActivationOffloader:
     """Offloads the saved tensors of one device.
 
     Args:
-        copies: copies of the device.
+        copies: copy engine of the device.
         tiers: the tiers that the policy's placement chooses from; the offloader owns and closes them, and `copies`.
         policy: the rules to begin with; `run` replaces them.
         min_bytes: smaller storages stay on the device.
     """
 
-    #: Finished micro-batches that are remembered: enough for a ragged last batch and for alternating optimizers.
+    #: Remembered micro-batches: enough for a ragged last batch and for alternating optimizers.
     PATTERNS = 4
     #: Waiting storages that each record looks at, the newest; all are looked at once in so many storages.
     LOOKED_AT = 16
@@ -108,7 +108,7 @@ class ActivationOffloader:
         self.tiers = dict(tiers)
         self.copies = copies
         self.sending_seconds = 0.0
-        """Seconds of the host that it took, so far, to send what is saved, and to wait for room for it."""
+        """Host seconds spent in offloading saved storages, and in waits for room for them."""
         self._copy_pace: float | None = None  # seconds a byte, of the last copies out
         self._saving_pace: float | None = None  # bytes a second, of the last forward
         self._busy_before = self.copies.busy()[_OUT]
@@ -129,7 +129,7 @@ class ActivationOffloader:
         self._stats = OffloadStats()
         self._closed = False
         self._forwards = 0
-        """How many are under way: one, and none in backward, unless that is called in a forward."""
+        """Forwards that have begun and not ended: 0 in backward, unless backward is called in a forward."""
         self._turn = threading.RLock()
         self.run(policy)
 
@@ -153,7 +153,7 @@ class ActivationOffloader:
         self._on_unpacked = policy.on_unpacked
 
     def begin_micro_batch(self) -> None:
-        """A forward and backward begin: from here on, saved tensors belong to a new record of their order."""
+        """Begins a micro-batch: the following saved tensors belong to a new record of their order."""
         self.end_backward()
         if self._batch is not None and self._batch.in_backward:
             self._patterns.append(self._batch.pattern())

@@ -1,7 +1,7 @@
-"""Where each saved storage goes: the rule that the activation offloader asks, storage by storage.
+"""Placements: rules that choose the tier of each saved storage.
 
-A rule spreads what it sends out evenly over the forward: copying then keeps pace with computing, and few bytes are ever
-in flight. (Sending the first bytes of the forward, all of them, would pile up copies that nothing hides.)
+A placement spreads offloaded storages evenly over the forward, so that copies keep pace with compute and few bytes are
+in flight. (Offloading everything at the begin of the forward would queue up copies that no compute hides.)
 """
 
 from abc import ABC, abstractmethod
@@ -14,17 +14,17 @@ from lightning_ssd.types import OffloadTierName
 
 
 class Placement(ABC):
-    """Decides where saved storages go. One object serves a whole training."""
+    """Chooses the tiers of saved storages. One object serves a whole training."""
 
     plan: int = 0
-    """Number of the plan in force; a profile says under which it was taken."""
+    """Version of the rule. A profile names the version that was in force."""
 
     must_fit: bool = False
-    """Whether it is an error when no tier has room for what was placed (else it stays on the device)."""
+    """Whether a storage that no tier has room for is an error. Otherwise it is kept on the device."""
 
     @property
     def may_wait(self) -> bool:
-        """Whether a store may hold the training up until staging memory is free."""
+        """Whether a store may block the training until staging memory is free."""
         return True
 
     @property
@@ -34,23 +34,23 @@ class Placement(ABC):
 
     @abstractmethod
     def begin(self, expected_bytes: int) -> None:
-        """A micro-batch begins; the last one saved `expected_bytes` that could go out (0: unknown)."""
+        """Begins a micro-batch; the last one saved `expected_bytes` that could be offloaded (0: unknown)."""
 
     @abstractmethod
     def place(self, nbytes: int) -> Sequence[OffloadTierName]:
-        """Returns the tiers to try, in this order, for the next storage; none: it stays on the device."""
+        """Returns the tiers to try, in this order, for the next storage; none: it is kept on the device."""
 
     def keeps(self, nbytes: int) -> bool:
-        """Whether the next storage stays on the device whatever it is: nothing has to be known of it then."""
+        """Returns whether the next storage is kept on the device whatever it is, so that it needs no record."""
         return False
 
     def observe(self, profile: MicroBatchProfile) -> None:
-        """Hears what a micro-batch took, some micro-batches later."""
+        """Receives the profile of a micro-batch, some micro-batches later."""
         return None
 
 
 class KeepAll(Placement):
-    """Nothing goes out."""
+    """Offloads nothing."""
 
     def begin(self, expected_bytes: int) -> None:
         return None
@@ -60,7 +60,7 @@ class KeepAll(Placement):
 
 
 class OffloadAll(Placement):
-    """Everything goes out, as far as the tiers have room.
+    """Offloads everything for which the tiers have room.
 
     Args:
         tiers: the tiers, in the order in which they are filled.
@@ -77,14 +77,14 @@ class OffloadAll(Placement):
 
 
 class OffloadOnPressure(Placement):
-    """Everything stays, until the device's memory is short: then the rest of the micro-batch goes out.
+    """Keeps everything until the device's memory is short, and then offloads the rest of the micro-batch.
 
     Args:
         tiers: the tiers, in the order in which they are filled.
-        is_short: asked now and then.
+        is_short: returns whether memory is short; called every `ASKED_EVERY` saved bytes.
     """
 
-    #: Bytes that are saved before `is_short` is asked again: torch puts all its statistics together to answer.
+    #: Saved bytes between two calls of `is_short`: torch collects all its statistics to answer.
     ASKED_EVERY = 2**28
 
     def __init__(self, tiers: Sequence[OffloadTierName], is_short: Callable[[], bool]) -> None:
@@ -109,10 +109,10 @@ class OffloadOnPressure(Placement):
 
 
 class FixedAmount(Placement):
-    """A given share, or number, of the bytes of each micro-batch goes out.
+    """Offloads a given share, or number, of the bytes of each micro-batch.
 
     Args:
-        amount: `float`: share of the bytes, 0 to 1. `int`: bytes a micro-batch.
+        amount: `float`: share of the bytes, 0 to 1. `int`: bytes per micro-batch.
         tiers: the tiers, in the order in which they are filled.
     """
 
@@ -139,29 +139,28 @@ class FixedAmount(Placement):
 
 
 class SSDTrainAuto(Placement):
-    """SSDTrain's rule: as many bytes as the bandwidth carries while the forward computes (its figure 3).
+    """SSDTrain's rule: offloads as many bytes as the bandwidth carries while the forward computes (its figure 3).
 
-    Until a micro-batch was measured, everything that can leave without holding the training up goes out. Then each tier
-    gets its share, and a share shrinks while the compute stream still has to wait for its tier, and grows back slowly
-    while it does not. What the device has no room for is offloaded beyond the tiers' shares, and waited for.
+    Until a micro-batch was measured, everything that can be offloaded without blocking the training is. Then each tier
+    has its share of the bytes. A share shrinks while the compute stream waits for its tier, and grows back slowly while
+    it does not. Storages for which the device has no room are offloaded beyond the tiers' shares, with waits.
 
     Args:
-        speeds: of each tier, what it can carry; in the order in which the tiers are filled.
-        limit: bytes that may stay on the device; None: as many as there are.
+        speeds: bandwidth and capacity of each tier, in the order in which the tiers are filled.
+        limit: bytes that may be kept on the device; None: unlimited.
     """
 
-    #: A tier's stalls may take this share of a micro-batch before its share shrinks.
+    #: Share of a micro-batch's time that stalls of a tier may take before its share shrinks.
     TOLERATED_STALL = 0.005
-    #: Share of the bandwidth that is planned with: what fills it to the brim is held up by the least unevenness.
+    #: Share of the bandwidth that is planned with: any unevenness of a full link stalls the compute stream.
     MARGIN = 0.9
-    #: How much more than its stalls a tier's share shrinks: stalls vanish in a few micro-batches.
+    #: Factor by which a tier's share shrinks more than its stalls, so that they vanish in a few micro-batches.
     SHRINK = 12.0
-    #: How much a share that has shrunk grows back after some micro-batches almost without stalls.
+    #: Factor by which a share grows back after `_patience` micro-batches almost without stalls.
     GROW = 1.03
-    #: Most of those micro-batches. They are doubled whenever the share shrinks: what a tier can't carry is not tried
-    #: again and again.
+    #: Upper limit of `_patience`, which doubles whenever the share shrinks: a rate that stalled is tried less often.
     PATIENCE = 64
-    #: The first micro-batch pays for lazy initialisation; it is not measured.
+    #: Micro-batches that are not measured: the first one pays for lazy initialisation.
     WARM_UP = 1
 
     def __init__(self, speeds: Mapping[OffloadTierName, TierSpeed], limit: ResidentLimit | None = None) -> None:
@@ -173,13 +172,13 @@ class SSDTrainAuto(Placement):
         self._ratios: dict[OffloadTierName, float] | None = None
         self._shares: dict[OffloadTierName, _Share] = {}
         self._excess = _Share(0.0)
-        """Of the storages that the tiers' shares leave on the device, those that it has no room for."""
+        """Share of the storages outside the tiers' shares for which the device has no room."""
         self._seen = 0
         self._seen_of_plan = 0
         self._patience = dict.fromkeys(speeds, 1)
-        """Of each tier, micro-batches almost without stalls before its share grows."""
+        """Micro-batches almost without stalls before a tier's share grows."""
         self._quiet = dict.fromkeys(speeds, 0)
-        """Of each tier, how many of those there have been in a row."""
+        """Micro-batches almost without stalls in a row, by tier."""
 
     @property
     def may_wait(self) -> bool:
@@ -198,7 +197,7 @@ class SSDTrainAuto(Placement):
         if self._amounts is None or not expected_bytes:
             return
         if self._ratios is None:
-            # A ratio from here on: the forward time of a larger or smaller micro-batch goes with its bytes.
+            # Ratios, because the forward time of a micro-batch grows with its bytes.
             self._ratios = {tier: amount / expected_bytes for tier, amount in self._amounts.items()}
         shares = {tier: min(1.0, self._scale[tier] * ratio) for tier, ratio in self._ratios.items()}
         self._shares = {tier: _Share(share) for tier, share in shares.items()}
@@ -209,7 +208,7 @@ class SSDTrainAuto(Placement):
     def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         if self._amounts is None or (self._limit is not None and self._limit.measuring):
             return self._tiers
-        # Every share grows with every storage; the first that is due takes it.
+        # Each storage counts for all shares; the first share that is due offloads it.
         due: tuple[OffloadTierName, ...] = ()
         for tier, share in self._shares.items():
             if share.take(nbytes, unless=bool(due)):
@@ -234,7 +233,7 @@ class SSDTrainAuto(Placement):
             return
         self._seen_of_plan += 1
         if self._seen_of_plan == 1:
-            return  # the first micro-batch of a plan pays for memory that the allocator moves
+            return  # the allocator moves memory in the first micro-batch of a version
         for tier in self._tiers:
             stalled = sum(profile.stall_seconds[tier]) / (profile.forward_seconds + profile.backward_seconds)
             self._quiet[tier] = self._quiet[tier] + 1 if stalled < self.TOLERATED_STALL / 5 else 0

@@ -1,4 +1,4 @@
-"""The simulation of a training step: what a plan would take, in seconds and in bytes of each tier."""
+"""Simulation of a training step under a plan: seconds, and bytes of each tier."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,47 +26,47 @@ from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.types import EVICT_MARGIN, TIERS, InputChoice, Tier
 
 STEPS = 3
-"""Steps simulated: the first begins cold, and a step's optimizer jobs run on under the next forward. One less where
-micro-batches follow each other, as the last of the first step is warm, and where all weights stay on the GPU."""
+"""Simulated steps: the first one begins cold, and the optimizer jobs of a step run under the next forward. With several
+micro-batches, whose last one is warm, or with all weights on the GPU, one step less is simulated."""
 
 MICRO_BATCHES = 3
-"""Of a step, that are simulated where there are many: the first, one like all others, and the last."""
+"""Simulated micro-batches of a step that has many: the first, one like all others, and the last."""
 
 STAGES = 96
-"""Stages that a forward has at least: where there are fewer units, each is cut into several."""
+"""Least number of stages of a forward: where there are fewer units, each is cut into several stages."""
 
 IN_FLIGHT = 2**25
-"""Bytes that drives are writing when backward wants them, and write to their end."""
+"""Bytes that drives are writing when backward needs them: their writes are not cancelled."""
 
 PIECES = 192
-"""Transfers to the GPU that a backward has at most, unless it has more stages."""
+"""Largest number of transfers to the GPU in a backward that has no more stages."""
 
 BACKWARD_LAUNCH = 0.5
-"""What the host takes to give the GPU a backward, of what it took for the forward: autograd is no Python."""
+"""Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
 
 STATES = ("compute weights", "optimizer states", "gradients")
 
 JOBS_AHEAD = 3
-"""Optimizer jobs that have host memory at once: one is read, one is stepped, one is written."""
+"""Optimizer jobs that have staging memory at once: one is read, one is stepped, one is written."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan would take.
+    """Predicted time and memory of a training step under a plan.
 
     Attributes:
-        step_seconds: of a step in the steady state.
-        busy_seconds: of a step, by resource: "compute", "copy_in", "copy_out", "ssd", "cpu" and "launch", the host's
-            thread that gives the GPU its work.
-        stall_seconds: of a step in which the GPU computes nothing.
-        gpu_peak_bytes: of GPU memory.
-        host_peak_bytes: of host memory.
-        ssd_peak_bytes: stored on SSDs.
-        ssd_read_bytes: of a step.
-        ssd_written_bytes: of a step.
-        copied_bytes: of a step, to the GPU and from it.
+        step_seconds: duration of a step in the steady state.
+        busy_seconds: busy time per step of each resource: "compute", "copy_in", "copy_out", "ssd", "cpu" and "launch",
+            the host thread that launches the GPU's work.
+        stall_seconds: time per step in which the GPU computes nothing.
+        gpu_peak_bytes: peak of GPU memory.
+        host_peak_bytes: peak of host memory.
+        ssd_peak_bytes: peak of bytes stored on SSDs.
+        ssd_read_bytes: bytes read from SSDs per step.
+        ssd_written_bytes: bytes written to SSDs per step.
+        copied_bytes: bytes copied to and from the GPU per step.
         bound: the busiest resource.
-        memory: of the last step, (seconds, GPU bytes, host bytes, SSD bytes) at its begin and after each change.
+        memory: (seconds, GPU bytes, host bytes, SSD bytes) at the begin of the last step and after each change in it.
     """
 
     step_seconds: float
@@ -82,7 +82,7 @@ class Prediction:
     memory: tuple[tuple[float, int, int, int], ...] = field(repr=False)
 
     def excess_bytes(self, hardware: HardwareProfile) -> int:
-        """Returns the bytes by which the plan exceeds the memory of all tiers, and what may be written; 0: it fits."""
+        """Returns the bytes by which the plan exceeds the limits of memory and of SSD writes, in sum; 0: it fits."""
         return (
             max(0, self.gpu_peak_bytes - hardware.gpu_bytes)
             + max(0, self.host_peak_bytes - hardware.host_bytes)
@@ -91,7 +91,7 @@ class Prediction:
         )
 
     def excess_written(self, hardware: HardwareProfile) -> int:
-        """Returns the bytes that a step writes to SSDs beyond its share of what may be written in a day."""
+        """Returns the bytes that a step writes to SSDs beyond its share of the daily limit."""
         if hardware.ssd_bytes_per_day is None:
             return 0
         return max(0, ceil(self.ssd_written_bytes - hardware.ssd_bytes_per_day * self.step_seconds / DAY))
@@ -226,27 +226,27 @@ def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: in
 
 
 def _dropped(operator: OperatorProfile, unit: UnitPlan) -> int:
-    """Returns the bytes of an operator that are not saved, to be computed again."""
+    """Returns the bytes of an operator's saved tensor that are dropped for recomputation."""
     return operator.saved_bytes if unit.operators[operator.name] == "recompute" else 0
 
 
 def count_steps(model: ModelProfile, plan: Plan) -> int:
-    """Returns how many steps are simulated."""
+    """Returns the number of simulated steps."""
     streams = any(unit.states != "gpu" for unit in plan.units.values())
     return STEPS if streams and model.micro_batches == 1 else STEPS - 1
 
 
 def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
-    """Returns what `plan` would take on `hardware`.
+    """Returns the prediction for `plan` on `hardware`.
 
-    Weights come in before a unit's forward and backward, from SSDs through host memory, and stay in between where there
-    is room for them. Swapped tensors leave after their stage's forward and come back, in the order in which backward
-    wants them, as far ahead as the window reaches. Gradients leave when a unit's backward ends; then its optimizer job
-    reads states, steps on the CPU and writes them back, and the next step's forward of the unit waits for that job
-    only. Copies take time from those jobs: of the host's memory. Where the window or the staging memory is full,
-    compute and copies wait. The GPU computes nothing that the host has not given it, with what the plan adds to that.
-    Not simulated: adding up gradients of several micro-batches on the CPU, and speculative steps that have to be made
-    again.
+    Offloaded weights are fetched before a unit's forward and backward, from SSDs through host memory, and are kept in
+    between where there is room for them. Swapped tensors are offloaded after the forward of their stage and prefetched
+    in the order in which backward needs them, as far ahead as the window reaches. Gradients are copied out when a
+    unit's backward ends. Then the unit's optimizer job reads states, steps on the CPU and writes them back; the unit's
+    next forward waits for that job only. Copies slow the jobs down, because they share the host's memory. Where the
+    window or the staging memory is full, compute and copies wait. The GPU computes only work that the host has
+    launched, and a plan adds to the launch time. Two things are not simulated: the accumulation of gradients on the
+    CPU, and speculative steps that are rolled back.
 
     Raises:
         ValueError: the plan is not one for the model.
@@ -254,7 +254,7 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     plan.check(model)
     if model.micro_batches <= MICRO_BATCHES + 2:
         return _simulate(model, hardware, plan)
-    # Micro-batches between the first and the last are alike: one more takes what one more took.
+    # Micro-batches between the first and the last are alike: each adds the same time.
     fewer = _simulate(replace(model, micro_batches=MICRO_BATCHES - 1), hardware, plan)
     few = _simulate(replace(model, micro_batches=MICRO_BATCHES), hardware, plan)
     more = model.micro_batches - MICRO_BATCHES
@@ -288,7 +288,7 @@ def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pre
 
 
 def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> set[int]:
-    """Returns the stages whose swapped bytes are still on their way out when backward begins: they never leave.
+    """Returns the stages whose swapped bytes are still being copied when backward begins: they are never evicted.
 
     The activation offloader does so under a plan, by the seconds of the forward: it evicts a storage once its copy
     should be done, and the oldest one where the window is full.
@@ -309,10 +309,10 @@ def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> s
 
 
 def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> dict[int, int]:
-    """Returns, of stages, the bytes for SSDs that are still in staging memory when backward wants them.
+    """Returns, by stage, the bytes for SSDs that are still in staging memory when backward needs them.
 
-    What is not written by then need not be, nor be read. Where staging memory fills, drives write on while backward
-    wants what was saved last.
+    These bytes are neither written nor read. Where staging memory fills, drives go on writing while backward needs the
+    last saved tensors.
     """
     left = sum(stage.to_ssd for stage in stages) - ssd_write * sum(stage.forward for stage in stages)
     room = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.remat_seconds for stage in stages)
@@ -326,7 +326,7 @@ def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> di
 
 
 class _Window:
-    """Memory of a fixed size that items pass through in order: what has to have left before the next may enter."""
+    """Memory of a fixed size that items pass through in order: an item enters when earlier ones have left."""
 
     def __init__(self, nbytes: int) -> None:
         self._limit = nbytes

@@ -26,17 +26,17 @@ from lightning_ssd.storage import PinnedPool
 from lightning_ssd.types import Choice
 
 BLOCKS, HEADS, HIDDEN, TOKENS = 4, 2, 16, 4
-"""Of the transformer: the host takes longer than the device."""
+"""Shape of the transformer: so small that the host takes longer than the device."""
 
 HOST_BYTES = 2**21
-"""Where its activations go."""
+"""Host memory for its activations."""
 
 REPEATS = 9
 
 
 @functools.cache
 def measure_host_overhead(device: torch.device) -> HostOverhead:
-    """Returns what following a plan costs the host, by following some on `device`; measured once."""
+    """Measures the host overhead of plans on `device`, once a process."""
     states = [torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(states), torch.inference_mode(False), torch.enable_grad():
         costs = _Costs(device)
@@ -70,7 +70,7 @@ class _Block(nn.Module):
 
 
 class _Spent(NamedTuple):
-    """Seconds of a forward and a backward."""
+    """Host seconds of a forward and of a backward."""
 
     forward: float
     backward: float
@@ -84,7 +84,7 @@ class _Costs:
         self._model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
         self._value = torch.zeros(1, TOKENS, HIDDEN, device=device, requires_grad=True)
         pool = PinnedPool(HOST_BYTES, pin=device.type == "cuda")
-        copies = make_copy_engine(device)  # whose threads are started when all memory is there
+        copies = make_copy_engine(device)  # last: it starts threads
         # With no window, backward finds every offloaded tensor in its tier.
         policy = OffloadPolicy(KeepAll(), window_bytes=0)
         self._offloader = ActivationOffloader(copies, {"host": HostTier(pool, copies)}, policy, min_bytes=1)
@@ -134,12 +134,12 @@ class _Costs:
         )
 
     def _compare(self, *ways: Callable[[], AbstractContextManager[object]]) -> list[_Spent]:
-        """Returns what forwards take that run in what each of `ways` returns, and their backwards.
+        """Returns the host seconds of forwards inside the contexts of `ways`, and of their backwards.
 
-        They take turns: a host that is slow for a while is so for all of them.
+        Rounds over all ways spread a temporary slowdown of the host evenly.
         """
         rounds = [[self._once(following) for following in ways] for _ in range(REPEATS)]
-        # The lower quartile: other threads get their turns, too.
+        # The lower quartile leaves out rounds in which other threads ran.
         return [
             _Spent(*(statistics.quantiles(seconds)[0] for seconds in zip(*spent, strict=True)))
             for spent in zip(*rounds, strict=True)
