@@ -57,7 +57,9 @@ def usable_gpu_memory(device: torch.device) -> int:
 def _memory_fraction(device: torch.device) -> float:
     # Versions of torch that have no getter hide the fraction: users repeat it there in the `gpu_memory` arguments.
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if fraction is None else float(fraction(device))
+    if fraction is None:
+        return 1.0
+    return float(fraction(torch.cuda.current_device() if device.index is None else device.index))
 
 
 class CUDAMemory:

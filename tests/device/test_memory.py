@@ -20,7 +20,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     fake = SimpleNamespace(free=72 * GIB, reserved=6 * GIB, fraction=1.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (fake.free, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: fake.reserved)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fake.fraction, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def get_fraction(device: Any) -> float:
+        assert device == 0, "torch takes no device without an index"
+        return fake.fraction
+
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", get_fraction, raising=False)
     return fake
 
 
@@ -40,6 +46,11 @@ def test_the_least_of_free_memory_and_the_fraction_counts(gpu: Any, state: dict[
     assert process_gpu_memory(GPU) == pytest.approx(expected * GIB, abs=1)
     usable = min(GPU_USABLE * expected * GIB, expected * GIB - FRAGMENTS)
     assert usable_gpu_memory(GPU) == pytest.approx(max(0, usable), abs=2)
+
+
+def test_a_device_without_an_index_is_the_current_one(gpu: Any) -> None:
+    gpu.fraction = 0.3
+    assert process_gpu_memory(torch.device("cuda")) == process_gpu_memory(GPU)
 
 
 def test_a_torch_without_a_getter_has_no_fraction(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
