@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lightning_ssd.models.causal_lm import CausalLM
 from lightning_ssd.models.pretrained import replaced_folder
 from lightning_ssd.sizes import check_least, check_probability
 
 __all__ = ["LoRACausalLM"]
+
+_ELSEWHERE = "offloaded_adapters"
+"""Key of a checkpoint: names of the adapters that its state dict lacks, as the strategy keeps them."""
 
 
 class LoRACausalLM(CausalLM):
@@ -28,11 +32,13 @@ class LoRACausalLM(CausalLM):
         rank: Rank of the adapters.
         alpha: Scale of the adapters, times `rank`.
         adapter_dropout: Probability of dropout before each adapter.
-        targets: Names of the modules with adapters, or "all-linear": all linear layers but the head.
+        targets: Names of the modules with adapters, or "all-linear": all linear layers but the head. None: "all-linear"
+            for a folder. For random weights the head has adapters, too, unless it shares its weight with the
+            embedding: a random head that is frozen predicts random tokens.
         draw_late: As in `CausalLM`.
         chunked_loss: As in `CausalLM`.
         gradient_checkpointing: As in `CausalLM`.
-        lr: Highest learning rate. None: 2e-4 for a folder, 1e-2 for random weights.
+        lr: Highest learning rate. None: 2e-4 for a folder, 3e-3 for random weights.
         betas: Betas of AdamW.
         weight_decay: Weight decay of the adapters.
         warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
@@ -48,7 +54,7 @@ class LoRACausalLM(CausalLM):
         rank: int = 16,
         alpha: int = 32,
         adapter_dropout: float = 0.0,
-        targets: str | list[str] = "all-linear",
+        targets: str | list[str] | None = None,
         draw_late: bool = False,
         chunked_loss: bool = False,
         gradient_checkpointing: bool = False,
@@ -62,7 +68,7 @@ class LoRACausalLM(CausalLM):
         except ImportError as error:
             raise ImportError("LoRA needs peft: pip install 'lightning-ssd[lora]'") from error
         if lr is None:
-            lr = 1e-2 if pretrained is None else 2e-4
+            lr = 3e-3 if pretrained is None else 2e-4
         pretrained = None if pretrained is None else str(pretrained)  # a checkpoint should hold plain types only
         super().__init__(
             pretrained, config, draw_late, chunked_loss, gradient_checkpointing, lr, betas, weight_decay, warmup_steps
@@ -93,7 +99,7 @@ class LoRACausalLM(CausalLM):
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=self.adapter_dropout,
-            target_modules=self.targets,
+            target_modules=self._target_modules(model),
             task_type="CAUSAL_LM",
         )
         if self.folder is not None:
@@ -116,9 +122,21 @@ class LoRACausalLM(CausalLM):
                     adapters.reset_lora_parameters(name, init_lora_weights=True)
         return adapted
 
+    def _target_modules(self, model: PreTrainedModel) -> str | list[str]:
+        """Returns `targets`, or its default for `model`."""
+        if self.targets is not None:
+            return self.targets
+        if self.hparams["pretrained"] is not None or self.config.tie_word_embeddings:
+            return "all-linear"
+        return sorted(
+            {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
+        )
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the count of tokens, and of the weights those that are trained."""
         super().on_save_checkpoint(checkpoint)
+        # A record of `recover=True` has no offloaded weights in its state dict: the strategy keeps them.
+        checkpoint[_ELSEWHERE] = sorted(self._trained_names() - checkpoint["state_dict"].keys())
         if not self.strict_loading:
             trained = self._trained_names()
             checkpoint["state_dict"] = {n: v for n, v in checkpoint["state_dict"].items() if n in trained}
@@ -130,7 +148,8 @@ class LoRACausalLM(CausalLM):
             ValueError: If the checkpoint lacks an adapter.
         """
         super().on_load_checkpoint(checkpoint)
-        if missing := sorted(self._trained_names() - checkpoint["state_dict"].keys()):
+        held = {*checkpoint["state_dict"], *checkpoint.get(_ELSEWHERE, ())}
+        if missing := sorted(self._trained_names() - held):
             raise ValueError(
                 f"the checkpoint has no weights for {len(missing)} adapters, {missing[0]!r} among them: resume with"
                 f" the model.rank and model.targets that it was saved with"
@@ -147,7 +166,8 @@ class LoRACausalLM(CausalLM):
         model: Any = self.model
         trained = {name.removeprefix("model."): value(name).detach().cpu().clone() for name in self._trained_names()}
         with replaced_folder(folder) as part:
-            model.save_pretrained(part, state_dict=trained)
+            # Of a head with adapters, peft would save the frozen weight, too.
+            model.save_pretrained(part, state_dict=trained, save_embedding_layers=False)
 
     def _make(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
         # Autocast would cast a base in fp32 at every use. The configuration says its files' dtype.

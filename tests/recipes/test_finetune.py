@@ -49,9 +49,9 @@ def test_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_lora_recipe(tmp_path: Path) -> None:
-    assert cli.main(["run", str(ROOT / "recipes/lora.yaml"), *QUICK, "--trainer.max_steps=6"]) == 0
+    assert cli.main(["run", str(ROOT / "recipes/lora.yaml"), *QUICK, "--trainer.max_steps=20"]) == 0
     version = tmp_path / "runs/lora/version_0"
-    assert len(losses(version)) == 6 and losses(version)[-1] < losses(version)[0]
+    assert len(losses(version)) == 20 and losses(version)[-1] < losses(version)[0] - 0.5
     model = AutoPeftModelForCausalLM.from_pretrained(version / "model", local_files_only=True)
     assert any(value.any() for name, value in model.state_dict().items() if "lora_B" in name)
 
