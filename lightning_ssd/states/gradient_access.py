@@ -1,4 +1,4 @@
-"""`Tensor.grad` of offloaded parameters: what other code reads between backward and step, and what it writes there."""
+"""`Tensor.grad` of offloaded parameters, which user code may read and write between backward and step."""
 
 import contextlib
 import weakref
@@ -15,10 +15,10 @@ from lightning_ssd.states.split import write_changed
 
 
 class GradientSource(Source):
-    """The gradient of one parameter, as plain training has it.
+    """The gradient of one parameter, with the shape, dtype and device that it has in plain training.
 
     Attributes:
-        own: its values, once they are no longer the parameter's gradient; None before.
+        own: values of a tensor that is no longer the parameter's gradient; None before.
         view: the tensor that `Tensor.grad` has returned.
     """
 
@@ -36,26 +36,30 @@ class GradientSource(Source):
     def read(self) -> Tensor:
         if self.own is not None:
             return self.own
-        total = self._gradients.whole(self._flat, self._index)
-        return self.item.of(total).to(self._flat.device, self.item.dtype, copy=True)
+        accum = self._gradients.whole(self._flat, self._index)
+        return self.item.of(accum).to(self._flat.device, self.item.dtype, copy=True)
 
     def write(self, values: Tensor) -> None:
         if self.own is None:
-            total = self._gradients.whole(self._flat, self._index)
-            write_changed(self.item.of(total), values.detach().to("cpu"))
+            accum = self._gradients.whole(self._flat, self._index)
+            write_changed(self.item.of(accum), values.detach().to("cpu"))
             self._gradients.changed(self._flat, self._index)
 
 
 class GradientAccess:
-    """Shows the gradients on the host as `Tensor.grad`.
+    """Gives offloaded gradients the semantics of `Tensor.grad`.
 
-    Threads: the training thread, and autograd's while the training thread waits in `backward`.
+    Duty: reads and writes of `Tensor.grad`, and its aliases in user code. The gradients stay on the host.
+
+    Threads: the training thread, or autograd's while the training thread waits in `backward`.
+
+    Ownership: a tensor that was returned reads the host gradient until that is replaced; then it has values of its own.
 
     Args:
-        gradients: of each flat that is stepped.
-        accumulate: has what has landed of a flat summed up; the future is done when it is.
-        resume_accumulation: called before a gradient is added, which the last step may have used.
-        changed: told that other code has changed the gradient of a parameter.
+        gradients: gradient of each flat parameter that is stepped; not owned.
+        accumulate: submits the accumulation of a flat parameter's copied gradients.
+        resume_accumulation: called before a gradient is added to one that the last step may have used.
+        changed: called after user code has changed the gradient of a parameter.
     """
 
     def __init__(
@@ -72,14 +76,14 @@ class GradientAccess:
         self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
             weakref.WeakValueDictionary()
         )
-        """Gradients that other code refers to."""
+        """Gradients that user code refers to."""
         self.access: Access
-        """Set by the owner: what operators on the gradients go through."""
+        """Runs operators on the gradients; set by the owner."""
         self._hidden = False
 
     @contextlib.contextmanager
     def hidden(self, hide: bool = True) -> Iterator[None]:
-        """While it lasts, offloaded parameters have no gradient for those that look: optimizers step the others."""
+        """Hides offloaded gradients within the context (or shows them): optimizers step the other parameters."""
         before, self._hidden = self._hidden, hide
         try:
             yield
@@ -87,7 +91,7 @@ class GradientAccess:
             self._hidden = before
 
     def hide(self, hide: bool) -> None:
-        """Begins, or ends, what `hidden` does."""
+        """Hides offloaded gradients, or shows them again."""
         self._hidden = hide
 
     def get(self, flat: FlatParameter, index: int) -> Tensor | None:
@@ -114,7 +118,7 @@ class GradientAccess:
         """Assigns the gradient of a parameter, as `Tensor.grad` does.
 
         Raises:
-            RuntimeError: it has another shape, dtype or device than the parameter.
+            RuntimeError: its shape, dtype or device is not the parameter's.
         """
         item = flat.slices[index]
         if flat not in self._gradients:
@@ -145,28 +149,28 @@ class GradientAccess:
         self.changed(flat, index)
 
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
-        """Adds `values` to the gradient of a parameter, in fp32: backward of its master weights."""
+        """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights."""
         gradient = self._gradients.get(flat)
         if gradient is None:
             raise RuntimeError(f"{flat.slices[index].name} has a gradient, and is in no optimizer.")
         self._resume_accumulation(flat, index)
         self._accumulate_arrived(flat)
         gradient.fold()
-        total = flat.slices[index].of(gradient.accumulated())
+        accum = flat.slices[index].of(gradient.accumulated())
         if gradient.has_accum[index]:
-            total.add_(values.detach().to("cpu"))
+            accum.add_(values.detach().to("cpu"))
         else:
-            total.copy_(values.detach())
+            accum.copy_(values.detach())
         gradient.has_accum[index] = True
         gradient.accumulating = True
         gradient.states[index] = GradientState.PRESENT
         self.changed(flat, index)
 
     def whole(self, flat: FlatParameter, index: int) -> Tensor:
-        """Returns the gradients of `flat` on the host in fp32, that of parameter `index` among them.
+        """Returns the gradients of `flat` on the host in fp32, with that of parameter `index`.
 
         Raises:
-            RuntimeError: they are gone.
+            RuntimeError: its gradient is gone.
         """
         gradient = self._gradients[flat]
         if gradient.states[index] is GradientState.STEPPED:
@@ -178,7 +182,7 @@ class GradientAccess:
         return gradient.accumulated()
 
     def check(self, flat: FlatParameter, index: int) -> None:
-        """Raises RuntimeError if a step that has begun has used the gradient of a parameter, and has not kept it."""
+        """Raises RuntimeError if a submitted step has used the gradient of a parameter, and has not kept it."""
         gradient = self._gradients[flat]
         if gradient.states[index] is GradientState.STEPPED and not gradient.kept:
             raise RuntimeError(
@@ -190,7 +194,7 @@ class GradientAccess:
     def zero(
         self, optimizer_flats: Mapping[FlatParameter, tuple[Optimizer, int]], optimizer: Optimizer, none: bool
     ) -> None:
-        """Drops the gradients of the parameters of `optimizer`, or makes them zero where `none` is False."""
+        """Drops the gradients of the parameters of `optimizer`, or fills them with zeros if `none` is False."""
         for flat, gradient in self._gradients.items():
             if optimizer_flats[flat][0] is not optimizer:
                 continue
@@ -208,14 +212,14 @@ class GradientAccess:
                 gradient.accumulating = True
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:
-        """Gives the tensors that other code has of a gradient their own values: the gradient is about to be another."""
+        """Gives tensors of user code that alias a gradient their own values, before the gradient is replaced."""
         source = self._sources.pop((flat, index), None)
         if source is not None and source.own is None:
-            with contextlib.suppress(RuntimeError):  # gone already: an operator on them says so
+            with contextlib.suppress(RuntimeError):  # the gradient is gone: an operator on the tensor raises that error
                 source.own = source.read()
 
     def _accumulate_arrived(self, flat: FlatParameter) -> None:
-        """Returns when all that has landed of `flat` is in its total."""
+        """Returns when all copied gradients of `flat` are accumulated."""
         gradient = self._gradients[flat]
         if any(gradient.arrived):
             self._accumulate(flat)

@@ -1,8 +1,8 @@
-"""What a run that is killed leaves for the next one: which of its bytes count, and the little that is not on its SSDs.
+"""The journal of `recover=True`: the record of the last whole step, from which a run resumes after a kill.
 
-Every flat is on SSDs in two slots. A step writes to those that don't count. When all of it is on the drives, a record
-names the slots that count from now on and replaces the one before; until then no other step may begin to write. So
-whenever the process is killed, the record that is there describes a whole step, of which every byte is there.
+Every flat parameter is on SSDs in two versions. A step writes the uncommitted ones. When all bytes of a step are on the
+drives, a record names the versions that are committed from now on and replaces the record before; until then no other
+step may begin to write. So whenever the process is killed, there is a record of a whole step, and all of its bytes.
 
 A record is plain data with a checksum (`plain_data`): nothing in it is code, and no changed bit passes for data.
 """
@@ -27,16 +27,16 @@ _FILE = "journal"
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """A step that was made.
+    """The record of one step.
 
     Attributes:
-        identity: what the flats are: those of the next run must be the same.
-        kept: what the next run's scratch space takes over.
-        slots: of each flat, which slot counts.
-        rules: of each flat with a rule, what that keeps in memory.
-        settings: of the training, which the next run must have, too.
-        rest: what else the training was, with tensors on the CPU.
-        file: the name of its file, for messages.
+        identity: description of the flat parameters, which the next run must have, too.
+        kept: files and blobs that the next run's scratch space adopts.
+        slots: number of the committed version of each flat parameter.
+        rules: for each flat parameter that is stepped, the state that its optimizer keeps in memory.
+        settings: settings of the training, which the next run must have, too.
+        rest: all other state of the training, with tensors on the CPU.
+        file: name of the record's file, for messages.
     """
 
     identity: object
@@ -49,7 +49,7 @@ class CommitRecord:
 
     @property
     def remedy(self) -> str:
-        """What a person does who does not want to go on from it."""
+        """Remedy for a user who does not want to resume from the record."""
         return f"remove {self.file.removesuffix(f'/{_FILE}')} and what it holds, to begin anew"
 
 
@@ -60,12 +60,12 @@ def read_commit_record(
 
     Args:
         directories: the kept directories of all paths, locked; a record is in the first.
-        layouts: of this run's flats.
-        settings: of this run. A record of flats that are the same is returned whatever its settings are.
+        layouts: layouts of this run's flat parameters.
+        settings: settings of this run. A record of the same flat parameters is returned whatever its settings are.
 
     Raises:
-        StorageError: it is of other flats, or can't be read, or a directory is of a run with other paths, which may
-            have a record elsewhere; nothing is removed.
+        StorageError: the record has other flat parameters, or can't be read, or a directory is of a run with other
+            paths, which may have a record elsewhere; nothing is removed.
     """
     _check_paths(directories)
     directory = directories[0]
@@ -110,7 +110,7 @@ def remove_record(directory: PrivateDirectory) -> None:
     """Removes the record in a kept directory, if there is one, and returns when that survives a loss of power.
 
     Raises:
-        StorageError: it may be there still.
+        StorageError: the record may still exist.
     """
     try:
         directory.remove_file(_FILE)
@@ -155,7 +155,7 @@ def _check_paths(directories: Sequence[PrivateDirectory]) -> None:
 
 
 def identity_of(layouts: Sequence[Layout]) -> object:
-    """Returns what flats must have in common to take the other's bytes over."""
+    """Returns a description of flat parameters; those with the same one can adopt each other's bytes."""
     return [
         [
             layout.flat.name,
@@ -170,13 +170,18 @@ def identity_of(layouts: Sequence[Layout]) -> object:
 
 
 class Journal:
-    """Writes records, on a thread of its own.
+    """Writes records.
+
+    Threads: `write` and `forget` are called on the training thread; records are written on the thread `journal`.
+
+    Ownership: the versions that a record names must not be overwritten before the next record is written; the step
+    scheduler sees to that.
 
     Args:
-        stores: all flats' stores, on SSDs.
-        rules: of those that are stepped.
-        blob_store: where they are.
-        settings: of the training.
+        stores: stores of all flat parameters, on SSDs; not owned.
+        rules: optimizers of those that are stepped.
+        blob_store: the scratch space that they are in.
+        settings: settings of the training.
     """
 
     def __init__(
@@ -193,15 +198,14 @@ class Journal:
         self._worker = Worker("journal")
 
     def write(self, after: Sequence["Future[Any]"], rest: Callable[[], PlainData]) -> "Future[None]":
-        """Has a record written.
+        """Submits a record.
 
         Args:
-            after: the steps that it is to name, and their bytes. What it names does not change until it is written.
+            after: futures of the steps that it names and of their writes.
             rest: returns the record's `rest`; called on the journal's thread.
 
         Returns:
-            A future that is done when the record has replaced the one before; of a StorageError, if that is there
-            still.
+            A future that is done when the record has replaced the one before; it has a StorageError if it could not.
         """
 
         def run() -> None:
@@ -219,10 +223,10 @@ class Journal:
         return self._worker.submit(run, after)
 
     def forget(self) -> None:
-        """Drops the record: what it names is about to change, or not wanted any more.
+        """Removes the record, since values that it names are about to change, or training has ended.
 
         Raises:
-            StorageError: it is there still.
+            StorageError: the record may still exist.
         """
         remove_record(self._blob_store.directory)
 

@@ -1,6 +1,6 @@
-"""State dicts of modules and optimizers whose values are elsewhere: written and read where they are kept.
+"""State dicts of modules and optimizers whose values are offloaded.
 
-One flat after the other is at hand, so that a state dict needs no more memory than its result and a flat.
+One flat parameter is staged after the other: a state dict takes the memory of its result and of one flat parameter.
 """
 
 import contextlib
@@ -20,15 +20,21 @@ from lightning_ssd.states.staged import StagedFlats
 
 
 class StateDicts:
-    """Hooks on a model's modules and optimizers.
+    """Makes `state_dict` and `load_state_dict` of modules and optimizers read and write offloaded values.
+
+    Threads: the training thread.
+
+    Ownership: values of a state dict are copies, or lazy tensors while `lazy` makes them. Loaded values belong to
+    `StagedFlats` until they are stored.
 
     Args:
         module: the model.
-        staged: stages its flats on the host.
-        rules: how they are stepped.
-        where: of each parameter that has left, its flat and its index there.
-        masters: of parameters that stay.
-        release: takes a flat off the device.
+        staged: stages its flat parameters on the host.
+        rules: their optimizers.
+        where: for each offloaded parameter, its flat parameter and its index there.
+        masters: master weights of parameters on the device.
+        optimizers: optimizers that step flat parameters.
+        release: evicts a flat parameter.
         changing: called before values are loaded.
     """
 
@@ -49,18 +55,18 @@ class StateDicts:
         self._where = where
         self._masters = masters
         self._lent_masters = contextlib.ExitStack()
-        """While they are loaded into."""
+        """Open while a checkpoint is loaded into master weights on the device."""
         self._release = release
         self._changing = changing
         self.lazy = LazyTensors()
         self._without = False
         self.protected = False
-        """Whether what has left is to stay as it is until training begins."""
+        """Whether offloaded values must not be loaded before training begins: a killed run resumes with them."""
         self._loading: set[FlatParameter] = set()
-        """Flats whose parameters are their staged master weights until `load_state_dict` is through with a module."""
+        """Flat parameters whose parameters are staged master weights while `load_state_dict` loads a module."""
         self._handles: list[RemovableHandle] = []
         for owner in module.modules():
-            if self._streamed(owner) or self._mastered(owner):
+            if self._offloaded(owner) or self._mastered(owner):
                 self._handles.append(owner._register_state_dict_hook(ModuleHook(self._after_state_dict)))
                 self._handles.append(owner.register_load_state_dict_pre_hook(ModuleHook(self._before_load)))
                 self._handles.append(owner.register_load_state_dict_post_hook(ModuleHook(self._after_load)))
@@ -70,7 +76,7 @@ class StateDicts:
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
-        """State dicts that are made or loaded inside have nothing of what has left, which stays as it is."""
+        """Excludes offloaded values from state dicts that are made or loaded within the context."""
         self._without = True
         try:
             yield
@@ -78,40 +84,40 @@ class StateDicts:
             self._without = False
 
     def before_change(self) -> None:
-        """Values are about to change: those that were promised are read, and nothing is staged any more."""
+        """Prepares a change of values: lazy tensors read theirs, and nothing stays staged."""
         self.lazy.take_in()
         self._staged.unstage()
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         try:
             self.before_change()
         finally:
             for handle in self._handles:
                 handle.remove()
 
-    def _streamed(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters of `owner` itself that have left, by their names in it."""
+    def _offloaded(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Returns the offloaded parameters of `owner` itself, with their names in it."""
         return _own_parameters(owner, self._where)
 
     def _mastered(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters of `owner` itself that have masters on the device, by their names in it."""
+        """Returns the parameters of `owner` itself that have master weights on the device, with their names in it."""
         return _own_parameters(owner, self._masters.of)
 
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        """Puts the master weights where the module has put what is on the device: copies of those that have left."""
-        streamed = self._streamed(owner)
+        """Replaces compute weights in a state dict by master weights: copies of the offloaded ones."""
+        offloaded = self._offloaded(owner)
         mastered = self._mastered(owner)
         self._masters.adopt(parameter for _, parameter in mastered)
         for name, parameter in mastered:
             if prefix + name in state:
                 state[prefix + name] = self._masters.of[parameter].detach()
         if self._without:
-            for name, _ in streamed:
+            for name, _ in offloaded:
                 state.pop(prefix + name, None)
             return
-        flats = {self._where[parameter][0] for _, parameter in streamed}
-        for name, parameter in streamed:
+        flats = {self._where[parameter][0] for _, parameter in offloaded}
+        for name, parameter in offloaded:
             if prefix + name not in state:
                 continue
             flat, index = self._where[parameter]
@@ -128,21 +134,21 @@ class StateDicts:
     def _before_load(
         self, owner: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object
     ) -> None:
-        """Makes the parameters of `owner` whole on the CPU, to be loaded into."""
+        """Makes the parameters of `owner` whole on the CPU before a checkpoint is loaded into them."""
         if metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 "`load_state_dict(assign=True)` would put new parameters in the model: leave `assign` out."
             )
         if self._without:
             return
-        if self.protected and any(prefix + name in state for name, _ in self._streamed(owner)):  # type: ignore[operator]
+        if self.protected and any(prefix + name in state for name, _ in self._offloaded(owner)):  # type: ignore[operator]
             raise RuntimeError(
                 "a run that was killed goes on, and `load_state_dict` would overwrite its weights before it does. Load "
                 "them before `fit`, in `setup` or in `configure_model`."
             )
         if self._mastered(owner):
             self._lent_masters.enter_context(self._masters.lend())
-        flats = {self._where[parameter][0] for _, parameter in self._streamed(owner)}
+        flats = {self._where[parameter][0] for _, parameter in self._offloaded(owner)}
         self._changing()
         for flat in flats:
             if flat.summoned:
@@ -153,14 +159,14 @@ class StateDicts:
             self._loading.add(flat)
 
     def _after_load(self, owner: nn.Module, incompatible: object) -> None:
-        """Evicts the parameters again; their values are taken back when something else is staged or fetched."""
+        """Makes the parameters views of their flats again; their values are stored by the next `unstage`."""
         for flat in self._loading:
             self._staged.take_back(flat)
         self._loading.clear()
         self._lent_masters.close()
 
     def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Adds, copied, the optimizer states of the parameters that have left."""
+        """Adds copies of the optimizer states of offloaded parameters."""
         if self._without:
             return
         for number, flat, index in self._numbers(optimizer):
@@ -179,7 +185,7 @@ class StateDicts:
         return value.clone()
 
     def _reader(self, flat: FlatParameter, index: int, state: str | None = None) -> Callable[[], Tensor]:
-        """Returns what reads the master weights, or a state, of a parameter."""
+        """Returns a function that reads the master weights of a parameter, or one of its states."""
 
         def read() -> Tensor:
             values = self._staged.stage(flat)
@@ -191,7 +197,7 @@ class StateDicts:
         return read
 
     def _take_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Takes over, and out, the optimizer states of the parameters that have left."""
+        """Loads the optimizer states of offloaded parameters, and removes them from the state dict."""
         if self._without:
             return state
         self._changing()
@@ -202,9 +208,9 @@ class StateDicts:
         return {**state, "state": states}
 
     def adopt_states(self, optimizers: Iterable[Optimizer]) -> None:
-        """Takes over states that optimizers have already of parameters that leave: of a `fit` before, or initial ones.
+        """Adopts states that optimizers already have of offloaded parameters.
 
-        Adagrad makes some when it is made; an optimizer that `configure_optimizers` returns again has those of its
+        Adagrad makes some in its constructor; an optimizer that `configure_optimizers` returns again has those of its
         last training.
         """
         for optimizer in optimizers:
@@ -220,7 +226,7 @@ class StateDicts:
         self._rules[flat].load_state(index, state, staged.values)
 
     def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, FlatParameter, int]]:
-        """Yields, of the optimizer's parameters that have left, the number in its state dict, and flat and index."""
+        """Yields the number in the state dict, flat parameter and index of the optimizer's offloaded parameters."""
         for number, parameter in enumerate(parameters_of(optimizer)):
             if parameter in self._where:
                 yield number, *self._where[parameter]

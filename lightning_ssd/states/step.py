@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from lightning_ssd.device import Worker, all_of, finished, then
+from lightning_ssd.device import Worker, all_of, ended, finished, then
 from lightning_ssd.spans import OPTIMIZER, span
 from lightning_ssd.states.gradient import Gradient
 from lightning_ssd.states.optimizers import FlatOptimizer, Options
@@ -63,7 +63,7 @@ class OptimizerStep:
         """
         # Reads begin before the gradient is on the host: they overlap with backward.
         staged = then(all_of(ready), lambda _: self.store.stage(step=True, priority=self.priority))
-        made = self._submit(lambda: self._make(staged.result(), guess), [on_host, staged])
+        made = self._submit_on(staged, lambda: self._make(staged.result(), guess), [on_host])
         return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(guess))
 
     def deferred(self, after: "Sequence[Future[Any]]") -> "Future[None]":
@@ -85,7 +85,29 @@ class OptimizerStep:
 
         return self._submit(run, [*after, self.scale])
 
-    def _submit(self, run: Any, after: "Sequence[Future[Any]]") -> "Future[None]":
+    def _submit_on(
+        self, staged: "Future[StagedState]", run: Callable[[], None], after: "Sequence[Future[Any]]"
+    ) -> "Future[None]":
+        """Submits a job that unstages `staged`; if the job never begins, since `after` has an error, this does.
+
+        Else the staging memory would stay allocated, and other steps, and the end of training, would wait for it.
+        """
+        begun = False
+
+        def begin() -> None:  # on the worker's thread
+            nonlocal begun
+            begun = True
+            run()
+
+        def unstage(_: "Future[None]") -> None:  # on the thread that completes the last of both
+            if not begun and staged.exception() is None:
+                self.store.unstage(staged.result(), changed=False, step=True)
+
+        done = self._submit(begin, [*after, staged])
+        all_of([ended(done), ended(staged)]).add_done_callback(unstage)
+        return done
+
+    def _submit(self, run: Callable[[], None], after: "Sequence[Future[Any]]") -> "Future[None]":
         return self.worker.submit(run, after, priority=self.priority)
 
     def _make(self, staged: StagedState, scale: float) -> None:
@@ -119,7 +141,7 @@ class OptimizerStep:
             self._make(staged.result(), scale)
             self._end(committed=True)
 
-        return self._submit(run, [staged])
+        return self._submit_on(staged, run, [])
 
     def _end(self, *, committed: bool) -> None:
         if committed:

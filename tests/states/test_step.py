@@ -126,5 +126,4 @@ def test_a_step_that_fails_has_the_error_and_commits_nothing(
         with pytest.raises(ArithmeticError, match="the device is lost"):
             done.result(timeout=60)
         assert store.steps == 0
-        if failing == "scale":  # else the values stay staged for the job that never comes
-            assert same(masters_of(store), weights_of(store.layout))
+        assert same(masters_of(store), weights_of(store.layout))  # staging memory has room for one: it was released
