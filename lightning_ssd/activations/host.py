@@ -31,7 +31,7 @@ class HostTier(OffloadTier):
         buffer = self.pool.try_acquire(nbytes)
         if buffer is None:
             return None
-        copied = self._copies.d2h(data, buffer.tensor, after=self._copies.mark())
+        copied = self._copies.d2h(data, buffer.tensor, after=None)
         self.bytes_out += nbytes
         return _HostCopy(self, buffer, copied)
 
@@ -47,12 +47,6 @@ class HostTier(OffloadTier):
         finally:
             self.pool.close()
 
-    def _load(self, buffer: PinnedBuffer) -> Load:
-        self.bytes_in += buffer.nbytes
-        data = self._copies.empty(buffer.nbytes)
-        arrived = self._copies.h2d(buffer.tensor, data, after=self._copies.mark())
-        return _HostLoad(data, arrived, self._copies)
-
 
 class _HostCopy(StoredCopy):
     __slots__ = ("_buffer", "_copied", "_tier")
@@ -67,7 +61,11 @@ class _HostCopy(StoredCopy):
         return self._copied
 
     def load(self, *, urgent: bool) -> Load:
-        return self._tier._load(self._buffer)
+        tier, copies, buffer = self._tier, self._tier._copies, self._buffer
+        data = copies.empty(buffer.nbytes)
+        arrived = copies.h2d(buffer.tensor, data, after=None)
+        tier.bytes_in += buffer.nbytes
+        return _HostLoad(data, arrived, copies)
 
     def free(self) -> None:
         self._buffer.release()

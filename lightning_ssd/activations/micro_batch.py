@@ -2,10 +2,9 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from lightning_ssd.activations.record import SavedStorage, State
@@ -28,18 +27,13 @@ class Pattern:
     complete: bool = True
 
     @cached_property
-    def _bytes_before(self) -> dict[int, int]:
-        sizes = [self.sizes[index] for index in self.order]
-        return dict(zip(self.order, accumulate(sizes, initial=0), strict=False))
-
-    @cached_property
     def largest(self) -> int:
         """Bytes of the largest storage that may leave: what backward wants first does not."""
         return max((size for index, size in enumerate(self.sizes) if index not in self.order[:1]), default=0)
 
     def bytes_that_may_leave(self, window_bytes: int) -> int:
-        """Bytes of the storages that `is_wanted_early` does not keep on the device."""
-        return sum(size for index, size in enumerate(self.sizes) if not self.is_wanted_early(index, window_bytes))
+        """Bytes of the storages that are not `wanted_early`, which stay on the device."""
+        return sum(self.sizes) - sum(self.sizes[index] for index in self.wanted_early(window_bytes))
 
     def has(self, index: int, nbytes: int) -> bool:
         """Whether storage `index` had `nbytes` bytes."""
@@ -49,10 +43,17 @@ class Pattern:
         """Whether its first storages had `sizes` bytes."""
         return self.sizes[: len(sizes)] == tuple(sizes)
 
-    def is_wanted_early(self, index: int, window_bytes: int) -> bool:
-        """Whether storage `index` is what backward wanted first, or in the `window_bytes` after that."""
-        before = self._bytes_before.get(index)
-        return before is not None and before < self.sizes[self.order[0]] + window_bytes
+    def wanted_early(self, window_bytes: int) -> frozenset[int]:
+        """Returns the indices of the storage that backward wanted first, and of those in the `window_bytes` after."""
+        early = set()
+        left = window_bytes
+        for position, index in enumerate(self.order):
+            if position > 0:
+                if left <= 0:
+                    break
+                left -= self.sizes[index]
+            early.add(index)
+        return frozenset(early)
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,10 @@ class MicroBatch:
         patterns: what earlier micro-batches did; those that this one departs from are dropped as it goes.
         clock: the device's clock.
         plan: the number of the plan in force.
+        window_bytes: what backward wants first, and so many bytes after that, stays on the device.
     """
 
-    def __init__(self, patterns: Sequence[Pattern], clock: Clock, plan: int) -> None:
+    def __init__(self, patterns: Sequence[Pattern], clock: Clock, plan: int, window_bytes: int) -> None:
         self.sizes: list[int] = []
         self.saved_bytes = 0
         self._repeated = patterns[0] if patterns and patterns[0].complete else None
@@ -97,6 +99,9 @@ class MicroBatch:
         self._wanted: dict[int, None] = {}  # a set that keeps its order
         self._candidates = list(dict.fromkeys(patterns))
         """Earlier micro-batches that this one may repeat, the newest first; the first one is known to match so far."""
+        self._window_bytes = window_bytes
+        self._wanted_early = self._candidates[0].wanted_early(window_bytes) if self._candidates else frozenset()
+        """Indices of storages of the first candidate."""
         self._expected: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._cursor = 0
@@ -111,17 +116,15 @@ class MicroBatch:
         self._turned: Any = None
         self._ended: Any = None
 
-    def stays_again(self, nbytes: int, window_bytes: int) -> bool:
+    def stays_again(self, nbytes: int) -> bool:
         """Whether the next saved storage may stay on the device without a record, if the placement leaves it there.
 
-        A record takes the host some 20 us. It shows where in the order of backward its storage comes, which is known
-        for a storage that is saved as in the last micro-batch. Storages that backward wants within its first
+        A record takes the host some microseconds. It shows where in the order of backward its storage comes, which is
+        known for a storage that is saved as in the last micro-batch. Storages that backward wants within its first
         `window_bytes` are always recorded.
         """
         index, repeated = len(self.sizes), self._repeated
-        if repeated is None or not repeated.has(index, nbytes):
-            return False
-        return not repeated.is_wanted_early(index, window_bytes)
+        return repeated is not None and index not in self._wanted_early and repeated.has(index, nbytes)
 
     def add_without_record(self, nbytes: int) -> None:
         """Counts the next saved storage, which `stays_again` allows to have no record."""
@@ -143,11 +146,12 @@ class MicroBatch:
         self._records.append(record)
         if self._candidates and not self._candidates[0].has(index, nbytes):
             self._candidates = [pattern for pattern in self._candidates[1:] if pattern.begins_with(self.sizes)]
-            self._repeated = None
+            early = self._candidates[0].wanted_early(self._window_bytes) if self._candidates else frozenset()
+            self._repeated, self._wanted_early = None, early
 
-    def keeps(self, record: SavedStorage, window_bytes: int) -> bool:
+    def keeps(self, record: SavedStorage) -> bool:
         """Whether backward will want `record` so early that it would be fetched back at once: it never leaves."""
-        if not self._candidates or not self._candidates[0].is_wanted_early(record.index, window_bytes):
+        if record.index not in self._wanted_early:
             return False
         self._early[record.index] = record.nbytes
         self._early_bytes += record.nbytes
@@ -167,12 +171,10 @@ class MicroBatch:
             self._settle_order()
         self._wanted.setdefault(record.index)
         self._early_bytes -= self._early.pop(record.index, 0)
-        position = self._position.get(record.index)
-        if position is not None:
-            self._cursor = max(self._cursor, position + 1)
+        self._cursor = max(self._cursor, self._position.get(record.index, -1) + 1)
 
-    def next_to_fetch(self, window_bytes: int, window_depth: int | None) -> SavedStorage | None:
-        """Returns the next record to bring back ahead of its use, if the window has room for it, and steps past it.
+    def to_fetch(self, window_bytes: int, window_depth: int | None) -> Iterator[SavedStorage]:
+        """Yields the records to bring back ahead of their use now, as far as the window has room, and steps past them.
 
         What was kept for an early use takes up room in the window until it was used: fetching more at the turn from
         forward to backward would raise the peak of memory, which is there.
@@ -185,13 +187,13 @@ class MicroBatch:
                 full = early + self._bytes_ahead + record.nbytes > window_bytes or len(self._ahead) == window_depth
                 # One that is larger than the window comes alone.
                 if full and (self._ahead or early or not window_bytes):
-                    return None
+                    return
                 self._ahead.append((weakref.ref(record), record.nbytes))
                 self._bytes_ahead += record.nbytes
                 self._cursor += 1
-                return record
-            self._cursor += 1
-        return None
+                yield record
+            else:
+                self._cursor += 1
 
     def resident_bytes(self) -> int:
         """Returns the bytes of the saved storages that are on the device, or on their way to or from it."""

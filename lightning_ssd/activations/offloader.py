@@ -163,7 +163,7 @@ class ActivationOffloader:
         last = self._patterns[-1] if self._patterns else None
         self._placement.begin(last.bytes_that_may_leave(self._window_bytes) if last else 0)
         self._copied_at = 0.0
-        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self._placement.plan)
+        self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self._placement.plan, self._window_bytes)
         self._stats.micro_batches += 1
 
     @contextlib.contextmanager
@@ -299,7 +299,7 @@ class ActivationOffloader:
                 return SavedHandle(tensor, record, self._empty)
             tiers: Sequence[OffloadTierName] | None = None
             unplanned = choice is None and self._on_saved is None
-            if unplanned and self._batch.stays_again(nbytes, self._window_bytes):
+            if unplanned and self._batch.stays_again(nbytes):
                 tiers = self._placement.place(nbytes)
                 if not tiers:
                     self._batch.add_without_record(nbytes)
@@ -334,7 +334,8 @@ class ActivationOffloader:
         """
         assert self._batch is not None
         begun = perf_counter()
-        self._collect()
+        if self._pending_frees:
+            self._collect()
         if data is None:
             data = bytes_of(storage)
         record = SavedStorage(data, self._batch, len(self._batch.sizes), self._pending_frees)
@@ -343,7 +344,7 @@ class ActivationOffloader:
         self._stats.saved += record.nbytes
         if self._on_saved is not None:
             self._on_saved(storage, record)
-        if choice is not None or tiers or not self._batch.keeps(record, self._window_bytes):
+        if choice is not None or tiers or not self._batch.keeps(record):
             tiers = tiers or self._tiers_of(choice, record.nbytes)
             if tiers:
                 self._waiting.append((weakref.ref(record), tiers))
@@ -373,7 +374,7 @@ class ActivationOffloader:
 
     def _has_room_in_flight(self, record: SavedStorage) -> bool:
         """Whether `record` may be copied out now: a placement that may not wait leaves it for later."""
-        if not self._window or self._window_used + record.nbytes <= self._window_bytes:
+        if self._window_used + record.nbytes <= self._window_bytes or not self._window:
             return True
         return self._placement.may_wait or self.copies.memory_is_short(record.nbytes)
 
@@ -424,13 +425,16 @@ class ActivationOffloader:
         """
         if not self._window:
             return
+        if self.device.type == "cpu":  # its copies are done when they are issued
+            while self._window:
+                self._pop_window()
+            return
         now, copying = self._progress(0)
-        on_cpu = self.device.type == "cpu"  # its copies are done when they are issued
         while self._window:
             due = copying is not None and self._window[0].due_at <= now
             # The newest stays in flight whatever its size.
-            full = len(self._window) > 1 and self._window_used > self._window_bytes
-            if not (due or full or on_cpu):
+            full = self._window_used > self._window_bytes and len(self._window) > 1
+            if not (due or full):
                 break
             self._pop_window()
 
@@ -441,8 +445,9 @@ class ActivationOffloader:
         """
         assert self._batch is not None
         copying = None if self._copy_pace is None else nbytes * self._copy_pace
-        if self._elapsed is not None:
-            return self._elapsed, copying
+        elapsed = self._elapsed
+        if elapsed is not None:
+            return elapsed, copying
         if copying is not None:
             copying = None if self._saving_pace is None else copying * self._saving_pace
         return self._batch.saved_bytes, copying
@@ -511,7 +516,8 @@ class ActivationOffloader:
 
     def _bring_back(self, record: SavedStorage) -> None:
         record.batch.want(record)
-        self._collect()
+        if self._pending_frees:
+            self._collect()
         if record.state is State.OFFLOADING:
             record.cancel_offload()
             self._stats.forwarded += record.nbytes
@@ -526,7 +532,7 @@ class ActivationOffloader:
             self._stats.loaded += record.nbytes
 
     def _prefetch(self, batch: MicroBatch) -> None:
-        while (record := batch.next_to_fetch(self._window_bytes, self._window_depth)) is not None:
+        for record in batch.to_fetch(self._window_bytes, self._window_depth):
             record.prefetch(urgent=False)
 
     # ---- both ----

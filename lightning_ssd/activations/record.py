@@ -223,8 +223,9 @@ class SavedHandle:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self._version = tensor._version
-        self._probe = tensor.detach()
-        self._probe.data = empty
+        probe = tensor.detach()
+        probe.data = empty
+        self._probe = probe
         self._original: Original | None = weakref.ref(tensor)
         self._last_shown = 0
         record.add_view()

@@ -59,7 +59,9 @@ def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """
     if hasattr(storage, WEIGHT):
         return True
-    base = tensor if tensor._base is None else tensor._base
+    base = tensor._base
+    if base is None:
+        base = tensor
     # `isinstance` of a plain tensor is slow: the class of parameters looks for an attribute of it.
     if (type(base) is not Tensor and isinstance(base, nn.Parameter)) or _is_cast_of_parameter(base):
         setattr(storage, WEIGHT, True)  # its other views are found at once

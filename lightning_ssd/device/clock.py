@@ -55,10 +55,8 @@ class Stopwatch:
         self._clock = clock
         self._open: deque[tuple[Any, Any]] = deque()
         self._seconds = 0.0
-
-    def now(self) -> Any:
+        self.now = clock.now
         """Returns the compute stream's present end, to give to `add`."""
-        return self._clock.now()
 
     def add(self, start: Any, awaited: Mark = None) -> None:
         """Adds the time that the compute stream has waited since `start`.
@@ -68,7 +66,7 @@ class Stopwatch:
             awaited: the mark that the stream was told to wait for, of a copy; None: the wait is over at the stream's
                 present end. A mark that is reached before `start` adds nothing.
         """
-        self._open.append((start, self._clock.now() if awaited is None else awaited))
+        self._open.append((start, self.now() if awaited is None else awaited))
 
     @property
     def seconds(self) -> float:

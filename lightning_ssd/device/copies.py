@@ -64,6 +64,7 @@ class CopyEngine(ABC):
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         """Copies device bytes `src` to the beginning of host bytes `dst` once `after` is reached.
 
+        `after` is `None` for everything issued on the compute stream so far: cheaper than a mark used once.
         The caller keeps both buffers until the returned mark, the copy's, is reached. `awaited`: as in `mark`.
         """
 
@@ -71,7 +72,8 @@ class CopyEngine(ABC):
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         """Fills device bytes `dst` from the beginning of host bytes `src` once `after` is reached.
 
-        The caller keeps both buffers until the returned mark, the copy's, is reached. `awaited`: as in `mark`.
+        The caller keeps both buffers until the returned mark, the copy's, is reached. `after` and `awaited`: as in
+        `d2h`.
         """
 
     @abstractmethod
@@ -218,7 +220,9 @@ class _CopyStream:
     def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark, awaited: bool) -> Event:
         # The stream keeps its order, so the marks of earlier copies on it are reached before this one's.
         stream, events = self._handle, self._events
-        if after is not None:
+        if after is None:
+            events.follow_compute(stream)
+        else:
             events.wait(stream, after)
         start = events.record(stream, timed=True) if nbytes >= self.TIMED else None
         # The driver's call and not `copy_`: it needs no current stream and no views, a third of the host's time.

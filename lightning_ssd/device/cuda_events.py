@@ -106,6 +106,19 @@ class Events:
         if result := self._driver.cuStreamWaitEvent(stream, event._handle, 0):
             _check(result, "cuStreamWaitEvent")
 
+    def follow_compute(self, stream: Stream) -> None:
+        """Makes `stream` wait for what the compute stream of this thread was given so far; the host goes on."""
+        thread = self._thread
+        if not thread.entered:
+            self._enter()
+        if thread.order is None:
+            thread.order = self._new(_DISABLE_TIMING)
+        # The event is recorded anew in the next call: `stream` waits for the point that it stands for now.
+        if result := self._driver.cuEventRecord(thread.order, self.compute_stream()):
+            _check(result, "cuEventRecord")
+        if result := self._driver.cuStreamWaitEvent(stream, thread.order, 0):
+            _check(result, "cuStreamWaitEvent")
+
     def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
         """Issues a copy between two addresses on `stream`."""
         if not self._thread.entered:
@@ -130,6 +143,9 @@ class _Thread(threading.local):
 
     entered = False
     """Whether the device's context is current."""
+
+    order: ctypes.c_void_p | None = None
+    """The event of `Events.follow_compute`."""
 
 
 _NOT_READY = 600

@@ -48,6 +48,20 @@ def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tu
     pool.close()
 
 
+def test_released_buffers_are_merged_before_memory_is_taken() -> None:
+    """A request is served by small buffers that were released side by side, and not by another slab."""
+    pool = PinnedPool(16 * PAGE, pin=False, slab_bytes=4 * PAGE)
+    small = [pool.acquire(PAGE) for _ in range(4)]
+    start = min(buffer.tensor.data_ptr() for buffer in small)
+    for buffer in small:
+        buffer.release()
+    large = pool.acquire(4 * PAGE)
+    assert large.tensor.data_ptr() == start
+    large.release()
+    assert pool.acquire(4 * PAGE).tensor.data_ptr() == start
+    pool.close()
+
+
 def test_the_smallest_budget_serves_one_page() -> None:
     pool = PinnedPool(PAGE, pin=False)
     buffer = pool.acquire(1)

@@ -15,15 +15,18 @@ class SlowCopies(CUDACopyEngine):
     """Every copy, and every wait of the compute stream, is held up for a random time on the GPU."""
 
     def mark(self, *, awaited: bool = False) -> Mark:
-        if random.random() < 0.3:
-            torch.cuda._sleep(random.randrange(2_000_000))  # the compute stream is late
+        self._hold(torch.cuda.current_stream())
         return super().mark(awaited=awaited)
 
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+        if after is None:
+            self._hold(torch.cuda.current_stream())
         self._hold(self._out._stream)
         return super().d2h(src, dst, after, awaited=awaited)
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
+        if after is None:
+            self._hold(torch.cuda.current_stream())
         self._hold(self._in._stream)
         return super().h2d(src, dst, after, awaited=awaited)
 
