@@ -194,7 +194,10 @@ class PinnedPool:
         self._taken += nbytes
 
     def _make_room(self, need: int) -> bool:
-        """Gives empty slabs back if a larger one fits in their place then; returns whether it did."""
+        """Gives empty slabs back if a larger one fits in their place then; returns whether it did.
+
+        Called when `_take` has found nothing, and has merged the idle spans.
+        """
         empty = sum(slab.slots.capacity for slab in self._slabs if not slab.slots.used)
         if self._slab_bytes is None or need > self._capacity - self._taken + empty:
             return False

@@ -82,6 +82,27 @@ def test_what_is_ahead_of_the_device_does_not_hold_the_host_up() -> None:
     copies.close()
 
 
+def test_copies_without_a_mark_follow_the_compute_stream() -> None:
+    """Each copy reads, or overwrites, what the compute stream has made before, however late that is."""
+    copies = make_copy_engine(torch.device("cuda"))
+    source = torch.zeros(2**20, dtype=torch.uint8, device="cuda")
+    targets = [torch.zeros(2**20, dtype=torch.uint8, pin_memory=True) for _ in range(20)]
+    restored = [torch.empty(2**20, dtype=torch.uint8, device="cuda") for _ in targets]
+    for value, target in enumerate(targets, start=1):
+        torch.cuda._sleep(1_000_000)
+        source.fill_(value)
+        copies.wait(copies.d2h(source, target, None))
+    for target, back in zip(targets, restored, strict=True):
+        torch.cuda._sleep(1_000_000)
+        back.fill_(255)
+        copies.wait(copies.h2d(target, back, None))
+    copies.drain()
+    for value, (target, back) in enumerate(zip(targets, restored, strict=True), start=1):
+        assert target.min() == target.max() == value
+        assert back.min() == back.max() == value
+    copies.close()
+
+
 @pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
 @pytest.mark.parametrize("arguments", [EVERYTHING, HOST, SPILL, {"min_bytes": 1, "offload": 0.5, "host_memory": 0}])
 @pytest.mark.parametrize("seed", range(3))
