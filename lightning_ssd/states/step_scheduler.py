@@ -6,6 +6,7 @@ offloaded; the next forward of its unit waits for that step alone. Where user co
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 
@@ -101,8 +102,9 @@ class StepScheduler:
         """Accumulations that those steps use; their norms are known when they are done."""
         self._steps_before: dict[FlatParameter, int] = {}
         """Number of committed steps of the flat parameters in `_submitted` when they were submitted."""
-        self._last_steps_before: dict[FlatParameter, int] = {}
-        """The same of the optimizer step that `end` has ended last."""
+        self._ended_steps_before: deque[dict[FlatParameter, int]] = deque(maxlen=2)
+        """The same of the last two optimizer steps that `end` has ended. The jobs of the second one wait until the
+        first one is committed and written: one of an earlier step can't fail any more."""
         self._committed: Future[None] = finished(None)
         """Done when the last optimizer step is committed and written in all flat parameters with two versions."""
         self._recorded: Future[None] = finished(None)
@@ -257,7 +259,8 @@ class StepScheduler:
         """Closes the books of the step that ends, and returns the futures of its jobs."""
         with self._lock:
             submitted, self._submitted = self._submitted, {}
-            self._last_steps_before, self._steps_before = self._steps_before, {}
+            self._ended_steps_before.append(self._steps_before)
+            self._steps_before = {}
             self._accumulations = {}
             if self._journal is not None:
                 self._unrecorded |= submitted
@@ -396,8 +399,11 @@ class StepScheduler:
             Names of flat parameters that are one step ahead of the others, since they have one version.
         """
         with self._lock:
-            begun, ended = self._steps_before, self._last_steps_before
-        return self._revert(begun, ended=False) + self._revert(ended, ended=True)
+            begun, ended = self._steps_before, list(self._ended_steps_before)
+        ahead = self._revert(begun, ended=False)
+        for steps_before in reversed(ended):
+            ahead += self._revert(steps_before, ended=True)
+        return list(dict.fromkeys(ahead))
 
     def _revert(self, steps_before: Mapping[FlatParameter, int], *, ended: bool) -> list[str]:
         """Rolls back one optimizer step unless it is committed everywhere.

@@ -56,23 +56,7 @@ class Refused:
         return f"refused: {self.message}"
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """The outcome today is wrong: the case fails until it is mended, and then says so.
-
-    Attributes:
-        problem: the outcome.
-        crashes: the process ends by a signal, so that the case is not run.
-    """
-
-    problem: str
-    crashes: bool = False
-
-    def __str__(self) -> str:
-        return f"not yet: {self.problem}"
-
-
-Expectation = Equal | Within | Refused | NotYet
+Expectation = Equal | Within | Refused
 EQUAL = Equal()
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.compatibility import families, lightning_features, optimizers, precisions, torch_features
-from tests.compatibility.case import PLACEMENTS, Case, NotYet, outcome, run_plain
+from tests.compatibility.case import PLACEMENTS, Case, outcome, run_plain
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
@@ -53,12 +53,8 @@ def check(case: Case) -> None:
     plain = run_plain(case)
     for placement in PLACEMENTS:
         expected = case.expected(placement)
-        if isinstance(expected, NotYet) and expected.crashes:
-            continue
         try:
             found = outcome(case, placement, plain)
         except Exception as error:
-            if not isinstance(expected, NotYet):
-                raise AssertionError(f"{case.name}, {placement}: {error}") from error
-        else:
-            assert found == expected, f"{case.name}, {placement}: {found}, and the table says {expected}"
+            raise AssertionError(f"{case.name}, {placement}: {error}") from error
+        assert found == expected, f"{case.name}, {placement}: {found}, and the table says {expected}"

@@ -1,7 +1,9 @@
 """Trainings that a drive ends at any of its transfers: `fit` raises, or has plain Lightning's numbers; never less."""
 
+import errno
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd.storage import StorageError
+from lightning_ssd.storage import Backend, BackendFile, PosixBackend, StorageError
 from tests.support.endings import STEPS, WIDTH, Toy, offload
-from tests.support.faults import FailingAtBackend, Operation
+from tests.support.faults import FailingAtBackend, Operation, WrappedFile
 from tests.support.trainings import Watch, make_trainer, nothing_left, package_threads  # noqa: F401
 
 NOTE = "After that, "
@@ -205,6 +207,88 @@ def test_the_last_step_is_written_before_fit_returns(tmp_path: Path, end: str, r
     assert (tmp_path / "lightning_ssd-kept-rank0" / "journal").exists() == recover
     if recover:
         assert equal(weights(train(tmp_path, offload("posix", **options), **arguments)), weights(expected))
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_every_write_of_the_last_step_is_checked(tmp_path: Path, at: int) -> None:
+    """Those of optimizer states, too, which nothing reads afterwards; the next run resumes before that step."""
+    mode, keep = MODES["recover, no clipping"], Keep()
+    backend = FailingAtBackend(at, "write", armed=False)
+    with pytest.raises(StorageError, match="EIO"):
+        train(tmp_path, offload(backend, **mode), callbacks=[FailLast(backend)], gradient_clip_val=None)
+    train(tmp_path, "auto", callbacks=[keep], gradient_clip_val=None)
+    assert equal(weights(train(tmp_path, offload("posix", **mode), gradient_clip_val=None)), keep.kept[-1])
+
+
+class Uneven(Toy):
+    """Two blocks of different sizes, which tells the writes of their optimizer states from all others."""
+
+    FIRST_BYTES, SECOND_BYTES = 20480, 24576
+
+    def __init__(self) -> None:
+        super().__init__()
+        linears = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH + 16, bias=False)
+        self.blocks = nn.Sequential(*(nn.Sequential(linear, nn.Tanh()) for linear in linears))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class LateFault(Backend):
+    """Fails one write of the first block's optimizer states, after the second block's next step or half a second.
+
+    Attributes:
+        armed: whether the next such write fails.
+        overtaken: whether the next step's values were written meanwhile.
+    """
+
+    name = "late"
+    device_buffers = False
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.overtaken: list[bool] = []
+        self._writes: list[int] = []
+        self._next_step = threading.Event()
+
+    def open(self, path: Path) -> BackendFile:
+        return WrappedFile(PosixBackend().open(path), self._transfer)
+
+    def arm(self) -> None:
+        """The next step's write fails."""
+        self.armed = True
+        self._writes.clear()
+        self._next_step.clear()
+
+    def _transfer(self, operation: Operation, call: Any, buffer: Tensor, offset: int) -> int:
+        if operation == "write" and self.armed and buffer.numel() == Uneven.FIRST_BYTES:
+            self.armed = False
+            self.overtaken.append(self._next_step.wait(timeout=0.5))  # it is set at once where nothing stops that step
+            raise OSError(errno.EIO, "Input/output error")
+        done = int(call(buffer, offset))
+        if operation == "write" and buffer.numel() == Uneven.SECOND_BYTES:
+            self._writes.append(offset)
+            if len(self._writes) == 2:
+                self._next_step.set()
+        return done
+
+
+def test_a_step_overwrites_nothing_that_the_step_before_is_rolled_back_to(tmp_path: Path) -> None:
+    """A write of a step is under way while the next step of another block could be made, and then fails."""
+    backend, keep = LateFault(), Keep()
+
+    class ArmAtSecond(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                trainer.strategy.model_states.drain()
+                backend.arm()
+
+    train(tmp_path, "auto", Uneven, gradient_clip_val=1e6, callbacks=[keep])
+    with pytest.raises(StorageError, match="EIO") as raised:
+        train(tmp_path, offload(backend, clip="speculative"), Uneven, gradient_clip_val=1e6, callbacks=[ArmAtSecond()])
+    assert backend.overtaken == [False]
+    found = weights(raised.value.module)  # type: ignore[attr-defined]
+    assert [equal(found, kept) for kept in keep.kept] == [False, True, False, False]
 
 
 def test_a_checkpoint_at_the_end_is_of_a_whole_step_or_none(tmp_path: Path) -> None:
