@@ -409,33 +409,27 @@ class Access:
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
 
-        def wrap(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if id(value) in originals:
-                    return originals[id(value)]
-                if type(value) is not Tensor or value.layout is not torch.strided:
-                    return value
-                if value.requires_grad:
-                    return self._follow(value, values, found, followed)
-                for key, base in self._bases.items():
-                    if (offset := _offset(value, base)) is not None:
-                        return OffloadedView.make(
-                            sources[key],
-                            offset,
-                            value.size(),
-                            value.stride(),
-                            value.dtype,
-                            value.device,
-                            versioned=versioned,
-                        )
+        def wrap(value: Tensor) -> Tensor:
+            if id(value) in originals:
+                return originals[id(value)]
+            if type(value) is not Tensor or value.layout is not torch.strided:
                 return value
-            if isinstance(value, list | tuple):
-                wrapped = [wrap(item) for item in value]
-                if any(new is not old for new, old in zip(wrapped, value, strict=True)):
-                    return type(value)(wrapped)
+            if value.requires_grad:
+                return self._follow(value, values, found, followed)
+            for key, base in self._bases.items():
+                if (offset := _offset(value, base)) is not None:
+                    return OffloadedView.make(
+                        sources[key],
+                        offset,
+                        value.size(),
+                        value.stride(),
+                        value.dtype,
+                        value.device,
+                        versioned=versioned,
+                    )
             return value
 
-        return wrap(result)
+        return _map_tensors(wrap, result)
 
     def _follow(
         self,
@@ -615,6 +609,20 @@ def _alias(tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> 
     return OffloadedView.make(
         tensor.source, offset, tensor.size(), tensor.stride(), dtype, tensor.device, versioned=versioned
     )
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Applies a function to the tensors of a result; a list or tuple stays the same object if all its items do.
+
+    The recursion is here: in a nested function it would be a reference cycle, which keeps weights on the device.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        mapped = [_map_tensors(function, item) for item in value]
+        if any(new is not old for new, old in zip(mapped, value, strict=True)):
+            return type(value)(mapped)
+    return value
 
 
 def _offset(value: Tensor, base: Tensor) -> int | None:

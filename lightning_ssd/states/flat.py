@@ -158,7 +158,8 @@ class FlatParameter:
 
     def _make_storage(self) -> None:
         """Makes a storage without memory. It is marked: a saved tensor that shares it is a weight of this flat."""
-        with torch._C._DisableTorchDispatch():  # user code may follow the forward in which this is called
+        # It may be called in a forward, which user code follows, and in an evaluation: it is used after them, too.
+        with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
             weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self._views = [item.of(weights) for item in self.slices]
             self._storage = weights.untyped_storage()
