@@ -483,14 +483,14 @@ def _compiled_frames() -> int:
 
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raises ValueError if plans can't be put in force."""
+    """Raises ValueError if no plan can be applied to the training."""
     if trainer.world_size > 1:
         raise ValueError("SwapPlanner plans the training of one device. Set `devices=1`, or remove the callback.")
     config = offload_config(trainer)
     if config.amount() != "auto":
         raise ValueError(
-            f"SwapPlanner chooses what leaves, and `offload={config.offload!r}` says it, too. Leave it at 'auto', or "
-            "remove the callback."
+            "SwapPlanner decides which activations are offloaded, and "
+            f"`offload={config.offload!r}` decides about them, too. Set it to 'auto', or remove the callback."
         )
     for name, part in module.named_modules():
         if is_compiled(part):

@@ -1,4 +1,4 @@
-"""`SwapPlanner`: whatever the plan, the numbers stay; and it plans, compares and plans again when it should."""
+"""`SwapPlanner`: results are the same under every plan, and it plans, compares and plans again."""
 
 import csv
 import itertools
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(120)
         (SharedStorages, "32-true", 1, "non_reentrant"),
     ],
 )
-def test_numbers_stay_under_any_plan(model: Any, precision: str, accumulate: int, checkpointing: Any) -> None:
+def test_results_are_the_same_under_every_plan(model: Any, precision: str, accumulate: int, checkpointing: Any) -> None:
     how: Any = {
         "model": model, "precision": precision, "accumulate": accumulate, "checkpointing": checkpointing, "steps": 8
     }  # fmt: skip
@@ -61,7 +61,7 @@ def test_numbers_stay_under_any_plan(model: Any, precision: str, accumulate: int
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
-def test_numbers_stay_when_weights_leave_too(states: Any, tmp_path: Path) -> None:
+def test_results_are_the_same_with_offloaded_weights(states: Any, tmp_path: Path) -> None:
     how: Any = {"limit_val_batches": 0}
     plain = train_states(tmp_path, "auto", Model(), **how)
     first = planner()
@@ -81,7 +81,7 @@ def test_numbers_stay_when_weights_leave_too(states: Any, tmp_path: Path) -> Non
 
 
 class Unsteady(TinyGPT):
-    """Does something else in every other step, before its blocks and amid them."""
+    """Runs additional operators in every other step, before its blocks and inside them."""
 
     def __init__(self, checkpointing: Any) -> None:
         super().__init__(checkpointing)
@@ -102,7 +102,7 @@ class Unsteady(TinyGPT):
 
 
 class Changing(pl.LightningModule):
-    """Writes, from some step on, to what has been read: no gradient needs it, but what is made again would."""
+    """Writes to tensors after their use, from some step on: recomputation needs them, and no gradient does."""
 
     def __init__(self, checkpointing: Any) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Changing(pl.LightningModule):
 
 
 @pytest.mark.parametrize("model", [Unsteady, Changing])
-def test_a_forward_that_departs_from_what_was_recorded(model: Any) -> None:
+def test_a_forward_that_differs_from_the_recorded_one(model: Any) -> None:
     plain = train("auto", model=model)
     first = planner()
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[first], model=model))
@@ -138,7 +138,7 @@ def test_a_forward_that_departs_from_what_was_recorded(model: Any) -> None:
 
 
 class _Foreign(torch.autograd.Function):
-    """A kernel that torch does not know writes its result to memory that torch has made."""
+    """Foreign kernels write their results to memory of torch tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class _Foreign(torch.autograd.Function):
 
 
 class Hazards(pl.LightningModule):
-    """What no schema of an operation tells: foreign kernels, statistics, inference tensors; and a long chain."""
+    """Effects that no operator schema names: foreign kernels, statistics, inference tensors; and a long chain."""
 
     def __init__(self, checkpointing: Any) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Hazards(pl.LightningModule):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_what_no_schema_tells(precision: str) -> None:
+def test_effects_that_no_operator_schema_names(precision: str) -> None:
     how: Any = {"model": Hazards, "precision": precision, "steps": 8}
     plain = train("auto", **how)
     first = planner()
@@ -195,7 +195,7 @@ def test_what_no_schema_tells(precision: str) -> None:
 
 
 class StepsBetween(pl.LightningModule):
-    """Steps by hand between a forward and its backward, which needs no weight that was stepped."""
+    """Manual optimization: a step between a forward and its backward, which needs no stepped weight."""
 
     def __init__(self, checkpointing: Any) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def test_steps_between_forward_and_backward(states: Any) -> None:
 
 
 class Keeps(TinyGPT):
-    """Keeps a hidden state of every step."""
+    """Keeps a reference to a hidden state of every step."""
 
     def __init__(self, checkpointing: Any) -> None:
         super().__init__(checkpointing)
@@ -240,7 +240,7 @@ class Keeps(TinyGPT):
         self.model.transformer.h[1].mlp.act.register_forward_hook(lambda *args: self.kept.append(args[2].detach()))
 
 
-def test_what_the_user_keeps_holds_nothing_else() -> None:
+def test_a_hidden_state_that_user_code_keeps_keeps_no_other_memory() -> None:
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], model=Keeps)
     assert first.plan is not None and first.profile is not None
@@ -263,7 +263,7 @@ class CompiledFunction(TinyGPT):
         return super().training_step(batch, batch_idx) + 0 * compiled(batch).sum()
 
 
-def test_it_works_with_activation_offload_alone() -> None:
+def test_it_plans_for_the_activation_offload_callback() -> None:
     plain = train("auto")
     arguments = {name: value for name, value in BOTH.items() if name != "states"}
     first = planner()
@@ -271,8 +271,8 @@ def test_it_works_with_activation_offload_alone() -> None:
     assert first.plan is not None
 
 
-def test_less_memory_is_less(tmp_path: Path) -> None:
-    """With all of the memory everything is kept; with less, less; and the plan says so."""
+def test_a_budget_of_least_memory_keeps_less(tmp_path: Path) -> None:
+    """The prediction says so, and the saved file has the plan."""
     kept = []
     for gpu_memory in ("auto", "least"):
         first = planner(gpu_memory=gpu_memory, save=tmp_path / "plan.yaml")
@@ -283,7 +283,7 @@ def test_less_memory_is_less(tmp_path: Path) -> None:
     assert kept[1] < kept[0]
 
 
-def test_a_plan_that_keeps_all_does_not_follow_the_forward() -> None:
+def test_a_plan_that_keeps_all_runs_no_dispatch_mode() -> None:
     found = []
 
     class Look(pl.Callback):
@@ -300,7 +300,7 @@ def test_a_plan_that_keeps_all_does_not_follow_the_forward() -> None:
 
 
 class Looks(pl.Callback):
-    """Remembers of every batch whether what it saved was looked after."""
+    """Records for each batch whether hooks were enabled."""
 
     def __init__(self) -> None:
         self.found: list[bool] = []
@@ -309,8 +309,8 @@ class Looks(pl.Callback):
         self.found.append(trainer.strategy.offloader.policy.hooks_enabled)
 
 
-def test_who_keeps_all_looks_after_larger_batches_only() -> None:
-    """A batch that is longer than those that were measured might have no room; all others have no hooks."""
+def test_a_plan_that_keeps_all_enables_hooks_for_larger_batches_only() -> None:
+    """A batch that is larger than the recorded one might need more memory than there is."""
     lengths = [16] * 20 + [8, 24, 16]
     texts = [torch.randn(2, length, generator=torch.Generator().manual_seed(0)) for length in lengths]
     looks = Looks()
@@ -329,8 +329,8 @@ def test_who_keeps_all_looks_after_larger_batches_only() -> None:
         assert torch.equal(one, other)
 
 
-def test_who_trains_more_than_before_is_looked_after() -> None:
-    """From the epoch on in which a part of the model is unfrozen."""
+def test_hooks_are_enabled_again_when_more_parameters_are_trained() -> None:
+    """A part of the model is unfrozen in the third epoch."""
 
     class Unfreeze(pl.Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -343,7 +343,7 @@ def test_who_trains_more_than_before_is_looked_after() -> None:
     assert looks.found[2 * BATCHES] and looks.found[-1]
 
 
-def test_sparse_batches_are_looked_after() -> None:
+def test_hooks_stay_enabled_for_batches_of_unknown_size() -> None:
     class Sparse(TinyGPT):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return super().training_step(batch.to_dense(), batch_idx)
@@ -371,7 +371,7 @@ def test_a_calibration_plan_precedes_the_plan(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Time that passes as a test wants it."""
+    """A fake clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -429,7 +429,7 @@ class AppliedPlans(pl.Callback):
 
 
 class Taking(TinyGPT):
-    """Takes a second a step, outside of all operations, and from a step on three."""
+    """Each step takes one second outside of all operators; from `slow_from` on, three seconds."""
 
     time: Clock
     slow_from = 10**9
@@ -488,8 +488,8 @@ def test_a_measured_peak_corrects_the_profile_whether_or_not_the_duration_is_exp
         assert first.prediction is not None and first.prediction.gpu_peak_bytes == 123_456_789
 
 
-def test_sending_is_no_part_of_what_a_forward_takes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor that leaves takes it a second."""
+def test_the_launch_time_of_a_forward_does_not_include_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each offloaded tensor takes the host one second."""
     made = Clock()
     store = SSDTier.store
 
@@ -508,7 +508,7 @@ def test_sending_is_no_part_of_what_a_forward_takes_the_host(monkeypatch: pytest
 
 
 class Seconds:
-    """Time in which each job of the CPU's optimizer takes a second."""
+    """A fake clock, by which each job of the CPU optimizer takes a second."""
 
     now = 0.0
 
@@ -517,8 +517,8 @@ class Seconds:
         return self.now
 
 
-def test_how_quickly_the_cpu_steps_is_measured_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its jobs in steps under the calibration plan, not by the file of the machine."""
+def test_the_rate_of_the_cpu_optimizer_is_measured_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs in steps under the calibration plan count, and the file of the machine does not."""
     monkeypatch.setattr(step, "perf_counter", Seconds().perf_counter)
     first = planner()
     applied = AppliedPlans(first)
@@ -537,7 +537,7 @@ def test_how_quickly_the_cpu_steps_is_measured_in_training(tmp_path: Path, monke
 
 
 class Plans(SwapPlanner):
-    """Counts its plans."""
+    """Counts its profiles."""
 
     count = 0
 
@@ -553,14 +553,14 @@ def test_it_plans_again_when_steps_take_longer(time: Clock, monkeypatch: pytest.
     monkeypatch.setattr(Taking, "slow_from", slow_from)
     plans = Plans(machine=MACHINE, warm_up=2, steps=1)
     train(SSDOffloadStrategy(**BOTH), callbacks=[plans], model=Taking, steps=90, recorded=False)
-    # No operation takes that second: what is measured is measured once more, and then it stays.
+    # No operator explains that second: the training is profiled once more, and then no more.
     assert plans.count == count
     assert plans.comparison is not None
     assert plans.comparison.step_seconds == pytest.approx(1.0 if slow_from > 100 else 3.0, rel=0.05)
 
 
 class Behind(clock.HostClock):
-    """Of a device that has never passed the last point: the host is ahead, and waits for nothing."""
+    """The clock of a device that has never reached the last point, because the host runs ahead."""
 
     last = 0.0
 
@@ -572,7 +572,7 @@ class Behind(clock.HostClock):
         return None if end == self.last else super().elapsed(start, end)
 
 
-def test_a_host_that_is_always_ahead_compares_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_compared_while_the_host_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_runner, "make_clock", lambda device: Behind())
     first = planner()
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=24, recorded=False)
@@ -606,7 +606,7 @@ def test_predictions_and_measurements_are_logged(tmp_path: Path) -> None:
     assert expected["measured_step_s"] > 0 and expected["predicted_step_s"] > 0
 
 
-def test_the_window_is_the_plans(tmp_path: Path) -> None:
+def test_the_prefetch_window_is_the_plans(tmp_path: Path) -> None:
     windows = []
 
     class Look(pl.Callback):
@@ -626,7 +626,7 @@ class Compiled(TinyGPT):
         self.model.transformer.h[1].compile(backend="eager")
 
 
-def test_what_it_refuses(tmp_path: Path) -> None:
+def test_invalid_arguments_and_trainings_are_refused(tmp_path: Path) -> None:
     for arguments, message in (
         ({"planner": "best"}, "`planner='best'` must be one of 'holistic'"),
         ({"gpu_memory": "much"}, "gpu_memory"),
@@ -639,7 +639,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         SwapPlanner(plan=tmp_path / "missing.yaml")
     with pytest.raises(ValueError, match="SwapPlanner needs `strategy='ssd_offload'`"):
         train("auto", callbacks=[planner()])
-    with pytest.raises(ValueError, match="`offload=0.5` says it, too"):
+    with pytest.raises(ValueError, match="`offload=0.5` decides about them, too"):
         train(SSDOffloadStrategy(offload=0.5), callbacks=[planner()])
     with pytest.raises(ValueError, match="both measure the first steps"):
         train(SSDOffloadStrategy(**BOTH), callbacks=[planner(), ModelProfiler(tmp_path / "profile.json")])
@@ -663,7 +663,7 @@ def test_short_trainings_have_no_plan(caplog: pytest.LogCaptureFixture) -> None:
     assert "there was no plan" in caplog.text
 
 
-def test_nothing_is_left_on_the_model() -> None:
+def test_no_hooks_are_left_on_the_model() -> None:
     module = TinyGPT("none")
     train(SSDOffloadStrategy(**BOTH), callbacks=[planner()], model=lambda _: module)
     for part in module.modules():
@@ -671,8 +671,8 @@ def test_nothing_is_left_on_the_model() -> None:
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
-def test_model_states_are_where_the_plan_has_them(tmp_path: Path) -> None:
-    """A plan that is given from the start places weights and states of each unit, on all three tiers."""
+def test_a_users_plan_places_model_states(tmp_path: Path) -> None:
+    """Weights and states of units are placed on all three tiers from the start."""
     how: Any = {"limit_val_batches": 0}
     plain = train_states(tmp_path, "auto", Model(), **how)
     first = planner()
@@ -707,8 +707,8 @@ def test_model_states_are_where_the_plan_has_them(tmp_path: Path) -> None:
         )
 
 
-def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All states on a drive that is said to be slow, a CPU that is said to be slower, and room on the GPU."""
+def test_a_faster_placement_of_model_states_is_recommended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All states are on a slow drive, the CPU is slower, and the GPU has room for them."""
     machine = tmp_path / "machine.json"
     slow = {"ssd_read": 1e5, "ssd_write": 1e5, "ssd_mixed": 1e5, "cpu_step_rate": 1.0}
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
@@ -727,7 +727,7 @@ def test_it_says_where_model_states_would_be_better_off(tmp_path: Path, caplog: 
 
 
 class Steady(TinyGPT):
-    """Takes as long as the test wants for each step; while it is recorded or checked, three times that."""
+    """Each step takes `seconds`; a recorded or checked one takes three times as long."""
 
     time: Clock
     seconds: float
