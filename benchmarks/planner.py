@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
     parser.add_argument("--steps", type=int, default=6, help="whose median counts")
     parser.add_argument("--path", help="where scratch files go (default: the system's temporary directory)")
-    parser.add_argument("--out", required=True, help="JSON file of the results")
+    parser.add_argument("--out", default="planner.json", help="JSON file of the results")
     parser.add_argument("--report", action="store_true", help="print the tables of earlier results, and run nothing")
     parser.add_argument("--plot", metavar="PNG", type=Path, help="draw the results")
     arguments = parser.parse_args()
