@@ -53,8 +53,8 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     from benchmarks.finetuned_models import make_model, random_batch
     from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
     from lightning_ssd._lightning import pl
+    from lightning_ssd.model_states import adam
     from lightning_ssd.models.gpt import GPT
-    from lightning_ssd.states import adam
 
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(case["gpu"] * 2**30 / total)

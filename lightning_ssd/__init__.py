@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         SwapPlanner,
         TimelineRecorder,
     )
-    from lightning_ssd.states import register_optimizer
+    from lightning_ssd.model_states import register_optimizer
     from lightning_ssd.strategy import SSDOffloadStrategy
 
 __all__ = [
@@ -44,5 +44,5 @@ register()
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {"SSDOffloadStrategy": "lightning_ssd.strategy", "register_optimizer": "lightning_ssd.states"}
+    homes = {"SSDOffloadStrategy": "lightning_ssd.strategy", "register_optimizer": "lightning_ssd.model_states"}
     return getattr(import_module(homes.get(name, "lightning_ssd.callbacks")), name)

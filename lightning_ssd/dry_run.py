@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.model_states import GPU_SHARE, Unit, find_units
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile, Plan
 from lightning_ssd.planning.placement import default_window, unplanned
 from lightning_ssd.profiling import TracingError, count_samples, fake_tensors, trace, unit_profiles
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.states import GPU_SHARE, Unit, find_units
 from lightning_ssd.strategy import SSDOffloadStrategy
 from lightning_ssd.types import InputChoice, Tier
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_ssd.states import is_sharded, load_sharded
+from lightning_ssd.model_states import is_sharded, load_sharded
 from lightning_ssd.storage import StorageError
 
 __all__ = ["export"]

@@ -9,8 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig
 from lightning_ssd.device import available_memory, process_gpu_memory
+from lightning_ssd.model_states import ModelStates
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.states import ModelStates
 
 FRAGMENTED = 0.1
 """Share of the allowed memory that is reserved and not allocated, from which the note advises on fragmentation."""

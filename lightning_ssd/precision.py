@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.states import ModelStates
+from lightning_ssd.model_states import ModelStates
 
 
 def streaming_precision(precision: pl.plugins.Precision, states: ModelStates) -> pl.plugins.Precision:

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from lightning_ssd._lightning import fabric, pl
-from lightning_ssd.states import CommitRecord, ModelStates, Settings, describe, differences, model_settings
-from lightning_ssd.states.plain_data import NotPlainError, PlainData, encode
-from lightning_ssd.states.settings import show, type_name
+from lightning_ssd.model_states import CommitRecord, ModelStates, Settings, describe, differences, model_settings
+from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
+from lightning_ssd.model_states.settings import show, type_name
 from lightning_ssd.storage import StorageError
 
 log = logging.getLogger(__name__)

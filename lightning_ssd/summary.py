@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig
 from lightning_ssd.activations.ssd_base import SSDTierBase
+from lightning_ssd.model_states import ModelStates
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.states import ModelStates
 
 _TIERS = {"host": "host memory", "ssd": "SSD"}
 _IN = {"host": "in host memory", "ssd": "on SSD"}

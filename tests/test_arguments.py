@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy
 from lightning_ssd.activations.config import OffloadConfig
-from lightning_ssd.states import StatesConfig
+from lightning_ssd.model_states import StatesConfig
 from lightning_ssd.storage import Backend
 from tests.support.faults import FaultyBackend
 

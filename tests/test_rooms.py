@@ -16,8 +16,8 @@ ROOMS = dict.fromkeys(LEAVES, set[str]()) | {
     "storage": LEAVES,
     "device": LEAVES,
     "activations": LEAVES | {"planning", "storage", "device"},
-    "states": LEAVES | {"storage", "device", "activations"},
-    "profiling": LEAVES | {"planning", "storage", "device", "activations", "states"},
+    "model_states": LEAVES | {"storage", "device", "activations"},
+    "profiling": LEAVES | {"planning", "storage", "device", "activations", "model_states"},
 }
 """Of each folder or module below strategy, callbacks and commands: what it may import."""
 

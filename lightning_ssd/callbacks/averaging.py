@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.states import Loaded, exact_value
+from lightning_ssd.model_states import Loaded, exact_value
 
 _HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_validation_epoch_start",
           "on_validation_epoch_end")  # fmt: skip

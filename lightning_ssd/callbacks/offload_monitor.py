@@ -12,9 +12,9 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config
+from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.states import ModelStates
 from lightning_ssd.storage.smart import read_wear
 
 ASK_SECONDS = 600.0

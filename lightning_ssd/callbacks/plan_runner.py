@@ -20,6 +20,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.device import WorkCounter, make_clock, process_gpu_memory
+from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -31,7 +32,6 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.profiling import Profiler
-from lightning_ssd.states import ModelStates
 
 MEDIAN_STEPS = 8
 """Steps whose median duration is compared with the prediction."""

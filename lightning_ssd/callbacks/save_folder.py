@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.states import LazyTensor
+from lightning_ssd.model_states import LazyTensor
 
 log = logging.getLogger(__name__)
 

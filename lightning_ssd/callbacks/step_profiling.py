@@ -8,9 +8,9 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader, trainer_callbacks
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
+from lightning_ssd.model_states import find_units
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import Profiler, count_samples
-from lightning_ssd.states import find_units
 
 Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
 

@@ -21,6 +21,7 @@ from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.device import usable_gpu_memory
+from lightning_ssd.model_states import ModelStates, is_compiled
 from lightning_ssd.planning import (
     PLANNERS,
     HardwareProfile,
@@ -44,7 +45,6 @@ from lightning_ssd.profiling import (
     measure_training_machine,
 )
 from lightning_ssd.sizes import format_bytes, parse_bytes
-from lightning_ssd.states import ModelStates, is_compiled
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ dictionary would: packing a saved tensor reads several of them.
 | `TRIED` | (weak reference to the `Recomputed`, buffer number) of a trial recomputation | `activations/plan_mode.py` |
 | `TRANSIENT` | (owner, number) of its allocation in a `TransientMemory` | `activations/transient_memory.py` |
 | `BUFFER` | (graph, number) of its buffer in a traced graph | `profiling/trace_mode.py` |
-| `SHARERS` | weak set of the `SharedMemory` objects over it | `states/shared_memory.py` |
+| `SHARERS` | weak set of the `SharedMemory` objects over it | `model_states/shared_memory.py` |
 """
 
 SAVED = "_lightning_ssd_saved"

@@ -22,13 +22,13 @@ from transformers import (
 )
 
 from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens, input_ids
+from lightning_ssd.model_states import materialize_on
 from lightning_ssd.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.models.module import RecipeModule, exact
 from lightning_ssd.models.pretrained import PretrainedFolder, check_replaceable, save_new
 from lightning_ssd.models.sizes import check_sizes
 from lightning_ssd.models.tiny_llama import cached_tiny_llama
 from lightning_ssd.sizes import check_least
-from lightning_ssd.states import materialize_on
 from lightning_ssd.strategy import SSDOffloadStrategy
 
 __all__ = ["CausalLM", "TokenPerplexity"]

@@ -28,9 +28,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_ssd.activations import ForwardGraph
 from lightning_ssd.activations.graph import tensors_of
 from lightning_ssd.activations.weights import is_weight
+from lightning_ssd.model_states import Unit
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.trace_mode import TraceMode, count_flops
-from lightning_ssd.states import Unit
 
 FEW, MANY = 2**12, 2**24
 """Most elements of a tensor whose real values are computed: of floats, and of the results of factory functions."""

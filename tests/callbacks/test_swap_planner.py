@@ -20,9 +20,9 @@ from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import plan_runner, profiling_budget
 from lightning_ssd.device import clock
+from lightning_ssd.model_states import step
 from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, Prediction, simulate, swap_coefficient
 from lightning_ssd.profiling import model as profiler
-from lightning_ssd.states import step
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.parity import BATCHES, SharedStorages, TinyGPT, train

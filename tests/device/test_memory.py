@@ -8,7 +8,7 @@ import torch
 
 from lightning_ssd.device import CUDAMemory, process_gpu_memory, usable_gpu_memory
 from lightning_ssd.device.memory import FRAGMENTS, GPU_USABLE
-from lightning_ssd.states import StatesConfig
+from lightning_ssd.model_states import StatesConfig
 
 GIB = 2**30
 GPU = torch.device("cuda", 0)

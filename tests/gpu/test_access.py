@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.states import build
+from lightning_ssd.model_states import build
 from tests.support import trainings
 from tests.support.access import ACTIONS, Toy, _graph, _prune, loader
 from tests.support.compare import assert_same

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.states import build
+from lightning_ssd.model_states import build
 from tests.support.compare import assert_same
 from tests.support.delays import SlowBackend, SlowCopies
 from tests.support.killed import FailAt, Failure, fit, outcome, recovering

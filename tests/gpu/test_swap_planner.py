@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import config
+from lightning_ssd.model_states import StatesConfig
 from lightning_ssd.models.gpt import GPT
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, simulate, unplanned
-from lightning_ssd.states import StatesConfig
 from tests.support.compare import assert_same
 from tests.support.delays import SlowCopies
 from tests.support.parity import SharedStorages, TinyGPT, exact, train

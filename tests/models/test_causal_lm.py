@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, GPT2Model, T5Config
 
 from lightning_ssd import SaveFolder
 from lightning_ssd._lightning import pl
+from lightning_ssd.model_states import find_units
 from lightning_ssd.models import CausalLM
 from lightning_ssd.models.pretrained import PretrainedFolder
-from lightning_ssd.states import find_units
 from tests.support.compare import assert_same
 from tests.support.folders import FAMILIES, VOCABULARY, save_model, strategy, train
 from tests.support.products import combinations

@@ -6,8 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_ssd.model_states import find_units
 from lightning_ssd.planning import Plan, UnitPlan
-from lightning_ssd.states import find_units
 
 GPU, HOST, SSD = ("gpu", "gpu"), ("host", "host"), ("ssd", "ssd")
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import CPUCopyEngine
-from lightning_ssd.states.buffers import StateStaging
-from lightning_ssd.states.flat import FlatParameter
-from lightning_ssd.states.state_storage import make_store
-from lightning_ssd.states.state_store import Layout, StateStore
+from lightning_ssd.model_states.buffers import StateStaging
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.state_storage import make_store
+from lightning_ssd.model_states.state_store import Layout, StateStore
 from lightning_ssd.storage import Backend, BlobStore, PosixBackend
 from lightning_ssd.types import OffloadTierName
 

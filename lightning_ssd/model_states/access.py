@@ -1,0 +1,683 @@
+"""Operators of other code on offloaded parameters, gradients and optimizer states, outside of a unit's own forward.
+
+Each sees what it would see in plain training: whole values of the last step that was begun, in the dtype and on the
+device that the tensor has there. What it writes counts: it goes to the master weights (or to the gradient on the host)
+before the operator returns, after the steps that have begun and before the next one.
+
+- Where autograd follows the operator (a tied head, a weight penalty), it is given the compute weights; all units that
+  it reads are held on the device until it returns. In mixed precision, what autocast would not run in 16 bits is given
+  the master weights, and its gradient is added up in fp32 on the host.
+- Otherwise it is given the values, and what it returns of their memory becomes an `OffloadedView`, which reads the
+  values of the moment and writes through, as an alias does in plain training.
+
+Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time.
+"""
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_ssd.activations.record import check_version
+from lightning_ssd.activations.weights import SavedWeight, offloaded_weights
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.parameter import (
+    Kind,
+    OffloadedParameter,
+    OffloadedView,
+    autocast_to,
+    offloaded_in,
+    ordinary,
+)
+from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.shared_memory import SharedMemory, check_shareable, same_stride
+from lightning_ssd.model_states.split import write_changed
+from lightning_ssd.model_states.staged import StagedFlats
+from lightning_ssd.model_states.state_store import StateStore
+
+_REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
+
+
+class Source(ABC):
+    """Whole values that are kept elsewhere.
+
+    Attributes:
+        access: what operators on them go through.
+        name: for messages.
+    """
+
+    access: "Access"
+    name: str
+
+    def __init__(self) -> None:
+        self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
+        """Views of the values that other code holds."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Returns the values on the plain parameter's device: the resident ones, or a copy."""
+
+    @abstractmethod
+    def write(self, values: Tensor) -> None:
+        """Takes over `values`, which `read` has returned and an operator has changed."""
+
+    def changed(self) -> None:  # noqa: B027  # autograd saves weights alone by reference
+        """Lets autograd know that the values were changed in place."""
+
+
+class Weights(Source):
+    """The weights of one parameter."""
+
+    def __init__(self, access: "Access", flat: FlatParameter, index: int) -> None:
+        super().__init__()
+        self.access = access
+        self.flat = flat
+        self.index = index
+        self.item = flat.slices[index]
+        self.name = self.item.name
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameter is a tensor of its own at present: the training has ended, or weights are summoned."""
+        return self.flat.summoned or not isinstance(self.item.parameter, OffloadedParameter)
+
+    def read(self) -> Tensor:
+        if self.whole:
+            return self.item.parameter.data
+        if (memory := self.flat.memory(self.index)) is not None:
+            self.access.staged.pull(self.flat)  # of another parameter of the flat
+            return memory
+        if not self.flat.mixed:
+            return self.flat.view(self.index)
+        masters = self.access.staged.stage(self.flat).masters
+        return self.item.of(masters).to(self.flat.device, self.item.dtype, copy=True)
+
+    def write(self, values: Tensor) -> None:
+        if self.whole:
+            return
+        flat, item = self.flat, self.item
+        if flat.memory(self.index) is not None:  # `values` are it
+            self.access.staged.pull(flat)
+            return
+        self.access.begin_change(flat)
+        self.access.stream.wait(flat)  # a copy to the device reads the host memory that is written now
+        values = values.detach().to("cpu")
+        staged = self.access.staged.stage(flat)
+        staged.changed = True
+        write_changed(item.of(staged.masters), values)
+        if flat.mixed and flat.resident:
+            flat.view(self.index).copy_(item.of(staged.masters))
+
+    def share(self) -> Tensor:
+        """Returns the memory that the parameter has in plain training, which other tensors are to share from now on."""
+        values = self.read()
+        if not self.whole and self.flat.memory(self.index) is None:
+            values = values.clone(memory_format=torch.preserve_format)
+            self.flat.shared[self.index] = SharedMemory(values)
+        return values
+
+    def changed(self) -> None:
+        if not self.whole:
+            torch.autograd.graph.increment_version(self.item.parameter)
+
+
+class Replaced(Source):
+    """Values that were a parameter's until its `.data` was set: aliases from before keep them, as in plain training."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.access = source.access
+        self.name = source.name
+        values = source.read().detach()
+        shared = isinstance(source, Weights) and source.flat.memory(source.index) is not None
+        self._values = values if shared else values.clone()
+
+    def read(self) -> Tensor:
+        return self._values
+
+    def write(self, values: Tensor) -> None:
+        """Does nothing: `read` has returned the values themselves."""
+
+
+class Access:
+    """Runs operators on offloaded tensors for one `ModelStates`.
+
+    Args:
+        stores: where the flats live.
+        stream: fetches their weights.
+        staged: stages their values on the host.
+        begin_change: called before weights of a flat change; raises RuntimeError if they may not.
+        grad_of: returns a parameter's gradient as `Tensor.grad` has it in plain training.
+        set_grad: takes over a gradient that is assigned, or None.
+        add_grad: adds a gradient in fp32.
+        watched: told that a hook was registered that may look at gradients.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[FlatParameter, StateStore],
+        stream: ParamPrefetcher,
+        staged: StagedFlats,
+        *,
+        begin_change: Callable[[FlatParameter], None],
+        grad_of: Callable[[FlatParameter, int], Tensor | None],
+        set_grad: Callable[[FlatParameter, int, Tensor | None], None],
+        add_grad: Callable[[FlatParameter, int, Tensor], None],
+        watched: Callable[[], None],
+    ) -> None:
+        self.stream = stream
+        self.staged = staged
+        self.begin_change = begin_change
+        self._grad_of = grad_of
+        self._set_grad = set_grad
+        self.add_grad = add_grad
+        self._watched = watched
+        self.summed_on_host: set[FlatParameter] = set()
+        """Flats whose gradients since the last step have a part that backward adds up in fp32 on the host."""
+        self._bases: dict[int, Tensor] = {}
+        """The values that the running operator reads, by source: several tensors may share one."""
+        self._flats = list(stores)
+        # `torch.utils.swap_tensors`, which would take the parameters' place unseen, refuses what has weak references.
+        self._unswappable = [weakref.ref(item.parameter) for flat in stores for item in flat.slices]
+
+    def open(self) -> None:
+        """Makes the parameters of the flats offloaded ones."""
+        for flat in self._flats:
+            for index, item in enumerate(flat.slices):
+                item.parameter.__class__ = OffloadedParameter
+                assert isinstance(item.parameter, OffloadedParameter)
+                item.parameter.flat = flat
+                item.parameter.source = Weights(self, flat, index)
+
+    def close(self) -> None:
+        """Makes the parameters ordinary ones, without values: those are given back later."""
+        for flat in self._flats:
+            for item in flat.slices:
+                del item.parameter.flat, item.parameter.source  # type: ignore[attr-defined]
+                item.parameter.__class__ = nn.Parameter
+
+    @contextlib.contextmanager
+    def ordinary(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Makes parameters, whose compute weights are held, ordinary ones while compiled code uses them.
+
+        Raises:
+            RuntimeError: the compiled code has changed a weight that it has in 16 bits only.
+        """
+        offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
+        versions = [parameter._version for parameter in offloaded]
+        with ordinary(offloaded):
+            yield
+        for flat in dict.fromkeys(parameter.flat for parameter in offloaded):
+            if flat.shared and self.staged.differing(flat):
+                raise RuntimeError(
+                    f"compiled code has changed a tensor that shares memory with a weight of {flat.name}, which is "
+                    "offloaded. Change it outside of the compiled module, or set `states='gpu'`."
+                )
+        for parameter, version in zip(offloaded, versions, strict=True):
+            if parameter._version == version:
+                continue
+            weights = _weights(parameter)
+            if weights.flat.mixed:
+                raise RuntimeError(
+                    f"compiled code has changed {weights.name} in place, which is offloaded and has 16 bits on the "
+                    "device. Change it outside of the compiled module, or set `states='gpu'`."
+                )
+            with torch.no_grad():
+                weights.write(weights.read())
+
+    def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Runs `func`, which was called with offloaded tensors.
+
+        Raises:
+            RuntimeError: it can't have the same effect as in plain training; the message says what to do instead.
+        """
+        found: dict[int, OffloadedParameter | OffloadedView] = {}
+        offloaded_in(args, found)
+        offloaded_in(kwargs, found)
+        if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
+            return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            _check_full_precision(found.values())
+        first = args[0] if args else None
+        if isinstance(first, OffloadedParameter | OffloadedView):
+            parameter = first if isinstance(first, OffloadedParameter) else None
+            match kind:
+                case Kind.ALIAS:
+                    return _alias(first, versioned=func is Tensor.detach)
+                case Kind.DTYPE:
+                    assert parameter is not None
+                    like = torch.empty_strided(
+                        first.size(), first.stride(), dtype=_weights(parameter).item.dtype, device="meta"
+                    )
+                    return func(like, *args[1:], **kwargs)
+                case Kind.SET_DATA:
+                    return self._set_data(first, args[1])
+                case Kind.GET_GRAD if parameter is not None:
+                    return self._grad_of(_weights(parameter).flat, _weights(parameter).index)
+                case Kind.SET_GRAD if parameter is not None:
+                    gradient = args[1] if len(args) > 1 else None
+                    return self._set_grad(_weights(parameter).flat, _weights(parameter).index, gradient)
+                case Kind.GET_GRAD | Kind.SET_GRAD:
+                    return func(*args, **kwargs)
+                case Kind.HOOK:
+                    self._watched()
+                    return func(*args, **kwargs)
+                case Kind.FREEZE:
+                    if parameter is None and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
+                        raise RuntimeError(
+                            f"autograd can't follow a view of {first.source.name}, which is offloaded. "
+                            "Take a `.clone()` of it first."
+                        )
+                    return func(*args, **kwargs)
+                case Kind.ADDRESS if not (parameter is not None and parameter.flat.users and parameter.flat.resident):
+                    raise RuntimeError(
+                        f"`{func.__name__}` of {first.source.name}, which is offloaded, gives an address that is not "
+                        f"valid after the call. {_REMEDY}"
+                    )
+                case Kind.ADDRESS:
+                    return func(*args, **kwargs)
+                case Kind.EXPORT:
+                    with self._values({id(first): first}, computing=False) as values:
+                        copy = values[id(first)].detach().clone().requires_grad_(first.requires_grad)
+                        return _export(func, copy, args[1:], kwargs)
+        return self._operate(kind, func, args, kwargs, found)
+
+    def _operate(
+        self,
+        kind: Kind,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        found: "dict[int, OffloadedParameter | OffloadedView]",
+    ) -> Any:
+        written: dict[int, OffloadedParameter | OffloadedView] = {}
+        offloaded_in(_written(args, kwargs) if kind is Kind.WRITE else (), written)
+        offloaded_in(kwargs.get("out"), written)
+        writes = bool(written)  # `x += p` writes to a tensor of the user, and autograd follows it
+        computing = torch.is_grad_enabled() and not writes
+        matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
+        with self._values(found, computing=computing, matmul=matmul) as values, _references_saved():
+            nodes = {key: value.grad_fn for key, value in values.items()}
+            versions = {key: value._version for key, value in values.items()}
+            shapes = {key: _geometry(value) for key, value in values.items()}
+            result = func(*_substitute(args, values), **_substitute(kwargs, values))
+            changed = [key for key, value in values.items() if value._version != versions[key]]
+            if any(values[key].grad_fn is not node for key, node in nodes.items()):
+                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+            if writes and not changed:  # not every kernel tells (`torch._fused_adamw_`)
+                changed = list(values)
+            changed += [id(tensor) for tensor in _statistics(func, args, kwargs) if id(tensor) in values]
+            for key in values if writes else ():
+                if _geometry(values[key]) != shapes[key]:
+                    raise RuntimeError(
+                        f"`{func.__name__}` gives {found[key].source.name}, which is offloaded, another shape or other "
+                        "memory, which can't be done while it trains. Do it before `fit`, in `configure_model`."
+                    )
+            with torch.inference_mode(False), torch.no_grad():
+                for source in {id(found[key].source): found[key].source for key in changed}.values():
+                    source.write(self.base(source))
+                for tensor in map(found.__getitem__, changed):
+                    if not isinstance(tensor, OffloadedView) or tensor.versioned:
+                        tensor.source.changed()
+            followed: dict[Weights, Tensor] = {}
+            wrapped = self._wrap(result, values, found, followed)
+        if not self.stream.in_micro_batch:
+            for weights, memory in followed.items():
+                self._share(weights, memory)
+        return wrapped
+
+    @contextlib.contextmanager
+    def _values(
+        self, found: "Mapping[int, OffloadedParameter | OffloadedView]", *, computing: bool, matmul: bool = False
+    ) -> Iterator[dict[int, Tensor]]:
+        """Yields the tensors that stand for offloaded ones while an operator runs.
+
+        Args:
+            found: the offloaded tensors.
+            computing: whether autograd follows the operator.
+            matmul: whether autocast would cast its arguments to 16 bits.
+        """
+        held: dict[FlatParameter, None] = {}
+        """Flats whose compute weights the operator is given."""
+        for tensor in found.values():
+            source = tensor.source
+            if isinstance(source, Weights) and not source.whole and (not source.flat.mixed or _rounds(tensor, matmul)):
+                held[source.flat] = None
+        before, self._bases = self._bases, {}
+        try:
+            with self.stream.hold(held, record=computing):
+                yield {key: self._stand_in(tensor, computing, matmul) for key, tensor in found.items()}
+        finally:
+            self._bases = before
+
+    def _stand_in(self, tensor: "OffloadedParameter | OffloadedView", computing: bool, matmul: bool) -> Tensor:
+        """Returns what the running operator is given for `tensor`."""
+        if isinstance(tensor, OffloadedParameter):
+            source = _weights(tensor)
+            if source.whole or (source.flat.mixed and _rounds(tensor, matmul)):
+                return tensor
+            if computing and tensor.requires_grad:
+                if not source.flat.mixed and (self.stream.in_micro_batch or source.flat.memory(source.index) is None):
+                    return tensor
+                if source.flat.mixed:
+                    self.summed_on_host.add(source.flat)
+                whole: Tensor = _WholeWeight.apply(tensor, source)  # type: ignore[no-untyped-call]
+                return whole
+        return self._value(tensor)
+
+    def base(self, source: Source) -> Tensor:
+        """Returns the values of `source` for the running operator, whose writes to them are taken over afterwards."""
+        if id(source) not in self._bases:
+            self._bases[id(source)] = source.read()
+        return self._bases[id(source)]
+
+    def _value(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            base = self.base(tensor.source)
+            if isinstance(tensor, OffloadedView):
+                start = base.storage_offset() * base.itemsize + tensor.offset
+                value = torch.empty(0, dtype=tensor.dtype, device=base.device).set_(
+                    base.untyped_storage(), start // tensor.itemsize, tensor.size(), tensor.stride()
+                )
+            else:
+                value = base.detach()
+        if tensor.requires_grad and torch.is_grad_enabled():
+            value.requires_grad_(True)  # so that autograd refuses what it refuses of a leaf
+        return value
+
+    def _wrap(
+        self,
+        result: Any,
+        values: Mapping[int, Tensor],
+        found: "Mapping[int, OffloadedParameter | OffloadedView]",
+        followed: "dict[Weights, Tensor]",
+    ) -> Any:
+        """Returns `result` with offloaded tensors in place of those that stood for them, and of views of them.
+
+        Args:
+            result: of the operator.
+            values: what stood for the offloaded tensors.
+            found: the offloaded tensors.
+            followed: gets the weights that autograd follows a view of, with their memory.
+        """
+        originals = {id(value): found[key] for key, value in values.items()}
+        sources = {id(tensor.source): tensor.source for tensor in found.values()}
+        versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
+
+        def wrap(value: Tensor) -> Tensor:
+            if id(value) in originals:
+                return originals[id(value)]
+            if type(value) is not Tensor or value.layout is not torch.strided:
+                return value
+            if value.requires_grad:
+                return self._follow(value, values, found, followed)
+            for key, base in self._bases.items():
+                if (offset := _offset(value, base)) is not None:
+                    return OffloadedView.make(
+                        sources[key],
+                        offset,
+                        value.size(),
+                        value.stride(),
+                        value.dtype,
+                        value.device,
+                        versioned=versioned,
+                    )
+            return value
+
+        return _map_tensors(wrap, result)
+
+    def _follow(
+        self,
+        value: Tensor,
+        values: Mapping[int, Tensor],
+        found: "Mapping[int, OffloadedParameter | OffloadedView]",
+        followed: "dict[Weights, Tensor]",
+    ) -> Tensor:
+        """Returns `value`, which autograd follows, as a view that refuses what one of a leaf refuses; see `_wrap`."""
+        for key, tensor in found.items():
+            if not isinstance(tensor, OffloadedParameter) or _weights(tensor).whole:
+                continue
+            if _offset(value, values[key]) is None:
+                continue
+            followed[_weights(tensor)] = values[key].detach()
+            if values[key] is not tensor:
+                return cast(Tensor, _FollowedView.apply(value))  # type: ignore[no-untyped-call]
+        return value
+
+    def _share(self, weights: Weights, memory: Tensor) -> None:
+        """Has a parameter share `memory`, which a view that autograd follows has, until there is no such view.
+
+        Views that are taken while a micro-batch runs are left apart: comparing their bytes at every use would be slow.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            in_flat = memory.untyped_storage()._cdata == weights.item.parameter.untyped_storage()._cdata
+        if weights.flat.memory(weights.index) is None:
+            weights.flat.shared[weights.index] = SharedMemory(memory)
+        del memory
+        if in_flat:  # the storage is left to the view
+            self.stream.release(weights.flat)
+
+    def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
+        source = tensor.source
+        if isinstance(tensor, OffloadedView):
+            raise RuntimeError(f"`.data` of a view of {source.name}, which is offloaded, can't be set. Use `copy_`.")
+        if isinstance(data, OffloadedParameter | OffloadedView):
+            if data.source is source and data.shape == tensor.shape and data.stride() == tensor.stride():
+                return
+            data = self._memory(data, source.name)
+        assert isinstance(source, Weights)
+        item = source.item
+        plain = (item.shape, item.dtype, source.flat.device)
+        if (data.shape, data.dtype, data.device) != plain or data.layout is not torch.strided:
+            raise RuntimeError(
+                f"`.data` of {source.name}, which is offloaded, can't become {data.dtype} {list(data.shape)} on "
+                f"{data.device} while it trains: it is {plain[1]} {list(plain[0])} on {plain[2]}. {_REMEDY}"
+            )
+        if not same_stride(data, item.stride):
+            raise RuntimeError(
+                f"`.data` of {source.name}, which is offloaded, can't become a tensor of strides {data.stride()} while "
+                f"it trains: its own are {item.stride}. Use `copy_`, or set a tensor with its strides."
+            )
+        check_shareable(data, source.name)
+        for flat in self._flats:
+            if not all(memory.referenced or memory.foreign for memory in flat.shared.values()):
+                self.staged.pull(flat)  # which frees memory that no other has any more
+        self.begin_change(source.flat)
+        with torch.inference_mode(False), torch.no_grad():
+            if source.aliases:
+                with self.stream.hold([] if source.whole else [source.flat], record=False):
+                    replaced = Replaced(source)
+                for alias in list(source.aliases):
+                    alias.source = replaced
+                source.aliases.clear()
+            source.flat.shared.pop(source.index, None)
+            self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
+            source.flat.shared[source.index] = SharedMemory(data)
+
+    def _memory(self, tensor: "OffloadedParameter | OffloadedView", sharing: str) -> Tensor:
+        """Returns an ordinary tensor over the memory that `tensor` has in plain training.
+
+        Args:
+            tensor: offloaded.
+            sharing: what is to share the memory, for messages.
+        """
+        source = tensor.source
+        if not isinstance(source, Weights | Replaced):
+            raise RuntimeError(
+                f"`.data` of {sharing} can't share memory with {source.name}, which is offloaded. "
+                "Copy the values (`copy_`), or set a `.clone()` of them."
+            )
+        before = self._bases
+        with torch.inference_mode(False), torch.no_grad():
+            if isinstance(source, Weights):
+                with self.stream.hold([] if source.whole else [source.flat], record=False):
+                    self._bases = {id(source): source.share()}
+            else:
+                self._bases = {id(source): source.read()}
+            try:
+                return self._value(tensor).detach()
+            finally:
+                self._bases = before
+
+
+class _WholeWeight(torch.autograd.Function):
+    """A parameter's whole weights, where the flat's memory is not what the operator wants: it has fewer bits, or other
+    tensors of user code share memory with the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, source: Weights) -> Tensor:
+        ctx.source = source
+        with torch.inference_mode(False):
+            return source.access.base(source).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        source: Weights = ctx.source
+        if not source.flat.mixed:
+            return gradient, None
+        source.access.add_grad(source.flat, source.index, gradient)
+        return None, None
+
+
+class _FollowedView(torch.autograd.Function):
+    """A view that can't be written in place while autograd follows it, which would not reach the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        return view.view_as(view)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _check_full_precision(tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
+    """Raises RuntimeError if the graph has a weight of `tensors` in 16 bits, where plain Lightning has it in fp32."""
+    for tensor in tensors:
+        if isinstance(tensor, OffloadedParameter) and not _weights(tensor).whole and tensor.flat.mixed:
+            raise RuntimeError(
+                f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 bits on "
+                "the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, or set "
+                "`states='gpu'`."
+            )
+
+
+def _weights(parameter: OffloadedParameter) -> Weights:
+    assert isinstance(parameter.source, Weights)
+    return parameter.source
+
+
+def _rounds(tensor: "OffloadedParameter | OffloadedView", matmul: bool) -> bool:
+    """Whether plain training would round the parameter `tensor` to the compute weights' dtype for a matrix product."""
+    if not matmul or not isinstance(tensor, OffloadedParameter):
+        return False
+    return autocast_to(tensor.flat.dtype, tensor.flat.device)
+
+
+def _written(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Returns the arguments that a function of `Kind.WRITE` writes to: the first one, which may be passed by name."""
+    return args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")]
+
+
+def _statistics(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns running statistics that a normalization writes without telling: no version counter moves."""
+    if func not in _STATISTICS:
+        return []
+    return [*args[_STATISTICS[func]], kwargs.get("running_mean"), kwargs.get("running_var")]
+
+
+_STATISTICS = {
+    torch.nn.functional.batch_norm: slice(1, 3),
+    torch.nn.functional.instance_norm: slice(1, 3),
+    torch.batch_norm: slice(3, 5),
+    torch.instance_norm: slice(3, 5),
+}
+"""Of functions that write running statistics, their positions among the arguments."""
+
+
+def _alias(tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> OffloadedView:
+    dtype, offset = tensor.dtype, 0
+    if isinstance(tensor, OffloadedView):
+        offset, versioned = tensor.offset, versioned and tensor.versioned
+    else:
+        dtype = _weights(tensor).item.dtype
+    return OffloadedView.make(
+        tensor.source, offset, tensor.size(), tensor.stride(), dtype, tensor.device, versioned=versioned
+    )
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Applies a function to the tensors of a result; a list or tuple stays the same object if all its items do.
+
+    The recursion is here: in a nested function it would be a reference cycle, which keeps weights on the device.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        mapped = [_map_tensors(function, item) for item in value]
+        if any(new is not old for new, old in zip(mapped, value, strict=True)):
+            return type(value)(mapped)
+    return value
+
+
+def _offset(value: Tensor, base: Tensor) -> int | None:
+    """Returns where `value` begins in `base`, in bytes; None: elsewhere. Parameters of a flat share its storage."""
+    offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)
+    same = value.untyped_storage()._cdata == base.untyped_storage()._cdata
+    return offset if same and 0 <= offset < max(1, base.nbytes) else None
+
+
+def _geometry(tensor: Tensor) -> tuple[object, ...]:
+    return (
+        tensor.dtype,
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.untyped_storage()._cdata,
+    )
+
+
+def _substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
+    """Returns a tree of arguments with the tensors of `values` in place of those with their identities."""
+    if isinstance(value, OffloadedParameter | OffloadedView):
+        return values[id(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_substitute(item, values) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_substitute(item, values) for item in value)
+    if isinstance(value, dict):
+        return {key: _substitute(item, values) for key, item in value.items()}
+    return value
+
+
+def _export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    exported = func(copy, *args, **kwargs)
+    if hasattr(exported, "setflags"):
+        exported.setflags(write=False)
+    return exported
+
+
+def _references_saved() -> contextlib.AbstractContextManager[object]:
+    """Has autograd keep references to weights, where no hooks of the training do it."""
+    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(_pack, _unpack)
+
+
+def _pack(tensor: Tensor) -> "SavedWeight | tuple[Tensor, int]":
+    if tensor.layout is torch.strided and (weights := offloaded_weights(tensor.untyped_storage())) is not None:
+        return weights.save(tensor)
+    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
+
+
+def _unpack(saved: "SavedWeight | tuple[Tensor, int]") -> Tensor:
+    if isinstance(saved, SavedWeight):
+        return saved.load()
+    tensor, version = saved
+    check_version(tensor, version, tensor.dtype, tensor.size())
+    return tensor

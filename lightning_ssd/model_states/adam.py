@@ -1,0 +1,213 @@
+"""The kernel in adam.c with the roundings of torch's implementations of Adam and AdamW on a CPU.
+
+torch has three implementations: a for-loop over parameters, foreach, and a fused kernel. On a CPU the first two call
+the same operators. Which roundings an operator has depends on the build of torch and on the processor (vector width,
+fused multiply-add, MKL's square root). Therefore a kernel is taken only after it has given the bits of torch's own
+function on this machine; else torch's function is called.
+"""
+
+import ctypes
+import functools
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from lightning_ssd.model_states.compiled import Settings, adam_library
+
+log = logging.getLogger(__name__)
+
+Implementation = Literal["for-loop", "foreach", "fused"]
+
+ITEM = 2**15
+"""Elements that a thread steps at a time; a multiple of every vector width."""
+
+
+def implementation_of(options: Mapping[str, Any], device: torch.device) -> Implementation:
+    """Returns torch's implementation for a parameter group.
+
+    Args:
+        options: the settings of the group, with `fused` and `foreach` as in `torch.optim.Adam` and `SGD`.
+        device: of the parameters as the user's optimizer has them. On a GPU every implementation is the GPU's, whose
+            last digits a CPU does not reproduce; "fused" is the fastest one here.
+    """
+    if device.type != "cpu" or options["fused"]:
+        return "fused"
+    return "foreach" if options["foreach"] else "for-loop"  # torch's default on a CPU
+
+
+@dataclass(frozen=True)
+class AdamKernel:
+    """The functions of adam.c with one kind of roundings.
+
+    Attributes:
+        library: the functions.
+        root: address of the function that takes square roots; None: the nearest number.
+        width: elements of a vector of torch's fused kernel; elements of a parameter that fill none are its tail.
+    """
+
+    library: ctypes.CDLL
+    root: int | None
+    width: int
+
+    def items(self, parameters: Iterable[tuple[int, int]]) -> Tensor:
+        """Returns the work on parameters, as rows of start, begin of the tail, and end, in elements.
+
+        Args:
+            parameters: start and number of elements of each.
+        """
+        rows: list[tuple[int, int, int]] = []
+        for start, numel in parameters:
+            end = start + numel
+            tail = end - numel % self.width
+            for low in range(start, end, ITEM):
+                high = min(low + ITEM, end)
+                rows.append((low, min(tail, high), high))
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def step(self, name: str, items: Tensor, arrays: Sequence[Tensor], settings: Settings) -> None:
+        """Makes a step.
+
+        Args:
+            name: of the function in adam.c.
+            items: as `items` returns them.
+            arrays: those that the function takes, in order.
+            settings: as `settings_of` returns them.
+        """
+        settings.root = self.root
+        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (items, *arrays)]
+        getattr(self.library, name)(ctypes.c_int64(len(items)), *addresses, ctypes.byref(settings))
+
+
+def settings_of(options: Mapping[str, Any], implementation: Implementation, step: int, scale: float) -> Settings | None:
+    """Returns the numbers of one step, each computed as torch computes it, or None for settings adam.c does not know.
+
+    Args:
+        options: the settings of the group.
+        implementation: torch's.
+        step: steps of the parameters after this one.
+        scale: what the gradient is multiplied with.
+    """
+    (beta1, beta2), lr, decay = options["betas"], options["lr"], options["weight_decay"]
+    if options["amsgrad"] or any(isinstance(value, Tensor) for value in (beta1, beta2, decay)):
+        return None
+    if options["differentiable"] or options["capturable"] or ctypes.c_float(1 - beta1).value >= 0.5:
+        return None
+    if isinstance(lr, Tensor):  # the for-loop computes with the tensor
+        lr = lr.item() if implementation == "fused" else lr.squeeze()
+    correction = 1 - beta2**step
+    return Settings(
+        scale=-scale if options["maximize"] else scale,
+        decay=1 - lr * decay if options["decoupled_weight_decay"] or not decay else decay,
+        lerp=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        correction=math.sqrt(correction) if implementation == "fused" else correction**0.5,
+        eps=options["eps"],
+        step_size=-(lr / (1 - beta1**step)),
+        decoupled=options["decoupled_weight_decay"] or not decay,
+        threads=torch.get_num_threads(),
+    )
+
+
+def torchs_step(
+    options: Mapping[str, Any], weights: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int
+) -> None:
+    """Makes a step of one fp32 parameter, or of a part of it, with torch's own function.
+
+    Args:
+        options: the settings of the group.
+        weights: changed in place.
+        gradient: of the weights.
+        states: by torch's names; changed in place.
+        step: steps of the parameter after this one.
+    """
+    with torch.no_grad():
+        adam(
+            [weights],
+            [gradient],
+            [states["exp_avg"]],
+            [states["exp_avg_sq"]],
+            [states["max_exp_avg_sq"]] if options["amsgrad"] else [],
+            [torch.tensor(float(step - 1), dtype=torch.float32)],
+            beta1=options["betas"][0],
+            beta2=options["betas"][1],
+            **{name: options[name] for name in _PASSED},
+        )
+
+
+_PASSED = ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad", "lr",
+           "weight_decay", "eps", "maximize")  # fmt: skip
+
+
+@functools.cache
+def exact_kernel(implementation: Implementation) -> AdamKernel | None:
+    """Returns a kernel that gives the bits of torch's `implementation` on this machine, or None."""
+    if (library := adam_library()) is None:
+        return None
+    if implementation == "fused":
+        kernels = [AdamKernel(library, None, width) for width in (8, 16, 4, 1)]
+    else:
+        roots = dict.fromkeys((_mkl_root(), None))
+        kernels = [AdamKernel(library, root, 1) for root in roots]
+    for kernel in kernels:
+        if _gives_torchs_bits(kernel, implementation):
+            return kernel
+    log.warning(
+        "adam.c does not give the bits of torch's %s implementation on this processor: Adam and AdamW are stepped by "
+        "torch's own function, which takes more passes",
+        implementation,
+    )
+    return None
+
+
+def any_kernel() -> AdamKernel | None:
+    """Returns the fastest kernel, for steps whose last digits no CPU reproduces."""
+    library = adam_library()
+    return None if library is None else AdamKernel(library, None, 1)
+
+
+def _mkl_root() -> int | None:
+    """Returns the address of the square root that torch's `Tensor.sqrt` calls where it was built with MKL."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return ctypes.cast(ctypes.CDLL(str(path)).vmsSqrt, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def _gives_torchs_bits(kernel: AdamKernel, implementation: Implementation) -> bool:
+    """Steps parameters of many lengths with both, and compares all numbers."""
+    lengths = [*range(1, 40), 100, 1023, 4099]
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    numel = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    for decoupled in (True, False):
+        options = {"betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False,
+                   "maximize": False, "capturable": False, "differentiable": False,
+                   "decoupled_weight_decay": decoupled, "fused": implementation == "fused",
+                   "foreach": implementation == "foreach"}  # fmt: skip
+        # Whatever the default dtype is, which the training thread may have changed meanwhile.
+        weights = torch.randn(numel, generator=generator, dtype=torch.float32)
+        ours = [weights, torch.zeros_like(weights), torch.zeros_like(weights)]
+        torchs = [array.clone() for array in ours]
+        for step in (1, 2, 3):
+            gradient = torch.randn(numel, generator=generator, dtype=torch.float32)
+            settings = settings_of(options, implementation, step, 1.0)
+            assert settings is not None
+            given = (ours[0], ours[0], *ours[1:])
+            items = kernel.items(zip(starts, lengths, strict=True))
+            kernel.step("adam_fp32", items, (*given, *given, gradient), settings)
+            for start, length in zip(starts, lengths, strict=True):
+                weight, first, second = (array[start : start + length] for array in torchs)
+                states = {"exp_avg": first, "exp_avg_sq": second}
+                torchs_step(options, weight, gradient[start : start + length], states, step)
+        if not all(torch.equal(one, other) for one, other in zip(ours, torchs, strict=True)):
+            return False
+    return True

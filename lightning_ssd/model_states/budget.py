@@ -1,0 +1,132 @@
+"""Tiers of flat parameters: which values go to host memory and which to SSDs, within a budget of bytes."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ssd.model_states.state_store import Layout
+from lightning_ssd.sizes import format_bytes
+from lightning_ssd.storage.slots import align_up
+from lightning_ssd.types import OffloadTierName
+
+log = logging.getLogger(__name__)
+
+AHEAD = 3
+"""Flat parameters that staging memory holds at once: one is read, one is used, one is written."""
+
+GRADIENT_FLATS = 6
+"""Gradients that shared memory holds at least: some arrive, some are stepped, some wait."""
+
+GRADIENT_SHARE = 16
+"""Divisor of the bytes of all gradients: shared memory holds at least this part of them."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Tiers of flat parameters, and the memory that they take.
+
+    Attributes:
+        weights: tier of the compute weights of each flat parameter.
+        opt_state: tier of the other values of each flat parameter.
+        param_staging: bytes of memory that prefetched weights are read to from SSDs.
+        staging: bytes of memory that values from SSDs are staged in.
+        gradients: bytes of memory that gradients are copied to.
+        host: bytes of host memory in all, gradients included.
+        ssd: bytes on SSDs, in whole pages.
+    """
+
+    weights: Sequence[OffloadTierName]
+    opt_state: Sequence[OffloadTierName]
+    param_staging: int
+    staging: int
+    gradients: int
+    host: int
+    ssd: int
+
+
+def choose_places(
+    layouts: Sequence[Layout],
+    states: Literal["host", "ssd", "auto"],
+    budget: int | None,
+    *,
+    shared: bool,
+    given: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
+) -> MemoryPlan:
+    """Returns the tiers of flat parameters: with "auto", host memory within `budget`, compute weights first.
+
+    A byte of compute weights is read twice and written once a step, a byte of the other values once each.
+
+    Args:
+        layouts: layouts of the flat parameters, in the order of the forward.
+        states: "host" and "ssd": all of them are there; "auto": as above.
+        budget: bytes of host memory, gradients and staging included; None: unlimited.
+        shared: whether flat parameters may share the memory that gradients are copied to. They do if any is on SSDs:
+            backward then waits for steps, and those for drives, which take longest.
+        given: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
+
+    Raises:
+        ValueError: the budget is too small; it names `host_memory` and the bytes needed.
+    """
+    everything: list[OffloadTierName] = ["host"] * len(layouts)
+    all_host = _plan(layouts, everything, everything, shared)
+    if given is not None:
+        plan = _plan(layouts, [weights for weights, _ in given], [opt_state for _, opt_state in given], shared)
+    elif states == "host" or (states == "auto" and (budget is None or all_host.host <= budget)):
+        plan = all_host
+    else:
+        weights: list[OffloadTierName] = ["ssd"] * len(layouts)
+        opt_state: list[OffloadTierName] = ["ssd"] * len(layouts)
+        if states == "auto":
+            assert budget is not None
+            order = range(len(layouts))
+            for kind, sizes in ((weights, [layout.flat.nbytes for layout in layouts]),
+                                (opt_state, [layout.opt_state_bytes for layout in layouts])):  # fmt: skip
+                # The largest first: staging memory is as large as the largest on SSDs, and as it shrinks, host memory
+                # may have room for one that did not fit.
+                largest_first, left = sorted(order, key=lambda index: -sizes[index]), len(layouts) + 1  # noqa: B023
+                while kind.count("ssd") < left:
+                    left = kind.count("ssd")
+                    for index in largest_first:
+                        if kind[index] == "ssd" and (weights[index] == "host" or kind is weights):
+                            kind[index] = "host"
+                            if _plan(layouts, weights, opt_state, shared).host > budget:
+                                kind[index] = "ssd"
+        plan = _plan(layouts, weights, opt_state, shared)
+    if budget is not None and plan.host > budget:
+        raise ValueError(
+            f"`host_memory` of {format_bytes(budget)} is too small: with `states={states!r}` the model takes "
+            f"{format_bytes(plan.host)} of it, gradients and staging memory included. Raise it"
+            + (", or set `states='auto'`." if states == "host" else ".")
+        )
+    log.info(
+        "weights, gradients and optimizer states take %s of host memory and %s on SSDs",
+        format_bytes(plan.host),
+        format_bytes(plan.ssd),
+    )
+    return plan
+
+
+def _plan(
+    layouts: Sequence[Layout], weights: Sequence[OffloadTierName], opt_state: Sequence[OffloadTierName], shared: bool
+) -> MemoryPlan:
+    param_staging: list[int] = []
+    staging: list[int] = []
+    host = ssd = 0
+    for layout, of_weights, of_opt_state in zip(layouts, weights, opt_state, strict=True):
+        staged = 0
+        for tier, nbytes in ((of_weights, layout.flat.nbytes), (of_opt_state, layout.opt_state_bytes)):
+            if tier == "host":
+                host += layout.versions * nbytes
+            else:
+                ssd += layout.versions * align_up(nbytes)
+                staged += align_up(nbytes)
+        staging.append(staged)
+        param_staging.append(align_up(layout.flat.nbytes) if of_weights == "ssd" else 0)
+    for_params, for_staging = (sum(sorted(sizes, reverse=True)[:AHEAD]) for sizes in (param_staging, staging))
+    sizes = sorted((align_up(layout.gradient_bytes) for layout in layouts), reverse=True)
+    gradients = sum(sizes)
+    if shared and ssd:
+        gradients = min(gradients, max(gradients // GRADIENT_SHARE, sum(sizes[:GRADIENT_FLATS])))
+    host += for_params + for_staging + gradients
+    return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd)

@@ -1,0 +1,300 @@
+"""From a model and its optimizers to `ModelStates`: building.
+
+Building chooses residents, groups parameters, reserves tiers, makes and fills stores, and assembles the result.
+`move` does the same between two steps of a training, with the functions of `residency`, `grouping`, `state_storage` and
+`assemble`; its values come from where they are, and not from a model in host memory or without memory.
+"""
+
+import contextlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ssd.device import CopyEngine, make_copy_engine
+from lightning_ssd.model_states.budget import MemoryPlan, choose_places
+from lightning_ssd.model_states.buffers import StateStaging
+from lightning_ssd.model_states.config import Setup
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.gradient import GradientPool
+from lightning_ssd.model_states.grouping import (
+    FLAT_ELEMENTS,
+    STAGED_FLAT_ELEMENTS,
+    LaidOut,
+    flat_groups,
+    lay_out,
+    make_flats,
+)
+from lightning_ssd.model_states.journal import CommitRecord, Journal
+from lightning_ssd.model_states.loaded import Loaded, exact_value
+from lightning_ssd.model_states.masters import MasterWeights
+from lightning_ssd.model_states.materialize import MetaTensors, born_together, materialize, materialize_buffers
+from lightning_ssd.model_states.model_states import ModelStates, OffloadedModel, StateBytes
+from lightning_ssd.model_states.optimizers import Groups, groups_of
+from lightning_ssd.model_states.residency import (
+    UnitTiers,
+    needs_master,
+    off_device,
+    planned_residents,
+    residents_within,
+)
+from lightning_ssd.model_states.shared_memory import check_apart
+from lightning_ssd.model_states.state_storage import KilledRun, make_scratch, make_store
+from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.units import Unit, find_units
+from lightning_ssd.storage import StorageFullError
+from lightning_ssd.types import OffloadTierName
+
+
+def make_model_states(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    offloaded: set[nn.Parameter],
+    unborn: MetaTensors,
+    device: torch.device,
+    setup: Setup,
+    *,
+    given: UnitTiers | None = None,
+    loaded: Loaded | None = None,
+) -> ModelStates:
+    """Offloads parameters with their gradients and optimizer states.
+
+    If it fails, nothing is left behind: the parameters are whole on the CPU.
+
+    Args:
+        module: the model; the offloaded parameters are whole, on any device, or on the meta device.
+        optimizers: the model's, none of which has stepped; none: the model is evaluated only.
+        offloaded: parameters to offload, as `offloaded_parameters` finds them. Those that require a gradient and are in
+            no optimizer, or are in two, are moved to the device and stay there.
+        unborn: parameters and buffers on the meta device; they get values here.
+        device: device that the model computes on.
+        setup: settings of the training.
+        given: tiers of each unit, if a plan has them.
+        loaded: checkpoint values of parameters that could not hold them.
+
+    Raises:
+        ValueError: `recover=True` can't record an optimizer; or `units` is wrong, or a budget too small.
+        StorageError: host memory or scratch space can't be had.
+    """
+    loaded = loaded or {}
+    units = find_units(module, setup.config.units)
+    groups, twice = groups_of(optimizers)
+    offloaded = offloaded - twice
+    if optimizers:
+        offloaded -= {parameter for parameter in offloaded if parameter.requires_grad and parameter not in groups}
+    recover = setup.config.recover and bool(optimizers)
+    resident, prefetch_bytes = _choose_residents(units, offloaded, groups, device, setup, given, recover=recover)
+    offloaded -= resident
+    with contextlib.ExitStack() as undo:
+        copies = make_copy_engine(device)
+        undo.callback(copies.close)
+        max_elements = FLAT_ELEMENTS if setup.config.states == "host" else STAGED_FLAT_ELEMENTS
+        of_units = make_flats(module, units, offloaded, groups, device, setup.autocast, max_elements)
+        flats = [flat for _, flats in of_units for flat in flats]
+        check_flats_apart(flats, device)
+        two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
+        laid_out = [lay_out(flat, groups, setup, two_versions=two_versions) for flat in flats]
+        tiers = None
+        if given is not None:
+            tiers = [off_device(given[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own]
+        space = _reserve(laid_out, tiers, device, setup, recover=recover)
+        recovered = space.recovered
+        if space.scratch is not None:
+            undo.callback(space.scratch.close, remove=recovered is None)
+        stores = _make_stores(space, copies, undo)
+        _fill(module, units, of_units, stores, unborn, loaded, device, recovered)
+        rules = {item.flat: item.rule for item in space.laid_out if item.rule is not None}
+        if recovered is not None:
+            for rule, kept in zip(rules.values(), recovered.rules, strict=True):
+                rule.take_over(kept)
+        journal: Journal | None = None
+        if recover and space.scratch is not None:
+            journal = Journal(stores, rules, space.scratch.store, setup.settings)
+            undo.callback(journal.close)
+        # The user's optimizer steps the model's own values of parameters that stay for another reason.
+        exact = {parameter: exact_value(parameter, loaded) for parameter in needs_master(resident, groups)}
+        states = assemble(
+            module,
+            optimizers,
+            OffloadedModel(of_units, stores, rules, flat_groups(flats, groups), copies, space.scratch),
+            list(exact),
+            {p: value.to(p.device, torch.float32, copy=True) for p, value in exact.items() if value is not None},
+            space.places,
+            setup,
+            undo,
+            device_bytes=prefetch_bytes,
+            ssd_bytes=space.places.ssd,
+            journal=journal,
+            recovered=recovered,
+        )
+        undo.pop_all()
+    return states
+
+
+def assemble(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    offloaded: OffloadedModel,
+    mastered: Sequence[nn.Parameter],
+    masters: Mapping[nn.Parameter, Tensor],
+    places: MemoryPlan,
+    setup: Setup,
+    undo: contextlib.ExitStack,
+    *,
+    device_bytes: int,
+    ssd_bytes: int,
+    journal: Journal | None = None,
+    recovered: CommitRecord | None = None,
+) -> ModelStates:
+    """Returns model states of an offloaded model: the last step of building and of moving them.
+
+    Args:
+        module: the model.
+        optimizers: its optimizers.
+        offloaded: its flat parameters, which have their values.
+        mastered: parameters on the device that have master weights there.
+        masters: the master weights that are known; others are made from the parameters.
+        places: tiers of the flat parameters.
+        setup: settings of the training.
+        undo: frees what is made here.
+        device_bytes: budget of the device for resident weights.
+        ssd_bytes: scratch space taken.
+        journal: as in `ModelStates`.
+        recovered: as in `ModelStates`.
+    """
+    weights = MasterWeights(mastered, optimizers, masters)
+    undo.callback(weights.close)
+    pool: GradientPool | None = None
+    if setup.shares_gradients and places.ssd and places.gradients:
+        pool = GradientPool(places.gradients, pin=offloaded.copies.device.type == "cuda")
+        undo.callback(pool.close)
+    nbytes = StateBytes(device_bytes, places.host, ssd_bytes)
+    return ModelStates(module, offloaded, weights, pool, setup.terms, nbytes, journal=journal, recovered=recovered)
+
+
+def check_flats_apart(
+    flats: Iterable[FlatParameter], device: torch.device, *, known: Container[nn.Parameter] = ()
+) -> None:
+    """Raises an error if parameters of flat parameters share memory; those in `known` are offloaded already."""
+    items = (item for flat in flats for item in flat.slices if item.parameter not in known)
+    check_apart(((item.name, item.parameter) for item in items), device)
+
+
+def _choose_residents(
+    units: Sequence[Unit],
+    offloaded: set[nn.Parameter],
+    groups: Groups,
+    device: torch.device,
+    setup: Setup,
+    given: UnitTiers | None,
+    *,
+    recover: bool,
+) -> tuple[set[nn.Parameter], int]:
+    """Returns parameters that stay on the device as whole units, and the bytes left there for prefetched weights."""
+    config = setup.config
+    budget = config.budget(device)
+    if given is not None:
+        host_alone = setup.storage.tier == "host"
+        return planned_residents(given, units, offloaded, hold=setup.hold, host_alone=host_alone), budget
+    if config.states == "auto" and config.gpu_memory != "auto" and not recover:
+        resident, taken = residents_within(units, offloaded, groups, budget, setup.autocast, hold=setup.hold)
+        return resident, budget - taken
+    return set(), budget
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Flat parameters, their tiers, and the scratch space for them.
+
+    Attributes:
+        laid_out: the flat parameters.
+        places: their tiers.
+        scratch: scratch space of those on SSDs.
+        recovered: record of a killed run, whose files the scratch space has.
+    """
+
+    laid_out: Sequence[LaidOut]
+    places: MemoryPlan
+    scratch: StateStaging | None
+    recovered: CommitRecord | None
+
+
+def _reserve(
+    laid_out: Sequence[LaidOut],
+    tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None,
+    device: torch.device,
+    setup: Setup,
+    *,
+    recover: bool,
+) -> _Space:
+    """Chooses tiers within the budgets, and makes the scratch space.
+
+    If there is no room for two versions of the values, and nothing requires them, there is one.
+    """
+    killed = None
+    if recover:
+        killed = KilledRun([item.layout for item in laid_out], setup.settings, start_over=setup.start_over)
+
+    def attempt(laid_out: Sequence[LaidOut]) -> _Space:
+        places = choose_places(
+            [item.layout for item in laid_out],
+            "ssd" if recover else setup.kind,
+            setup.host_budget(),
+            shared=setup.shares_gradients,
+            given=tiers,
+        )
+        scratch = make_scratch(places, setup.storage, setup.default_path, device, killed=killed)
+        return _Space(laid_out, places, scratch, None if killed is None else killed.record)
+
+    try:
+        return attempt(laid_out)
+    except (ValueError, StorageFullError):
+        if recover or setup.config.clip == "speculative" or all(item.layout.versions == 1 for item in laid_out):
+            raise
+    return attempt([replace(item, layout=replace(item.layout, versions=1)) for item in laid_out])
+
+
+def _make_stores(space: _Space, copies: CopyEngine, undo: contextlib.ExitStack) -> dict[FlatParameter, StateStore]:
+    """Returns the empty stores; `undo` restores the parameters that they were filled with, and frees them."""
+    blobs = None if space.recovered is None else iter(space.recovered.kept.blobs)
+    stores: dict[FlatParameter, StateStore] = {}
+    for item, of_weights, of_opt_state in zip(
+        space.laid_out, space.places.weights, space.places.opt_state, strict=True
+    ):
+        store = make_store(item.layout, (of_weights, of_opt_state), space.scratch, copies, undo, blobs=blobs)
+        stores[item.flat] = store
+        undo.callback(store.restore_to_cpu)
+    return stores
+
+
+def _fill(
+    module: nn.Module,
+    units: Sequence[Unit],
+    of_units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]],
+    stores: Mapping[FlatParameter, StateStore],
+    unborn: MetaTensors,
+    loaded: Loaded,
+    device: torch.device,
+    recovered: CommitRecord | None,
+) -> None:
+    """Gives all parameters their values: those of flat parameters in their stores, the others on the device.
+
+    Units are initialized one after the other (those that share modules together), so that host memory need not have
+    room for the whole model.
+    """
+    versions = {} if recovered is None else dict(zip(stores, recovered.slots, strict=True))
+    offloaded = {item.parameter for flat in stores for item in flat.slices}
+    for together in born_together(module, units):
+        materialize(module, [units[index] for index in together], unborn, device, loaded)
+        for index in together:
+            for _, parameter in units[index].parameters:
+                if parameter not in offloaded:
+                    parameter.data = parameter.data.to(device, copy=parameter in loaded)
+            for flat in of_units[index][1]:
+                if flat in versions:
+                    stores[flat].adopt(versions[flat])
+                else:
+                    stores[flat].fill(loaded)
+    materialize_buffers(module, unborn)

@@ -1,0 +1,86 @@
+"""Modules that `torch.compile` compiles: hooks run outside of the compiled call, where Dynamo does not see them.
+
+A compiled module is one region: its weights are held on the device from before the compiled call until after it, and
+its parameters are ordinary ones meanwhile. So Dynamo compiles the program that it compiles in plain training.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from types import FunctionType
+
+from torch import nn
+
+from lightning_ssd.model_states.hooks import ModuleHook
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of `module` are compiled: `module.compile()`, `torch.compile(module)`, or a method of it."""
+    return (
+        module._compiled_call_impl is not None
+        or type(module).__name__ == "OptimizedModule"
+        or bool(_compiled_methods(module))
+    )
+
+
+def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the compiled modules of `module` that are in no other compiled module."""
+    if is_compiled(module):
+        yield module
+        return
+    for child in module.children():
+        yield from compiled_regions(child)
+
+
+def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Has `before` and `after` called around every call of `module`, `after` also where the call fails.
+
+    Later calls of this function are outside of earlier ones.
+
+    Returns:
+        A function that undoes it.
+    """
+    if module._compiled_call_impl is not None:
+        return _wrap(module, "_compiled_call_impl", before, after)
+    if methods := [name for name in _compiled_methods(module) if name != "forward"]:
+        # Those of a LightningModule that was compiled as a whole, which call its `forward` in compiled code.
+        undo = [_wrap(module, name, before, after) for name in methods]
+
+        def restore() -> None:
+            for function in undo:
+                function()
+
+        return restore
+    # Hooks on a module whose `forward` alone is compiled run outside of it.
+    first = module.register_forward_pre_hook(ModuleHook(lambda *_: before()), prepend=True)
+    last = module.register_forward_hook(ModuleHook(lambda *_: after()), always_call=True)
+
+    def remove() -> None:
+        first.remove()
+        last.remove()
+
+    return remove
+
+
+def _compiled_methods(module: nn.Module) -> list[str]:
+    """Returns the names of methods that `torch.compile` has replaced on the instance."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable")
+    ]
+
+
+def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Has `before` and `after` called around a compiled attribute of `module`, and returns what undoes it."""
+    compiled = getattr(module, name)
+
+    @wraps(compiled)  # with the attributes by which it is still known as compiled
+    def call(*args: object, **kwargs: object) -> object:
+        before()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            after()
+
+    setattr(module, name, call)
+    return partial(setattr, module, name, compiled)

@@ -1,0 +1,184 @@
+"""What the user and the Trainer decide about model states, for a whole training."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, check_choice, check_flag
+from lightning_ssd.device import available_memory, process_gpu_memory, usable_gpu_memory, usable_memory
+from lightning_ssd.model_states.residency import bytes_on_device
+from lightning_ssd.model_states.settings import Settings
+from lightning_ssd.model_states.terms import StepTerms
+from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
+from lightning_ssd.types import Clip, Overlap
+
+log = logging.getLogger(__name__)
+
+GPU_SHARE = 0.65
+"""Share of the usable GPU memory that states may take with `states="auto"` before any is offloaded: activations need
+the rest."""
+
+GPU_MEMORY = SizeArgument("gpu_memory", ("auto",), share_of="the GPU's memory", least=LEAST_BUDGET)
+
+
+@dataclass(frozen=True)
+class StatesConfig:
+    """The user's arguments for model states. `SSDOffloadStrategy` documents the fields.
+
+    Raises:
+        ValueError: a field is out of range; the message names it and its legal values.
+    """
+
+    states: Literal["auto", "gpu", "host", "ssd"]
+    gpu_memory: int | str
+    units: Sequence[str] | None
+    overlap: Overlap
+    state_format: Literal["fp32", "split"]
+    clip: Clip
+    recover: bool
+
+    def __post_init__(self) -> None:
+        check_choice("states", self.states, ("auto", "gpu", "host", "ssd"))
+        check_choice("overlap", self.overlap, ("optimized", "naive", "none"))
+        check_choice("clip", self.clip, ("auto", "deferred", "speculative"))
+        check_choice("state_format", self.state_format, ("fp32", "split"))
+        check_flag("recover", self.recover)
+        _check_units(self.units)
+        GPU_MEMORY.parse(self.gpu_memory)
+        if self.recover and self.states in ("gpu", "host"):
+            raise ValueError(
+                f"`recover=True` takes up what a killed run has on SSDs, and `states={self.states!r}` puts nothing "
+                "there. Set `states='ssd'`, or `recover=False`."
+            )
+
+    def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool) -> bool:
+        """Whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.
+
+        Args:
+            module: the model.
+            device: device that it computes on.
+            fitting: whether the model is trained.
+        """
+        if self.states != "auto":
+            return self.states != "gpu"
+        if self.recover and fitting:
+            return True
+        budget = self.resident_budget(device)
+        if budget is None:
+            return False
+        need = bytes_on_device(module, fitting=fitting)
+        if need <= budget:
+            return False
+        log.info("weights, gradients and states would take %s of the device: they leave it", format_bytes(need))
+        return True
+
+    def budget(self, device: torch.device) -> int:
+        """Returns the bytes of `device` that resident and prefetched states may take once states are offloaded."""
+        if self.gpu_memory != "auto":
+            return _gpu_bytes(self.gpu_memory, device)
+        if device.type == "cuda":
+            return usable_gpu_memory(device) // 10
+        return 2**30
+
+    def resident_budget(self, device: torch.device) -> float | None:
+        """Returns the bytes of `device` up to which all states stay there; None: a CPU's memory is the host's."""
+        if self.gpu_memory != "auto":
+            return _gpu_bytes(self.gpu_memory, device)
+        return GPU_SHARE * usable_gpu_memory(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What model states depend on that does not change during a training.
+
+    Attributes:
+        config: the user's arguments.
+        storage: budgets and paths.
+        default_path: directory of scratch files if the user has named none.
+        autocast: dtype that matrix products compute in; None: that of the weights.
+        clip_norm: whether gradients are clipped by their norm.
+        clip_value: as in `StepTerms`.
+        hold: as in `StepTerms`.
+        settings: settings of the training, if it is recorded.
+        start_over: whether training starts from a checkpoint although a killed run has left a record.
+        whole: as in `StepTerms`.
+    """
+
+    config: StatesConfig
+    storage: OffloadConfig
+    default_path: str | Path
+    autocast: torch.dtype | None
+    clip_norm: bool
+    clip_value: float | None
+    hold: bool
+    settings: Settings = field(default_factory=Settings.none)
+    start_over: bool = False
+    whole: Sequence[Optimizer] = ()
+
+    @property
+    def terms(self) -> StepTerms:
+        """How steps are made."""
+        return StepTerms(
+            overlap=self.config.overlap,
+            needs_norm=self.needs_norm,
+            clip_value=self.clip_value,
+            loss_scaled=self.loss_scaled,
+            clip=self.config.clip,
+            hold=self.hold,
+            whole=self.whole,
+        )
+
+    @property
+    def loss_scaled(self) -> bool:
+        """As in `StepTerms`."""
+        return self.autocast == torch.float16
+
+    @property
+    def needs_norm(self) -> bool:
+        """As in `StepTerms`."""
+        return self.clip_norm or self.loss_scaled
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether gradients may share host memory. Where steps wait for all gradients, each needs memory of its own."""
+        return not self.needs_norm and not self.hold and self.config.overlap == "optimized"
+
+    @property
+    def kind(self) -> Literal["host", "ssd", "auto"]:
+        """The tiers that offloaded states may be in; "auto": both."""
+        if self.config.states == "auto" and self.storage.tier == "host":
+            return "host"
+        assert self.config.states != "gpu"
+        return self.config.states
+
+    def host_budget(self) -> int | None:
+        """Returns the bytes of host memory for model states; None: unlimited."""
+        if self.storage.host_memory != "auto":
+            return parse_bytes(self.storage.host_memory, "host_memory")
+        return usable_memory() if self.config.states == "auto" else None
+
+
+def _gpu_bytes(gpu_memory: int | str, device: torch.device) -> int:
+    """Returns the bytes of a `gpu_memory` other than "auto"; a percentage is of `device`, of a CPU's free memory."""
+    size = GPU_MEMORY.parse(gpu_memory)
+    assert not isinstance(size, str)
+    if isinstance(size, int):
+        return size
+    return int(size * (process_gpu_memory(device) if device.type == "cuda" else available_memory()))
+
+
+def _check_units(units: object) -> None:
+    """Raises an error that names `units`, unless it is None or a list of class names."""
+    legal = "Give class names of modules, such as ['GPT2Block'], or None."
+    if units is None:
+        return
+    if isinstance(units, str | bytes) or not isinstance(units, Sequence):
+        raise TypeError(f"{show_argument('units', units)} is no list of class names. {legal}")
+    if not units or not all(isinstance(name, str) and name for name in units):
+        raise ValueError(f"{show_argument('units', units)} names no classes. {legal}")

@@ -1,0 +1,198 @@
+"""The gradient of one flat parameter in host memory: as it was copied from the device, and accumulated in fp32."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from lightning_ssd.device import Mark, ended, finished, then
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.spans import WAIT, span, wait_for
+from lightning_ssd.storage import PinnedPool
+from lightning_ssd.storage.slab import Slab
+
+
+class GradientPool:
+    """Host memory that gradients are copied to until their optimizer step, less than all flat parameters need at once.
+
+    If the pool is exhausted, the caller waits for submitted steps, which release memory. If no step is under way (many
+    flat parameters have a part of their gradient each), no memory would ever be released: the pool then allocates more.
+
+    Args:
+        nbytes: bytes to share.
+        pin: page-lock them.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self._pool = PinnedPool(nbytes, pin=pin, name="gradients")
+        self._pin = pin
+
+    def allocate(
+        self, nbytes: int, under_way: Callable[[], Sequence["Future[None]"]]
+    ) -> "tuple[Tensor, Callable[[], None]]":
+        """Returns memory, and the function that releases it.
+
+        Args:
+            nbytes: bytes to allocate.
+            under_way: returns futures that are done when steps have released their memory; called if the pool is
+                exhausted.
+        """
+        while (buffer := self._pool.try_acquire(nbytes)) is None:
+            if running := [step for step in under_way() if not step.done()]:
+                with span(WAIT + "a step"):
+                    wait(running, return_when=FIRST_COMPLETED)
+            elif (buffer := self._pool.try_acquire(nbytes)) is not None:  # released between the two calls
+                break
+            else:
+                slab = Slab(nbytes, pin=self._pin)
+                return slab.tensor, slab.close
+        return buffer.tensor[:nbytes], buffer.release
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._pool.close()
+
+
+class GradientState(Enum):
+    """State of one parameter's gradient as `Tensor.grad` shows it in plain training. The training thread's."""
+
+    NONE = auto()
+    """No gradient."""
+    PRESENT = auto()
+    """A gradient that no step has used."""
+    STEPPED = auto()
+    """A gradient that a step has used and `zero_grad` has not dropped."""
+
+
+class Gradient:
+    """The gradient of one flat parameter in host memory.
+
+    Ownership: `host_grad` belongs to the copies from the device until their marks are reached, then to the worker's job
+    (an accumulation or a step) until `consumed` is done, and then to the next copies; if the memory is from a pool, it
+    returns to the pool instead. `accumulated()` and `has_accum` belong to the worker until `consumed` is done, then to
+    the training thread. All other fields belong to the training thread.
+
+    Args:
+        flat: the flat parameter.
+        pin: page-lock its own memory.
+        pool: memory that is shared with other gradients; None: this gradient has memory of its own.
+
+    Attributes:
+        host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
+        accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation.
+        consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
+        arrived: for each parameter, whether `host_grad` has its gradient of the running backward.
+        num_arrived: gradients that the running backward has accumulated, repeated ones included.
+        has_accum: for each parameter, whether `accum` has a gradient of it.
+        accumulating: whether `accum` has gradients that no step has used, or a submitted job puts them there.
+        mark: mark of the last copy from the device.
+        states: for each parameter, its gradient's state.
+        kept: whether `accum` still has the gradients that the last step used, as `Tensor.grad` has in plain training.
+        assigned: gradients that user code has assigned to `Tensor.grad`, by parameter index; not in `accum` yet.
+    """
+
+    def __init__(self, flat: FlatParameter, *, pin: bool, pool: GradientPool | None) -> None:
+        self._flat = flat
+        self._pool = pool
+        self._release_memory: Callable[[], None] | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.host_grad = self._bytes.view(flat.dtype)
+        if pool is None:
+            slab = Slab(flat.nbytes, pin=pin)
+            self._use(slab.tensor, slab.close)
+        self.accum: Tensor | None = None
+        self.consumed: Future[None] = finished(None)
+        self.arrived = [False] * len(flat.slices)
+        self.num_arrived = 0
+        self.has_accum = [False] * len(flat.slices)
+        self.accumulating = False
+        self.mark: Mark = None
+        self.states = [GradientState.NONE] * len(flat.slices)
+        self.kept = False
+        self.assigned: dict[int, Tensor] = {}
+
+    def allocate(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:
+        """Makes `host_grad` ready for the first copy of a backward; waits until its last use is over.
+
+        Args:
+            under_way: returns `consumed` of the gradients that the pool is shared with.
+        """
+        wait_for(self.consumed, "the step before")
+        if self._pool is not None and self._release_memory is None:
+            self._use(*self._pool.allocate(self._flat.nbytes, under_way))
+
+    def accumulated(self) -> Tensor:
+        """Returns `accum`, which is allocated if it is missing. The caller has waited for `consumed`."""
+        if self.accum is None:
+            with torch.inference_mode(False):
+                self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
+        return self.accum
+
+    def fold(self) -> None:
+        """Copies the gradients that user code has assigned to `accum`."""
+        if self.assigned:
+            self.consumed.result()
+            for index, gradient in self.assigned.items():
+                self._flat.slices[index].of(self.accumulated()).copy_(gradient.detach())
+                self.has_accum[index] = True
+            self.assigned.clear()
+            self.accumulating = True
+
+    def set_consumed(self, done: "Future[None]") -> None:
+        """Hands `host_grad` to a job that ends with `done`."""
+        if self._pool is None:
+            self.consumed = done
+            return
+
+        def release(_: None) -> "Future[None]":
+            self._release()
+            return done
+
+        self.consumed = then(ended(done), release)
+
+    def target(self, index: int) -> Tensor:
+        """Returns the bytes of `host_grad` that the gradient of parameter `index` is copied to."""
+        item = self._flat.slices[index]
+        size = self._flat.dtype.itemsize
+        return self._bytes[item.start * size : (item.start + item.numel) * size]
+
+    def add(self, arrived: list[bool]) -> None:
+        """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""
+        whole = self.accumulated()
+        for index, item in enumerate(self._flat.slices):
+            if arrived[index]:
+                accum, gradient = item.of(whole), item.of(self.host_grad)
+                if self.has_accum[index]:
+                    accum.add_(gradient)
+                else:
+                    accum.copy_(gradient)
+                self.has_accum[index] = True
+
+    def drop(self) -> None:
+        """Drops copied and accumulated gradients whose step has not begun."""
+        self.assigned.clear()
+        self.states = [GradientState.NONE] * len(self.states)
+        if self.accumulating or any(self.arrived):
+            self.consumed.result()
+            self.arrived = [False] * len(self.arrived)
+            self.has_accum = [False] * len(self.has_accum)
+            self.accumulating = False
+
+    def free(self) -> None:
+        """Frees the memory; no job uses it."""
+        self._release()
+        self.accum = None
+
+    def _use(self, memory: Tensor, release: Callable[[], None]) -> None:
+        self._bytes, self._release_memory = memory, release
+        self.host_grad = memory.view(self._flat.dtype)
+
+    def _release(self) -> None:
+        """Releases `host_grad`, if it has memory, which no job uses."""
+        release, self._release_memory = self._release_memory, None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.host_grad = self._bytes.view(self._flat.dtype)
+        if release is not None:
+            release()

@@ -1,0 +1,226 @@
+"""`Tensor.grad` of offloaded parameters, which user code may read and write between backward and step."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ssd.model_states.access import Access, Source
+from lightning_ssd.model_states.flat import FlatParameter, ParamView
+from lightning_ssd.model_states.gradient import Gradient, GradientState
+from lightning_ssd.model_states.parameter import OffloadedView
+from lightning_ssd.model_states.split import write_changed
+
+
+class GradientSource(Source):
+    """The gradient of one parameter, with the shape, dtype and device that it has in plain training.
+
+    Attributes:
+        own: values of a tensor that is no longer the parameter's gradient; None before.
+        view: the tensor that `Tensor.grad` has returned.
+    """
+
+    def __init__(self, access: Access, gradients: "GradientAccess", flat: FlatParameter, index: int) -> None:
+        super().__init__()
+        self.access = access
+        self._gradients = gradients
+        self._flat = flat
+        self._index = index
+        self.item: ParamView = flat.slices[index]
+        self.name = f"the gradient of {self.item.name}"
+        self.own: Tensor | None = None
+        self.view: weakref.ref[OffloadedView] | None = None
+
+    def read(self) -> Tensor:
+        if self.own is not None:
+            return self.own
+        accum = self._gradients.whole(self._flat, self._index)
+        return self.item.of(accum).to(self._flat.device, self.item.dtype, copy=True)
+
+    def write(self, values: Tensor) -> None:
+        if self.own is None:
+            accum = self._gradients.whole(self._flat, self._index)
+            write_changed(self.item.of(accum), values.detach().to("cpu"))
+            self._gradients.changed(self._flat, self._index)
+
+
+class GradientAccess:
+    """Gives offloaded gradients the semantics of `Tensor.grad`.
+
+    Duty: reads and writes of `Tensor.grad`, and its aliases in user code. The gradients stay on the host.
+
+    Threads: the training thread, or autograd's while the training thread waits in `backward`.
+
+    Ownership: a tensor that was returned reads the host gradient until that is replaced; then it has values of its own.
+
+    Args:
+        gradients: gradient of each flat parameter that is stepped; not owned.
+        accumulate: submits the accumulation of a flat parameter's copied gradients.
+        resume_accumulation: called before a gradient is added to one that the last step may have used.
+        changed: called after user code has changed the gradient of a parameter.
+    """
+
+    def __init__(
+        self,
+        gradients: Mapping[FlatParameter, Gradient],
+        accumulate: Callable[[FlatParameter], object],
+        resume_accumulation: Callable[[FlatParameter, int], None],
+        changed: Callable[[FlatParameter, int], None],
+    ) -> None:
+        self._gradients = gradients
+        self._accumulate = accumulate
+        self._resume_accumulation = resume_accumulation
+        self.changed = changed
+        self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
+            weakref.WeakValueDictionary()
+        )
+        """Gradients that user code refers to."""
+        self.access: Access
+        """Runs operators on the gradients; set by the owner."""
+        self._hidden = False
+
+    @contextlib.contextmanager
+    def hidden(self, hide: bool = True) -> Iterator[None]:
+        """Hides offloaded gradients within the context (or shows them): optimizers step the other parameters."""
+        before, self._hidden = self._hidden, hide
+        try:
+            yield
+        finally:
+            self._hidden = before
+
+    def hide(self, hide: bool) -> None:
+        """Hides offloaded gradients, or shows them again."""
+        self._hidden = hide
+
+    def get(self, flat: FlatParameter, index: int) -> Tensor | None:
+        """Returns the gradient of a parameter, as `Tensor.grad` does."""
+        own: Tensor | None = flat.slices[index].parameter.grad
+        if own is not None or self._hidden or flat not in self._gradients:
+            return own
+        gradient = self._gradients[flat]
+        if gradient.states[index] is GradientState.NONE:
+            return None
+        if index in gradient.assigned:
+            return gradient.assigned[index]
+        source = self._sources.get((flat, index))
+        view = None if source is None or source.view is None else source.view()
+        if view is None:
+            source = source or GradientSource(self.access, self, flat, index)
+            self._sources[flat, index] = source
+            item = source.item
+            view = OffloadedView.make(source, 0, item.shape, item.stride, item.dtype, flat.device, versioned=False)
+            source.view = weakref.ref(view)
+        return view
+
+    def set(self, flat: FlatParameter, index: int, values: Tensor | None) -> None:
+        """Assigns the gradient of a parameter, as `Tensor.grad` does.
+
+        Raises:
+            RuntimeError: its shape, dtype or device is not the parameter's.
+        """
+        item = flat.slices[index]
+        if flat not in self._gradients:
+            item.parameter.grad = values
+            return
+        gradient = self._gradients[flat]
+        if isinstance(values, OffloadedView):
+            if values is self.get(flat, index):
+                return
+            values = values.clone()
+        plain = (item.shape, item.dtype, flat.device)
+        if values is not None and (values.shape, values.dtype, values.device) != plain:
+            raise RuntimeError(
+                f"the gradient that is assigned to {item.name} is {values.dtype} {list(values.shape)} on "
+                f"{values.device}, and the parameter is {plain[1]} {list(plain[0])} on {plain[2]}."
+            )
+        self.detach_views(flat, index)
+        if gradient.states[index] is GradientState.PRESENT and index not in gradient.assigned:
+            self._accumulate_arrived(flat)
+            gradient.has_accum[index] = False
+        gradient.assigned.pop(index, None)
+        gradient.states[index] = GradientState.NONE
+        if values is not None:
+            self.check(flat, index)
+            gradient.assigned[index] = values
+            gradient.states[index] = GradientState.PRESENT
+        gradient.accumulating = any(gradient.has_accum) or bool(gradient.assigned)
+        self.changed(flat, index)
+
+    def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
+        """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights."""
+        gradient = self._gradients.get(flat)
+        if gradient is None:
+            raise RuntimeError(f"{flat.slices[index].name} has a gradient, and is in no optimizer.")
+        self._resume_accumulation(flat, index)
+        self._accumulate_arrived(flat)
+        gradient.fold()
+        accum = flat.slices[index].of(gradient.accumulated())
+        if gradient.has_accum[index]:
+            accum.add_(values.detach().to("cpu"))
+        else:
+            accum.copy_(values.detach())
+        gradient.has_accum[index] = True
+        gradient.accumulating = True
+        gradient.states[index] = GradientState.PRESENT
+        self.changed(flat, index)
+
+    def whole(self, flat: FlatParameter, index: int) -> Tensor:
+        """Returns the gradients of `flat` on the host in fp32, with that of parameter `index`.
+
+        Raises:
+            RuntimeError: its gradient is gone.
+        """
+        gradient = self._gradients[flat]
+        if gradient.states[index] is GradientState.STEPPED:
+            self.check(flat, index)
+            gradient.consumed.result()
+        else:
+            self._accumulate_arrived(flat)
+        gradient.fold()
+        return gradient.accumulated()
+
+    def check(self, flat: FlatParameter, index: int) -> None:
+        """Raises RuntimeError if a submitted step has used the gradient of a parameter, and has not kept it."""
+        gradient = self._gradients[flat]
+        if gradient.states[index] is GradientState.STEPPED and not gradient.kept:
+            raise RuntimeError(
+                f"the gradient of {flat.slices[index].name} was used by its optimizer step, which runs as soon as the "
+                "gradient is complete, and is gone. Read or change it in `on_after_backward` or "
+                "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
+            )
+
+    def zero(
+        self, optimizer_flats: Mapping[FlatParameter, tuple[Optimizer, int]], optimizer: Optimizer, none: bool
+    ) -> None:
+        """Drops the gradients of the parameters of `optimizer`, or fills them with zeros if `none` is False."""
+        for flat, gradient in self._gradients.items():
+            if optimizer_flats[flat][0] is not optimizer:
+                continue
+            present = [index for index, state in enumerate(gradient.states) if state is not GradientState.NONE]
+            for index in present:
+                self.detach_views(flat, index)
+            gradient.drop()
+            if not none and present:
+                gradient.consumed.result()
+                for index in present:
+                    flat.slices[index].of(gradient.accumulated()).zero_()
+                    gradient.has_accum[index] = True
+                    gradient.states[index] = GradientState.PRESENT
+                    self.changed(flat, index)
+                gradient.accumulating = True
+
+    def detach_views(self, flat: FlatParameter, index: int) -> None:
+        """Gives tensors of user code that alias a gradient their own values, before the gradient is replaced."""
+        source = self._sources.pop((flat, index), None)
+        if source is not None and source.own is None:
+            with contextlib.suppress(RuntimeError):  # the gradient is gone: an operator on the tensor raises that error
+                source.own = source.read()
+
+    def _accumulate_arrived(self, flat: FlatParameter) -> None:
+        """Returns when all copied gradients of `flat` are accumulated."""
+        gradient = self._gradients[flat]
+        if any(gradient.arrived):
+            self._accumulate(flat)
+        gradient.consumed.result()

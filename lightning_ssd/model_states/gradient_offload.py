@@ -1,0 +1,293 @@
+"""Gradient offloading: from `Tensor.grad` on the device to host memory, accumulation in fp32, norms.
+
+A gradient is copied as soon as autograd has accumulated it (LoHan's active gradient offloading), while backward goes
+on. The gradients of earlier micro-batches are added up on the host.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd.device import CopyEngine, Mark, Worker
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.gradient import Gradient, GradientPool, GradientState
+from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+
+
+class GradientOffloader:
+    """Offloads the gradients of the flat parameters that are stepped.
+
+    Duty: copies a gradient to the host, accumulates micro-batches, measures norms, and hands the result to a step. The
+    step scheduler decides when a step begins.
+
+    Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
+    `backward`; two of them never call at a time. Two callbacks run elsewhere: the accumulation (`_accumulate`) on the
+    worker's thread, and the completion of a copy's future on the `d2h-done` thread, which touches no field.
+
+    Ownership: a gradient on the device belongs to `_in_flight` until the compute stream was ordered after its copy.
+    Host memory: see `Gradient`. A norm is a one-element tensor, on the device for a gradient that was copied, on the
+    host for an accumulated one; `norms` belongs to the step that has begun, and an accumulation writes to the mapping
+    of the step that it was submitted for, which the step reads after `Gradient.consumed`.
+
+    Args:
+        gradients: the gradient of each flat parameter that is stepped; owned.
+        pool: memory that they share; owned. None: each has its own.
+        prefetcher: counts the forwards of a unit, each of which yields a gradient.
+        copies: copies of the device.
+        worker: runs accumulations.
+        decision: receives the gradients of a step that clips or scales.
+        recorded: whether steps are recorded, so that no gradient may outlive its step.
+
+    Attributes:
+        norms: norms of the gradients of the step that has begun, before they are unscaled.
+    """
+
+    MAX_IN_FLIGHT_BYTES = 256 * 2**20
+    """Bytes of gradients on the device whose copies may be under way at once."""
+
+    def __init__(
+        self,
+        gradients: Mapping[FlatParameter, Gradient],
+        pool: GradientPool | None,
+        prefetcher: ParamPrefetcher,
+        copies: CopyEngine,
+        worker: Worker,
+        decision: GradScaleDecision,
+        *,
+        recorded: bool,
+    ) -> None:
+        self._gradients = gradients
+        self._pool = pool
+        self._prefetcher = prefetcher
+        self._copies = copies
+        self._worker = worker
+        self._decision = decision
+        self._recorded = recorded
+        self.norms: dict[nn.Parameter, Tensor] = {}
+        self._expected: dict[tuple[FlatParameter, tuple[bool, ...]], int] = {}
+        """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient."""
+        self._in_flight: deque[tuple[Tensor, Mark]] = deque()
+        self._in_flight_bytes = 0
+
+    def __getitem__(self, flat: FlatParameter) -> Gradient:
+        """Returns the gradient of a flat parameter."""
+        return self._gradients[flat]
+
+    def items(self) -> "Iterator[tuple[FlatParameter, Gradient]]":
+        """Yields the flat parameters that are stepped, and their gradients."""
+        yield from self._gradients.items()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return any(gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values())
+
+    # ---- one gradient, on the thread that runs backward ----
+
+    def receive(self, flat: FlatParameter, index: int) -> None:
+        """Registers a new gradient of a parameter, and allocates host memory for it.
+
+        Raises:
+            RuntimeError: it would be added to a gradient that a step has used, and that is gone.
+        """
+        gradient = self._gradients[flat]
+        gradient.fold()
+        self.resume_accumulation(flat, index)
+        gradient.states[index] = GradientState.PRESENT
+        if gradient.arrived[index]:  # a second one in the same backward, as with reentrant checkpointing
+            self.accumulate(flat)
+        if not any(gradient.arrived):
+            gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
+        gradient.arrived[index] = True
+        gradient.num_arrived += 1
+
+    def complete(self, flat: FlatParameter) -> bool:
+        """Whether the running backward will accumulate no further gradient of `flat`, as far as can be known."""
+        required = _requires_grad(flat)
+        # Backward may need the weights of a parameter that was frozen since the forward, until its end.
+        if self._gradients[flat].num_arrived != sum(required) or not all(required):
+            return False
+        if (flat, required) in self._expected:  # one that comes in parts is complete at the end of backward only
+            return self._expected[flat, required] == sum(required)
+        # In the first backward, the end of backward decides; with a shared pool that would be too late. A weight that
+        # one forward of its unit uses gets one gradient.
+        return self._pool is not None and self._prefetcher.entered_once(flat)
+
+    def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
+        """Computes on the device what the scale decision needs of a new gradient.
+
+        Args:
+            flat: flat parameter of the parameter.
+            parameter: parameter of the gradient.
+            grad: the gradient, on the device.
+            check_finite: whether the running step is skipped if the gradient is not finite.
+        """
+        if check_finite and self._decision.loss_scaled:
+            self._decision.check(grad)
+        if self._decision.needs_norm and not self._gradients[flat].accumulating:
+            self.norms[parameter] = torch._foreach_norm([grad.float()])[0]
+
+    def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
+        """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
+        gradient = self._gradients[flat]
+        data = flat.slices[index].flatten(grad.detach()).view(torch.uint8)
+        gradient.mark = self._copies.d2h(data, gradient.target(index), self._copies.mark(), awaited=True)
+        self.keep_alive(data, gradient.mark)
+        while self._in_flight_bytes > self.MAX_IN_FLIGHT_BYTES and len(self._in_flight) > 1:
+            self._release_oldest()
+
+    def keep_alive(self, data: Tensor, mark: Mark) -> None:
+        """Keeps device bytes alive until the mark of their copy is reached."""
+        self._in_flight.append((data, mark))
+        self._in_flight_bytes += data.numel()
+
+    def end_backward(self) -> None:
+        """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
+        while self._in_flight:
+            self._release_oldest()
+        for flat, gradient in self._gradients.items():
+            if gradient.num_arrived:
+                self._expected[flat, _requires_grad(flat)] = gradient.num_arrived
+                gradient.num_arrived = 0
+
+    def _release_oldest(self) -> None:
+        data, mark = self._in_flight.popleft()
+        self._in_flight_bytes -= data.numel()
+        self._copies.wait(mark)
+
+    def resume_accumulation(self, flat: FlatParameter, index: int) -> None:
+        """Has a new gradient added to the one that the last step has used, as plain training without `zero_grad` does.
+
+        Raises:
+            RuntimeError: that one is gone.
+        """
+        gradient = self._gradients[flat]
+        if gradient.states[index] is not GradientState.STEPPED:
+            return
+        if not gradient.kept:
+            raise RuntimeError(
+                f"a gradient of {flat.slices[index].name} is added to the one that the last step has used, which is "
+                "gone. Call `optimizer.zero_grad()` between a step and the next backward."
+            )
+        if self._recorded:
+            raise RuntimeError(
+                f"a gradient of {flat.slices[index].name} is added to the one that the last step has used, which "
+                "`recover=True` does not record. Call `optimizer.zero_grad()` between a step and the next backward, or "
+                "set `recover=False`."
+            )
+        gradient.consumed.result()
+        gradient.has_accum[index] = gradient.accumulating = True
+
+    # ---- accumulation on the host ----
+
+    def accumulate(self, flat: FlatParameter) -> "Future[None]":
+        """Submits the accumulation of the gradients that were copied.
+
+        Returns:
+            `Gradient.consumed`, done when they are in `Gradient.accum` and their norms are known.
+        """
+        gradient = self._gradients[flat]
+        arrived, gradient.arrived = gradient.arrived, [False] * len(flat.slices)
+        norms = self.norms if self._decision.needs_norm else None
+
+        def run() -> None:  # on the worker's thread
+            gradient.add(arrived)
+            if norms is not None:
+                for index in range(len(flat.slices)):
+                    _measure_accumulated(gradient, flat, index, norms)
+
+        gradient.accumulating = True
+        gradient.set_consumed(self._worker.submit(run, [self._on_host(gradient)]))
+        return gradient.consumed
+
+    def accumulate_all(self) -> None:
+        """Submits the accumulation of every gradient that was copied."""
+        for flat, gradient in self._gradients.items():
+            if any(gradient.arrived):
+                self.accumulate(flat)
+
+    def remeasure(self, flat: FlatParameter, index: int) -> None:
+        """Measures the norm of an accumulated or assigned gradient again: user code has changed it."""
+        if not self._decision.needs_norm:
+            return
+        gradient = self._gradients[flat]
+        gradient.fold()
+        self.norms.pop(flat.slices[index].parameter, None)
+        _measure_accumulated(gradient, flat, index, self.norms)
+
+    def reset_norms(self) -> None:
+        """Starts the norms of the next step."""
+        self.norms = {}
+
+    # ---- towards a step, or user code ----
+
+    def hand_over(self, flat: FlatParameter) -> "tuple[Future[None], list[bool] | None]":
+        """Hands the gradient of a flat parameter to a step; the caller passes the step's future to `set_consumed`.
+
+        Returns:
+            A future that is done when the gradient is on the host; and for each parameter, whether it has a gradient in
+            `Gradient.host_grad`, or None if the step uses the accumulated gradients.
+        """
+        gradient = self._gradients[flat]
+        if gradient.accumulating:
+            return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
+        arrived, gradient.arrived = gradient.arrived, [False] * len(flat.slices)
+        return self._on_host(gradient), arrived
+
+    @contextlib.contextmanager
+    def as_grads(self) -> Iterator[None]:
+        """Makes the accumulated gradients the `.grad` of the parameters, which are whole tensors on the CPU meanwhile.
+
+        No accumulation and no step is under way. Changes count, assignments and None included.
+        """
+        parameters = [
+            (item, gradient, index)
+            for flat, gradient in self._gradients.items()
+            for index, item in enumerate(flat.slices)
+        ]
+        for gradient in self._gradients.values():
+            gradient.fold()
+        for item, gradient, index in parameters:
+            if gradient.has_accum[index]:
+                item.parameter.grad = item.of(gradient.accumulated())
+        try:
+            yield
+        finally:
+            for item, gradient, index in parameters:
+                grad, item.parameter.grad = item.parameter.grad, None
+                if grad is not None or gradient.has_accum[index]:
+                    gradient.states[index] = GradientState.NONE if grad is None else GradientState.PRESENT
+                gradient.has_accum[index] = grad is not None
+                gradient.accumulating = any(gradient.has_accum)
+                if grad is not None and grad.data_ptr() != item.of(gradient.accumulated()).data_ptr():
+                    item.of(gradient.accumulated()).copy_(grad)
+
+    def consumed(self) -> "Sequence[Future[None]]":
+        """Returns the futures of the last use of every gradient."""
+        return [gradient.consumed for gradient in self._gradients.values()]
+
+    def free(self) -> None:
+        """Frees the host memory; every gradient was consumed."""
+        for gradient in self._gradients.values():
+            gradient.free()
+
+    def _on_host(self, gradient: Gradient) -> "Future[None]":
+        """Returns a future that is done when all copies of `gradient` that were issued are on the host."""
+        return self._copies.on_d2h(gradient.mark)
+
+
+def _measure_accumulated(
+    gradient: Gradient, flat: FlatParameter, index: int, norms: dict[nn.Parameter, Tensor]
+) -> None:
+    item = flat.slices[index]
+    if gradient.has_accum[index]:
+        norms[item.parameter] = torch._foreach_norm([item.of(gradient.accumulated())])[0]
+
+
+def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:
+    return tuple(item.parameter.requires_grad for item in flat.slices)

@@ -1,0 +1,138 @@
+"""Grouping: which parameters share a flat parameter, in which dtype, and how its values are laid out and stepped."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ssd.model_states.config import Setup
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, Groups, make_flat_optimizer
+from lightning_ssd.model_states.state_store import Layout
+from lightning_ssd.model_states.units import Unit
+
+FLAT_ELEMENTS = 2**26
+"""Elements above which a unit has several flat parameters, so that a step begins before its whole gradient arrived."""
+
+STAGED_FLAT_ELEMENTS = 2**24
+"""The same where flat parameters may be on SSDs: staging memory holds several at once."""
+
+
+def make_flats(
+    module: nn.Module,
+    units: Sequence[Unit],
+    offloaded: set[nn.Parameter],
+    groups: Groups,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    max_elements: int,
+) -> list[tuple[Sequence[nn.Module], list[FlatParameter]]]:
+    """Returns for each unit its modules and flat parameters.
+
+    Args:
+        module: the model.
+        units: units of the model.
+        offloaded: parameters to group.
+        groups: parameter groups; a flat parameter belongs to one.
+        device: device that the model computes on.
+        autocast: dtype that matrix products compute in; None: that of the weights.
+        max_elements: elements of a flat parameter, unless one parameter has more.
+    """
+    dtypes = _compute_dtypes(module, autocast)
+    of_units: list[tuple[Sequence[nn.Module], list[FlatParameter]]] = []
+    for unit in units:
+        members: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in unit.parameters:
+            if parameter in offloaded:
+                optimizer, number = groups.get(parameter, (None, 0))
+                # Frozen ones apart: a step of the others may begin while backward still needs their weights.
+                kind = dtypes[parameter], id(optimizer), number, parameter.requires_grad
+                members.setdefault(kind, []).append((name, parameter))
+        flats: list[FlatParameter] = []
+        for chosen in members.values():
+            for part in _parts(chosen, max_elements):
+                name = unit.name if not flats else f"{unit.name} (part {len(flats) + 1})"
+                flats.append(FlatParameter(name, part, dtypes[part[0][1]], device))
+        of_units.append((unit.modules, flats))
+    return of_units
+
+
+def flat_groups(flats: Iterable[FlatParameter], groups: Groups) -> dict[FlatParameter, tuple[Optimizer, int]]:
+    """Returns the optimizer and group index of the flat parameters that are stepped."""
+    return {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A flat parameter, how its values lie in memory, and how it is stepped.
+
+    Attributes:
+        layout: layout of the flat parameter's values.
+        rule: its optimizer; None: it is not stepped.
+    """
+
+    layout: Layout
+    rule: FlatOptimizer | None
+
+    @property
+    def flat(self) -> FlatParameter:
+        """The flat parameter."""
+        return self.layout.flat
+
+
+def lay_out(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions: bool) -> LaidOut:
+    """Returns how a new flat parameter is laid out and stepped.
+
+    Args:
+        flat: the flat parameter.
+        groups: parameter groups.
+        setup: settings of the training.
+        two_versions: whether its steps are to be revertible, if its optimizer can.
+
+    Raises:
+        ValueError: `recover=True` can't record its optimizer.
+    """
+    group = groups.get(flat.slices[0].parameter)
+    rule = None if group is None else make_flat_optimizer(group[0], flat, setup.whole)
+    names = () if rule is None or group is None else rule.state_names(group[0].param_groups[group[1]])
+    split = setup.config.state_format == "split" and flat.dtype == torch.bfloat16
+    elementwise = isinstance(rule, ElementwiseOptimizer)
+    if setup.config.recover and rule is not None and not elementwise:
+        assert group is not None
+        raise ValueError(
+            f"`recover=True` needs optimizer states that are on SSDs, and those of {type(group[0]).__name__} are in "
+            "memory. Take AdamW, Adam or SGD, or set `recover=False`."
+        )
+    return LaidOut(
+        Layout(flat, split, names, rule is not None, versions=2 if two_versions and elementwise else 1), rule
+    )
+
+
+def _parts(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    part: list[tuple[str, nn.Parameter]] = []
+    numel = 0
+    for name, parameter in parameters:
+        if part and numel + parameter.numel() > most:
+            yield part
+            part, numel = [], 0
+        part.append((name, parameter))
+        numel += parameter.numel()
+    yield part
+
+
+def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:
+    """Returns the compute dtype of each parameter: autocast's, where autocast would cast the parameter anyway.
+
+    Autocast casts a weight once a forward and keeps the copy until backward. A weight of that dtype needs no copy, and
+    the product has the same numbers. (The gradients of a weight that one forward uses several times are summed in that
+    dtype, and in fp32 by Lightning, which disables autocast's cache.)
+    """
+    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    for owner in module.modules():
+        casts = isinstance(owner, (nn.Linear, nn.modules.conv._ConvNd)) or type(owner).__name__ == "Conv1D"
+        for parameter in owner.parameters(recurse=False):
+            dtype = autocast if autocast is not None and casts and parameter.dtype == torch.float32 else parameter.dtype
+            dtypes[parameter] = dtype if dtypes.get(parameter, dtype) == dtype else parameter.dtype
+    return dtypes

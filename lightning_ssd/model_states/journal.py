@@ -1,0 +1,269 @@
+"""The journal of `recover=True`: the record of the last whole step, from which a run resumes after a kill.
+
+Every flat parameter is on SSDs in two versions. A step writes the uncommitted ones. When all bytes of a step are on the
+drives, a record names the versions that are committed from now on and replaces the record before; until then no other
+step may begin to write. So whenever the process is killed, there is a record of a whole step, and all of its bytes.
+
+A record is plain data with a checksum (`plain_data`): nothing in it is code, and no changed bit passes for data.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ssd.device import Worker
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.optimizers import FlatOptimizer
+from lightning_ssd.model_states.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
+from lightning_ssd.model_states.settings import Settings, describe, differences
+from lightning_ssd.model_states.state_store import Layout, StateStore
+from lightning_ssd.storage import Blob, BlobStore, Kept, Piece, PrivateDirectory, StorageError, read_manifest
+from lightning_ssd.storage.calibration import Calibration
+from lightning_ssd.storage.errors import from_os_error
+
+_FILE = "journal"
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """The record of one step.
+
+    Attributes:
+        identity: description of the flat parameters, which the next run must have, too.
+        kept: files and blobs that the next run's scratch space adopts.
+        slots: number of the committed version of each flat parameter.
+        rules: for each flat parameter that is stepped, the state that its optimizer keeps in memory.
+        settings: settings of the training, which the next run must have, too.
+        rest: all other state of the training, with tensors on the CPU.
+        file: name of the record's file, for messages.
+    """
+
+    identity: object
+    kept: Kept
+    slots: Sequence[int]
+    rules: Sequence[object]
+    settings: Settings
+    rest: Mapping[str, Any]
+    file: str
+
+    @property
+    def remedy(self) -> str:
+        """Remedy for a user who does not want to resume from the record."""
+        return f"remove {self.file.removesuffix(f'/{_FILE}')} and what it holds, to begin anew"
+
+
+def read_commit_record(
+    directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: Settings
+) -> CommitRecord | None:
+    """Returns the last record of a run that was killed; None if there is none.
+
+    Args:
+        directories: the kept directories of all paths, locked; a record is in the first.
+        layouts: layouts of this run's flat parameters.
+        settings: settings of this run. A record of the same flat parameters is returned whatever its settings are.
+
+    Raises:
+        StorageError: the record has other flat parameters, or can't be read, or a directory is of a run with other
+            paths, which may have a record elsewhere; nothing is removed.
+    """
+    _check_paths(directories)
+    directory = directories[0]
+    file = directory.path / _FILE
+    give_up = f"remove {file.parent} and what it holds, to begin anew"
+    try:
+        parts = from_bytes(directory.read_file(_FILE))
+        own = decode(parts["journal"])
+        record = CommitRecord(
+            own["identity"],
+            _kept_from(own["kept"]),
+            own["slots"],
+            own["rules"],
+            Settings(**own["settings"]),
+            decode(parts["training"]),
+            str(file),
+        )
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise from_os_error(error, "read the journal of `recover=True`", file) from error
+    except DamagedError as error:
+        raise StorageError(
+            f"{file}, which a run that was killed left, can't be read: {error}. Its states can't be told from others: "
+            f"start from a checkpoint with another `path`, or {give_up}."
+        ) from error
+    if record.identity != identity_of(layouts):
+        found = describe(differences(record.settings.fixed, settings.fixed)) or "the parameters are grouped otherwise"
+        raise StorageError(
+            f"{file.parent} has the states of a run that was killed, of another model or with other settings: {found}. "
+            f"Put them back, or {give_up}."
+        )
+    return record
+
+
+def has_commit_record(directory: PrivateDirectory) -> bool:
+    """Whether a run that was killed has left a record, readable or not, in its kept directory."""
+    return _FILE in directory.names()
+
+
+def remove_record(directory: PrivateDirectory) -> None:
+    """Removes the record in a kept directory, if there is one, and returns when that survives a loss of power.
+
+    Raises:
+        StorageError: the record may still exist.
+    """
+    try:
+        directory.remove_file(_FILE)
+        directory.sync()
+    except OSError as error:
+        raise from_os_error(error, "remove the journal of `recover=True`", directory.path / _FILE) from error
+
+
+def _check_paths(directories: Sequence[PrivateDirectory]) -> None:
+    """Checks that no record is overlooked: one that is on a path that is not given, or not the first.
+
+    A run writes its manifests before its first record, and that of its first path before the others; at its end the
+    record goes first, and the manifest of the first path last. So a directory that has a manifest, when the first path
+    of its run has none of that run, is of a run whose record is out of reach.
+
+    Raises:
+        StorageError: a directory is of a run that may have a record, and had other paths.
+    """
+    given = [str(directory.path.parent) for directory in directories]
+    manifests = [read_manifest(directory) for directory in directories]
+    for directory, manifest in zip(directories, manifests, strict=True):
+        if manifest is None:
+            if has_commit_record(directory):
+                raise StorageError(
+                    f"{directory.path} has a record of a run that was killed, and not its manifest: it can't be used. "
+                    f"Remove {directory.path} and what it holds, and start from a checkpoint or anew."
+                )
+            continue
+        own = {path: one for path, one, other in zip(given, directories, manifests, strict=True) if other == manifest}
+        first = own.get(manifest.paths[0])
+        if first is not None and not has_commit_record(first):
+            continue  # killed before its first record, or after its end
+        if list(own) == given == list(manifest.paths):
+            continue
+        empty = [path for path in manifest.paths if path in given and path not in own]
+        raise StorageError(
+            f"{directory.path} is of a run that was killed and had path={list(manifest.paths)}, and this one has "
+            f"path={given}{f', with nothing of that run in {empty}' if empty else ''}. Give the same paths in the same "
+            f"order, with their drives mounted; or remove {', '.join(str(one.path) for one in own.values())} and what "
+            "is there, to begin anew."
+        )
+
+
+def identity_of(layouts: Sequence[Layout]) -> object:
+    """Returns a description of flat parameters; those with the same one can adopt each other's bytes."""
+    return [
+        [
+            layout.flat.name,
+            str(layout.flat.dtype),
+            layout.split,
+            list(layout.state_names),
+            layout.versions,
+            [[item.name, item.start, list(item.parameter.shape)] for item in layout.flat.slices],
+        ]
+        for layout in layouts
+    ]
+
+
+class Journal:
+    """Writes records.
+
+    Threads: `write` and `forget` are called on the training thread; records are written on the thread `journal`.
+
+    Ownership: the versions that a record names must not be overwritten before the next record is written; the step
+    scheduler sees to that.
+
+    Args:
+        stores: stores of all flat parameters, on SSDs; not owned.
+        rules: optimizers of those that are stepped.
+        blob_store: the scratch space that they are in.
+        settings: settings of the training.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[FlatParameter, StateStore],
+        rules: Mapping[FlatParameter, FlatOptimizer],
+        blob_store: BlobStore,
+        settings: Settings,
+    ) -> None:
+        self._stores = stores
+        self._rules = rules
+        self._blob_store = blob_store
+        self._settings = settings
+        self._worker = Worker("journal")
+
+    def write(self, after: Sequence["Future[Any]"], rest: Callable[[], PlainData]) -> "Future[None]":
+        """Submits a record.
+
+        Args:
+            after: futures of the steps that it names and of their writes.
+            rest: returns the record's `rest`; called on the journal's thread.
+
+        Returns:
+            A future that is done when the record has replaced the one before; it has a StorageError if it could not.
+        """
+
+        def run() -> None:
+            self._blob_store.sync()
+            stores = list(self._stores.values())
+            own = {
+                "identity": identity_of([store.layout for store in stores]),
+                "kept": _kept_as_data(self._blob_store.kept([blob for store in stores for blob in store.blobs()])),
+                "slots": [store.version for store in stores],
+                "rules": [rule.kept() for rule in self._rules.values()],
+                "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
+            }
+            self._replace(to_bytes({"journal": encode(own, "the journal"), "training": rest()}))
+
+        return self._worker.submit(run, after)
+
+    def forget(self) -> None:
+        """Removes the record, since values that it names are about to change, or training has ended.
+
+        Raises:
+            StorageError: the record may still exist.
+        """
+        remove_record(self._blob_store.directory)
+
+    @property
+    def written(self) -> bool:
+        """Whether there is a record for the next run."""
+        return _FILE in self._blob_store.directory.names()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._worker.close()
+
+    def _replace(self, content: bytes) -> None:
+        directory = self._blob_store.directory
+        try:
+            with directory.replacing_file(_FILE) as file:
+                file.write(content)
+        except OSError as error:
+            action = f"write {len(content)} bytes of the journal of `recover=True`"
+            raise from_os_error(error, action, directory.path / _FILE) from error
+
+
+def _kept_as_data(kept: Kept) -> dict[str, object]:
+    blobs = [
+        [blob.nbytes, [[piece.volume, piece.offset, piece.start, piece.nbytes] for piece in blob.pieces]]
+        for blob in kept.blobs
+    ]
+    measured = kept.calibration
+    return {
+        "blobs": blobs,
+        "hashes": dict(kept.hashes),
+        "calibration": [list(measured.weights), measured.write_bandwidth, measured.read_bandwidth],
+        "run": kept.run,
+    }
+
+
+def _kept_from(data: dict[str, Any]) -> Kept:
+    blobs = [Blob(nbytes, tuple(Piece(*piece) for piece in pieces)) for nbytes, pieces in data["blobs"]]
+    weights, write, read = data["calibration"]
+    return Kept(blobs, data["hashes"], Calibration(tuple(weights), write, read), data["run"])

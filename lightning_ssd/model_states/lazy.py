@@ -1,0 +1,211 @@
+"""Tensors of a checkpoint whose values are read where they are kept when somebody looks, or when they are written.
+
+A checkpoint of all weights and optimizer states then needs no memory for them: each is in RAM while its bytes go by.
+"""
+
+import contextlib
+import io
+import os
+import re
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_ssd.model_states.replace import remove, replacing
+
+_MARK_BYTES = 32
+
+
+class LazyTensor(Tensor):
+    """A CPU tensor without values, which it takes in the first time that something is computed with it.
+
+    Its memory is not touched until then, and so is none: the system gives a process only pages that it writes.
+    """
+
+    _read: Callable[[], Tensor] | None
+
+    @staticmethod
+    def make(shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> "LazyTensor":
+        """Returns a tensor of these attributes; `read` returns its values, on the CPU."""
+        tensor = torch.empty(shape, dtype=dtype).as_subclass(LazyTensor)
+        tensor._read = read
+        return tensor
+
+    def take_in(self) -> Tensor:
+        """Reads the values, unless they are there, and returns them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(Tensor)
+            if self._read is not None:
+                plain.copy_(self._read())
+                self._read = None
+            return plain
+
+    def values(self) -> Tensor:
+        """Returns the values, which are not kept."""
+        return self.take_in() if self._read is None else self._read()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        shown = cast(Any, func).__self__.__name__ if name == "__get__" else name
+        if shown in _CONVERSIONS and _changes_nothing(*args, **(kwargs or {})):
+            return args[0]
+        if shown not in _SHAPES:
+            args, kwargs = apply_to_collection((args, dict(kwargs or {})), LazyTensor, LazyTensor.take_in)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_SHAPES = ("shape", "dtype", "device", "size", "dim", "ndim", "numel", "element_size", "is_floating_point", "layout",
+           "requires_grad", "nbytes", "itemsize", "__len__", "__hash__", "is_cuda", "grad_fn", "is_leaf")  # fmt: skip
+"""What shows no values."""
+
+
+_CONVERSIONS = ("to", "cpu")
+"""What returns the tensor itself where it is so already: Lightning moves optimizer states to the CPU after training."""
+
+
+def _changes_nothing(tensor: Tensor, device: object = "cpu", **options: object) -> bool:
+    """Whether `tensor.to(device)` is `tensor`, which is on the CPU."""
+    to_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
+    return to_cpu and set(options) <= {"non_blocking"}
+
+
+class LazyTensors:
+    """Those that somebody may still look at."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[LazyTensor] = weakref.WeakSet()
+        self._made: dict[object, LazyTensor] = {}
+        self.wanted = False
+        """Whether state dicts are to be made of them now."""
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """State dicts that are made inside have lazy tensors."""
+        self.wanted = True
+        try:
+            yield
+        finally:
+            self.wanted = False
+            self._made.clear()
+
+    def make(self, key: object, like: Tensor, read: Callable[[], Tensor]) -> LazyTensor:
+        """Returns a tensor like `like`, whose values `read` returns until `take_in`.
+
+        Args:
+            key: inside one `making`, the same key gives the same tensor: what is tied is in a file once.
+            like: has its shape and dtype.
+            read: returns the values.
+        """
+        if (made := self._made.get(key)) is not None:
+            return made
+        tensor = LazyTensor.make(like.shape, like.dtype, read)
+        self._alive.add(tensor)
+        self._made[key] = tensor
+        return tensor
+
+    def take_in(self) -> None:
+        """Has all of them take their values in, before these change."""
+        for tensor in list(self._alive):
+            tensor.take_in()
+        self._alive.clear()
+
+
+def take_in(checkpoint: Any) -> Any:
+    """Returns `checkpoint` with ordinary tensors for the lazy ones."""
+    return apply_to_collection(checkpoint, LazyTensor, LazyTensor.take_in)
+
+
+def save(checkpoint: Any, path: str | Path) -> None:
+    """Writes what `torch.save` writes, without lazy tensors ever being in memory together.
+
+    The file is replaced when the new one is whole and on the drive: whenever the process is killed, one of them is
+    there.
+
+    Args:
+        checkpoint: what to save.
+        path: a local file; its directory is made if it is missing.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{_escaped(path.name)}.*.part"):  # of a process that was killed
+        if not _alive(left):
+            remove(left)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    marks: dict[bytes, LazyTensor] = {}
+    stand_ins: dict[LazyTensor, Tensor] = {}
+
+    def marked(tensor: LazyTensor) -> Tensor:
+        if tensor in stand_ins:
+            return stand_ins[tensor]
+        if tensor._read is None or tensor.nbytes < _MARK_BYTES:
+            return tensor.take_in()
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = torch.empty(tensor.shape, dtype=tensor.dtype)
+            mark = secrets.token_bytes(_MARK_BYTES)
+            plain.view(-1).view(torch.uint8)[:_MARK_BYTES] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+        marks[mark] = tensor
+        stand_ins[tensor] = plain
+        return plain
+
+    checked = torch.serialization.get_crc32_options()
+    try:
+        with replacing(path, part) as file:
+            # The values are put in behind torch's back, which knows no checksum of them. torch.load asks for none.
+            torch.serialization.set_crc32_options(False)
+            filling = _Filling(file, marks)
+            try:
+                torch.save(apply_to_collection(checkpoint, LazyTensor, marked), cast(IO[bytes], filling))
+            except BaseException as error:
+                # torch, which closes its file then, raises an error about that instead of the one that was first.
+                raise (filling.error or error) from None
+            assert not marks, "a tensor was not written in one piece"
+    finally:
+        torch.serialization.set_crc32_options(checked)
+
+
+class _Filling(io.RawIOBase):
+    """A file that puts the values where a mark was to be written."""
+
+    def __init__(self, file: io.BufferedWriter, marks: dict[bytes, LazyTensor]) -> None:
+        self._file = file
+        self._marks = marks
+        self.error: BaseException | None = None
+        """The first error of a `write`."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+    def _write(self, data: Any) -> int:
+        if len(data) >= _MARK_BYTES and (tensor := self._marks.pop(bytes(data[:_MARK_BYTES]), None)) is not None:
+            values = tensor.values().contiguous().view(-1).view(torch.uint8)
+            assert values.numel() == len(data)
+            self._file.write(values.numpy().data)
+            return len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _alive(part: Path) -> bool:
+    """Whether the process whose file this is still runs."""
+    process = part.name.split(".")[-2]
+    return process.isdigit() and Path(f"/proc/{process}").exists()

@@ -1,0 +1,75 @@
+"""Checkpoint values that a parameter cannot hold when Lightning restores the model, which is before states are set up.
+
+A parameter on `meta` has no memory then, and a 16-bit one rounds the fp32 master weights of a checkpoint. The values
+are kept, by reference, until the parameter's own place is made.
+"""
+
+import contextlib
+import warnings
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd.model_states.hooks import ModuleHook
+
+Loaded = Mapping[nn.Parameter, Tensor]
+"""Of parameters, the values that a checkpoint had for them."""
+
+
+def take_initial_values(root: nn.Module) -> Loaded:
+    """Returns the initial values that modules of `root` have for parameters on `meta`, and removes them there.
+
+    A module that was built on `meta` announces them by an attribute `initial_values`, a `Mapping` like `Loaded`. It
+    may read a value anew at each look-up: each is looked up while its unit is materialized, and not kept.
+    """
+    found: ChainMap[nn.Parameter, Tensor] = ChainMap()
+    for module in root.modules():
+        if (values := vars(module).pop("initial_values", None)) is not None:
+            found.maps.append(values)
+    return found
+
+
+@contextlib.contextmanager
+def recording_loads(module: nn.Module, loaded: dict[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Adds to `loaded` the tensors that `load_state_dict` calls inside give to the parameters of `module`.
+
+    Buffers on `meta` get memory on the CPU when they are loaded. Tensors are not copied: those of a mapped file take
+    no memory.
+    """
+
+    def record(owner: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+        for name, parameter in owner._parameters.items():
+            value = state.get(prefix + name)
+            if parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape:
+                loaded[parameter] = value
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta and prefix + name in state:
+                owner._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+    with contextlib.ExitStack() as stack:
+        for owner in module.modules():
+            stack.callback(owner.register_load_state_dict_pre_hook(ModuleHook(record)).remove)
+        yield
+
+
+@contextlib.contextmanager
+def loading_to_meta() -> Iterator[None]:
+    """Silences the warning that a parameter on `meta` has no memory for what it is loaded with."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint to a meta parameter")
+        yield
+
+
+def exact_value(parameter: nn.Parameter, loaded: Loaded) -> Tensor | None:
+    """Returns the loaded value where `parameter` holds a rounded one; None: it holds what it is to have.
+
+    A value that user code has replaced since it was loaded is not overridden.
+    """
+    value = loaded.get(parameter)
+    if value is None or value.dtype == parameter.dtype:
+        return None
+    rounded = value.to(parameter.device, parameter.dtype)
+    return value if torch.equal(rounded, parameter.data) else None

@@ -1,0 +1,274 @@
+"""fp32 master weights of bf16 parameters that stay on the device, which the user's optimizer steps there.
+
+In the optimizer's groups a master stands for its parameter, and has the only gradient: the parameter's gradients,
+summed in fp32. After a step the parameters are the masters, rounded. User code may use either: what it writes to a
+parameter goes to the master before the next step, `state_dict` or `whole_weights()`, and an element that still is the
+rounded master leaves the master as it is; what it writes to a master goes to the parameter before the next forward.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ssd.model_states.parameter import TrainedParameter, hook_gradient
+from lightning_ssd.model_states.split import write_changed
+
+_CHUNK = 2**24
+"""Elements that are compared at a time, as comparing needs memory on the device."""
+
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
+"""autograd's own attributes, which `MasteredParameter` overrides."""
+
+
+class MasteredParameter(TrainedParameter):
+    """The class of a bf16 parameter on the device while it has an fp32 master.
+
+    `grad` is the master's: it is fp32, so that user code that clips or scales it loses no digits. A gradient of another
+    dtype that is assigned is converted, which copies it. In-place writes to the parameter are noticed by its version
+    counter, and those through `data` because it was read. Writes by code that uses neither, such as through a DLPack
+    capsule or a data pointer, are lost.
+
+    Attributes:
+        master: its fp32 master weights.
+        exposed: whether `data` was read or set, so that a write may leave the version counter as it is.
+        assigned: a gradient that was assigned and converted, and its version then.
+    """
+
+    master: nn.Parameter
+    exposed: bool
+    assigned: tuple[Tensor, int] | None
+
+    @property
+    def grad(self) -> Tensor | None:
+        add_gradient(self)  # user code may look before the hook is called that adds it
+        return self.master.grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _GRAD.__set__(self, None)
+        converts = gradient is not None and gradient.dtype != torch.float32
+        self.assigned = (gradient, gradient._version) if gradient is not None and converts else None
+        self.master.grad = None if gradient is None else gradient.float()
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        self.exposed = True
+        return _data(self)
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.exposed = True
+        _set_data(self, values)
+
+
+class MasterWeights:
+    """The masters of some parameters.
+
+    Args:
+        parameters: on the device, in bf16. What their optimizers have of them is their masters' from then on.
+        optimizers: the model's.
+        values: masters that there are already, on the same device; others are made from the parameters.
+
+    Attributes:
+        of: of each parameter, its master, on the same device.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        values: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        known = values or {}
+        self.of = {
+            parameter: nn.Parameter(known[parameter] if parameter in known else parameter.detach().float())
+            for parameter in parameters
+        }
+        self._parameter_of = {master: parameter for parameter, master in self.of.items()}
+        self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        """Of each parameter, its version and its master's when the one was last the other, rounded."""
+        self._optimizers = optimizers
+        self._lent = False
+        self._handles = [hook_gradient(parameter, add_gradient) for parameter in self.of]
+        for optimizer in optimizers:
+            self._put_in(optimizer, self.of)
+            _pass_on_states(optimizer, self.of)
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        for parameter, master in self.of.items():
+            parameter.__class__ = MasteredParameter
+            assert isinstance(parameter, MasteredParameter)
+            parameter.master, parameter.exposed, parameter.assigned = master, False, None
+            add_gradient(parameter)
+            self._note(parameter)
+
+    def follow(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Rounds the masters that user code has changed to their parameters, of `parameters` or of all.
+
+        Raises:
+            RuntimeError: it has changed a parameter and its master.
+        """
+        if self._lent:
+            return
+        changed = []
+        for parameter in self.of if parameters is None else parameters:
+            own, of_master = self._versions[parameter]
+            if self.of[parameter]._version != of_master:
+                if parameter._version != own:
+                    raise RuntimeError(
+                        f"a bf16 parameter of shape {list(parameter.shape)} and its fp32 master in the optimizer's "
+                        "groups were both changed since the last step, and one change would be lost. Change the "
+                        "module's parameters only, or do it inside `with trainer.strategy.whole_weights():`."
+                    )
+                changed.append(parameter)
+        self._round(changed)
+
+    def adopt(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Writes what user code has changed of `parameters`, or of all, to their masters, and the other way.
+
+        Raises:
+            RuntimeError: as `follow`; or a gradient that was assigned was changed afterwards.
+        """
+        if self._lent:
+            return
+        chosen = list(self.of if parameters is None else parameters)
+        self.follow(chosen)
+        for parameter in chosen:
+            assert isinstance(parameter, MasteredParameter)
+            if parameter._version != self._versions[parameter][0] or parameter.exposed:
+                with torch.no_grad():
+                    _write(self.of[parameter], _data(parameter))
+                self._note(parameter)
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[None]:
+        """Makes the parameters their masters, in fp32; what is changed there counts."""
+        if self._lent:
+            yield
+            return
+        self.adopt()
+        self._lent = True
+        rounded = {parameter: _data(parameter) for parameter in self.of}
+        try:
+            for parameter, master in self.of.items():
+                _set_data(parameter, master.data)
+            yield
+        finally:
+            self._lent = False
+            for parameter, weights in rounded.items():
+                _set_data(parameter, weights)
+            self._round(list(self.of))
+
+    def close(self) -> None:
+        """Gives the optimizers their parameters back."""
+        self.follow()
+        for handle in self._handles:
+            handle.remove()
+        for optimizer in self._optimizers:
+            self._put_in(optimizer, self._parameter_of)
+            _pass_on_states(optimizer, self._parameter_of)
+        for parameter in self.of:
+            assert isinstance(parameter, MasteredParameter)
+            del parameter.master, parameter.exposed, parameter.assigned
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Has user code's writes reach the masters: those before the step, or those in its closure."""
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._followed(optimizer, kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
+            return (args[0], self._followed(optimizer, args[1]), *args[2:]), kwargs
+        self._adopt_of(optimizer)
+        return None
+
+    def _followed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a closure before which parameters follow their masters, which the step may have changed."""
+
+        def run() -> Any:
+            self.follow(self._stepped(optimizer))
+            result = closure()
+            self._adopt_of(optimizer)
+            return result
+
+        return run
+
+    def _adopt_of(self, optimizer: Optimizer) -> None:
+        stepped = self._stepped(optimizer)
+        for parameter in stepped:
+            assert isinstance(parameter, MasteredParameter)
+            assigned, parameter.assigned = parameter.assigned, None
+            if assigned is not None and assigned[0]._version != assigned[1] and self.of[parameter].grad is not None:
+                raise RuntimeError(
+                    f"the {assigned[0].dtype} tensor that was assigned to `.grad` of a bf16 parameter of shape "
+                    f"{list(parameter.shape)} was changed afterwards, and the gradient is an fp32 copy of it. Change "
+                    "`parameter.grad` itself, or assign it after the change."
+                )
+        self.adopt(stepped)
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._round(self._stepped(optimizer))
+
+    def _stepped(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [self._parameter_of[master] for master in stepped if master in self._parameter_of]
+
+    def _round(self, parameters: list[nn.Parameter]) -> None:
+        if parameters:
+            torch._foreach_copy_(list(map(_data, parameters)), [self.of[parameter].data for parameter in parameters])
+        for parameter in parameters:
+            self._note(parameter)
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        self._versions[parameter] = (parameter._version, self.of[parameter]._version)
+
+    @staticmethod
+    def _put_in(optimizer: Optimizer, instead: "dict[nn.Parameter, nn.Parameter]") -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [instead.get(parameter, parameter) for parameter in group["params"]]
+
+
+def add_gradient(parameter: nn.Parameter) -> None:
+    """Adds what autograd has accumulated of a parameter, if anything, to its master's gradient."""
+    grad: Tensor | None = _GRAD.__get__(parameter)
+    if grad is None:
+        return
+    _GRAD.__set__(parameter, None)
+    master = cast(MasteredParameter, parameter).master  # the class is another while compiled code runs
+    if master.grad is None:
+        master.grad = grad.float()
+    else:
+        master.grad.add_(grad)
+
+
+def _data(parameter: nn.Parameter) -> Tensor:
+    data: Tensor = _DATA.__get__(parameter)
+    return data
+
+
+def _set_data(parameter: nn.Parameter, values: Tensor) -> None:
+    _DATA.__set__(parameter, values)
+
+
+def _write(master: Tensor, values: Tensor) -> None:
+    if not master.dim():
+        write_changed(master, values)
+        return
+    rows = max(1, _CHUNK * len(master) // max(1, master.numel()))
+    for target, part in zip(master.split(rows), values.split(rows), strict=True):
+        write_changed(target, part)
+
+
+def _pass_on_states(optimizer: Optimizer, heirs: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Gives what the optimizer keeps of parameters to others."""
+    for parameter, heir in heirs.items():
+        if parameter in optimizer.state:
+            optimizer.state[heir] = optimizer.state.pop(parameter)

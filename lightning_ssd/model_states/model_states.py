@@ -1,0 +1,649 @@
+"""Model states: weights, gradients, master weights and optimizer states of one model, off the device.
+
+A step, as FSDP names its phases:
+
+- pre-forward, post-forward: `ParamPrefetcher` makes a unit's weights resident around its forward (`unit_hooks`).
+- pre-backward: a saved weight that backward unpacks makes its flat parameter resident.
+- post-accumulate-grad: `GradientOffloader` copies a gradient to the host; `StepScheduler` submits the step of a flat
+  parameter whose gradients are complete, and the CPU makes it while the device goes on.
+- end of backward, `optimizer.step`: the scale of the gradients is decided, and the remaining steps are submitted.
+
+The next forward of a unit waits for the unit's own step. Small parameters stay on the device, where the user's
+optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd.device import CopyEngine, WorkCounter, Worker
+from lightning_ssd.model_states.access import Access
+from lightning_ssd.model_states.buffers import StateStaging
+from lightning_ssd.model_states.compile import compiled_regions, is_compiled
+from lightning_ssd.model_states.ending import Ending
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.gradient import Gradient, GradientPool
+from lightning_ssd.model_states.gradient_access import GradientAccess
+from lightning_ssd.model_states.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.journal import CommitRecord, Journal
+from lightning_ssd.model_states.left import LeftStates
+from lightning_ssd.model_states.lent_weights import LentWeights
+from lightning_ssd.model_states.masters import MasterWeights
+from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad
+from lightning_ssd.model_states.optimizer_state import check_state, guard_state
+from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
+from lightning_ssd.model_states.parameter import hook_gradient
+from lightning_ssd.model_states.plain_data import PlainData
+from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.settings import describe
+from lightning_ssd.model_states.staged import StagedFlats
+from lightning_ssd.model_states.state_dicts import StateDicts
+from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.step_scheduler import StepScheduler
+from lightning_ssd.model_states.terms import StepTerms
+from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_unit
+from lightning_ssd.model_states.whole_step import WholeStep
+from lightning_ssd.storage import IOStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OffloadedModel:
+    """The flat parameters of a model, where their values are stored, and how they are stepped.
+
+    Attributes:
+        units: for each unit, the modules whose forward needs its weights, and its flat parameters.
+        stores: where the values of each flat parameter are stored.
+        rules: how each flat parameter is stepped; those without gradients have none.
+        groups: for each flat parameter with a rule, its optimizer and the index of its parameter group.
+        copies: copies of the device.
+        scratch: memory and threads for values on SSDs; None where there are none.
+    """
+
+    units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]]
+    stores: Mapping[FlatParameter, StateStore]
+    rules: Mapping[FlatParameter, FlatOptimizer]
+    groups: Mapping[FlatParameter, tuple[Optimizer, int]]
+    copies: CopyEngine
+    scratch: StateStaging | None
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Memory of model states, in bytes.
+
+    Attributes:
+        device: budget for resident weights.
+        host: host memory in all, gradients and staging included.
+        ssd: scratch space.
+    """
+
+    device: int
+    host: int
+    ssd: int
+
+
+class ModelStates:
+    """Trains one model whose states are offloaded: the facade over all that moves and steps its flat parameters.
+
+    Duty: hooks the model and its optimizers, passes each event to the piece that has the state for it, and restores the
+    model at the end. The pieces: `ParamPrefetcher` (weights on the device), `GradientOffloader` (gradients to the
+    host), `StepScheduler` (optimizer steps), `Access` and `GradientAccess` (operators of user code), `StateDicts`
+    (checkpoints).
+
+    Threads: all methods and hooks run on the training thread, or on autograd's thread while the training thread waits
+    in `backward`. Optimizer jobs and accumulations run on the thread `cpu-optimizer`.
+
+    Ownership: the model's parameters are views of their flat parameters from construction until `close` or `dissolve`,
+    which make them whole on the CPU or hand them on. All that `offloaded` holds is owned.
+
+    Args:
+        module: the model; its parameters outside of the flat parameters are on the device.
+        offloaded: its flat parameters, filled with the model's weights.
+        masters: master weights of parameters that stay on the device; owned.
+        pool: host memory that gradients share; owned. None: each has its own.
+        terms: how steps are made.
+        nbytes: memory taken.
+        journal: records steps for `recover=True`; owned.
+        recovered: the last record of a killed run, whose values `offloaded` has.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        offloaded: OffloadedModel,
+        masters: MasterWeights,
+        pool: GradientPool | None,
+        terms: StepTerms,
+        nbytes: StateBytes,
+        *,
+        journal: Journal | None = None,
+        recovered: CommitRecord | None = None,
+    ) -> None:
+        self.units = offloaded.units
+        self.stores = offloaded.stores
+        self.rules = offloaded.rules
+        self.groups = offloaded.groups
+        self.scratch = offloaded.scratch
+        self.weight_room_bytes = nbytes.device
+        self.host_bytes = nbytes.host
+        self.ssd_bytes = nbytes.ssd
+        self.recovered = recovered
+        self._copies = copies = offloaded.copies
+        self._masters = masters
+        self._pool = pool
+        self._clip_value = terms.clip_value
+        self._flat_of = {
+            item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.slices)
+        }
+        self._optimizers = list({id(optimizer): optimizer for optimizer, _ in self.groups.values()}.values())
+        self._summoned = False
+        self._closed = False
+        self._left = LeftStates()
+        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
+
+        # Two of them call each other: the prefetcher unstages before it fetches, staging waits for fetched weights.
+        self._staged = StagedFlats(
+            self.stores, self._drain_flat, self._begin_change, arrived=lambda flat: self._prefetcher.wait(flat)
+        )
+        self._prefetcher = ParamPrefetcher(
+            [flats for _, flats in self.units],
+            self.stores,
+            copies,
+            nbytes.device,
+            self._staged.unstage,
+            self._staged.pull,
+        )
+        pin = copies.device.type == "cuda"
+        gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in self.rules}
+        self._decision = GradScaleDecision(
+            copies, clip=terms.clip, needs_norm=terms.needs_norm, loss_scaled=terms.loss_scaled
+        )
+        worker = Worker("cpu-optimizer")  # after all that may find no memory: its thread would stay
+        self._gradients = GradientOffloader(
+            gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
+        )
+        self._steps = StepScheduler(
+            self.stores,
+            self.rules,
+            self.groups,
+            self._gradients,
+            self._prefetcher,
+            self._staged,
+            self._decision,
+            worker,
+            {flat: index for index, (_, flats) in enumerate(self.units) for flat in flats},
+            terms,
+            journal,
+        )
+        for parameter in self._flat_of:  # of an earlier training: Lightning zeroes it, and autograd would add to it
+            parameter.grad = None
+        self._grads = GradientAccess(
+            gradients, self._gradients.accumulate, self._gradients.resume_accumulation, self._gradients.remeasure
+        )
+        self._access = Access(
+            self.stores,
+            self._prefetcher,
+            self._staged,
+            begin_change=self._begin_change,
+            grad_of=self._grads.get,
+            set_grad=self._grads.set,
+            add_grad=self._grads.add,
+            watched=self._steps.hold_next,
+        )
+        self._grads.access = self._access
+        self._hook_model(module)
+        stepped_flat = [optimizer for optimizer in self._optimizers if optimizer not in terms.whole]
+        self._hook_optimizers(stepped_flat)
+        self.state_dicts = StateDicts(
+            module,
+            self._staged,
+            self.rules,
+            self._flat_of,
+            masters,
+            stepped_flat,
+            release=self._prefetcher.release,
+            changing=self._steps.drop_record,
+        )
+        if recovered is None:
+            self.state_dicts.adopt_states(stepped_flat)
+        stepped = {item.parameter for flat in self.rules for item in flat.slices}
+        self._undo += [guard_state(optimizer, stepped) for optimizer in stepped_flat]
+        for flat in self.stores:  # memory that user code shares with parameters has the values of before the loading
+            self._staged.push(flat)
+        self._staged.unstage()
+        self._access.open()  # at the end: an error before leaves ordinary parameters behind
+
+    def _hook_model(self, module: nn.Module) -> None:
+        """Hooks forwards and gradients."""
+        for flat in self.stores:
+            flat.fetch = partial(self._prefetcher.unshard, flat)
+        if is_compiled(module) and self.stores:
+            log.warning(
+                "%s is compiled as a whole, so that all its weights are fetched together. To have a few on the device "
+                "at a time, compile its blocks (`block.compile()`) instead.",
+                type(module).__name__,
+            )
+
+        def summoned() -> bool:
+            return self._summoned
+
+        for region in compiled_regions(module):
+            self._undo += hook_compiled_region(
+                region, self._flat_of, self._masters.of, self._prefetcher, self._access, summoned
+            )
+        for index, (modules, flats) in enumerate(self.units):
+            if flats:
+                self._undo += hook_unit(index, modules, self._prefetcher, summoned)
+        for flat in self.stores:
+            for index, item in enumerate(flat.slices):
+                if flat in self.rules:
+                    hook = partial(self._post_accumulate_grad, flat, index)
+                else:
+                    hook = partial(self._check_not_added, item.name)
+                self._handles.append(hook_gradient(item.parameter, hook))
+
+    def _hook_optimizers(self, stepped_flat: Sequence[Optimizer]) -> None:
+        """Hooks optimizers; those in `stepped_flat` are stepped by flat parameters, the others whole."""
+        for optimizer in stepped_flat:
+            self._handles += hook_step(optimizer, self._grads, self.begin_step, self.end_step)
+        for optimizer in self._optimizers:
+            if optimizer not in stepped_flat:
+                self._undo.append(WholeStep(optimizer, self.full_grads).restore)
+            self._undo += hook_zero_grad(optimizer, self._grads, self._zero_grad)
+
+    # ---- a micro-batch ----
+
+    def begin(self, kind: Literal["train", "evaluate"]) -> None:
+        """Begins a micro-batch: a forward with a backward ("train") or without."""
+        self._staged.unstage()
+        self._grads.hide(False)  # after a step that failed
+        self._masters.follow()
+        self._prefetcher.begin(kind)
+
+    def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
+        """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad, parameter.grad = parameter.grad, None
+        if grad is None:  # all of it was added on the host: that of the fp32 weight, in mixed precision
+            return
+        self._steps.check_not_submitted(flat, index)
+        self._staged.unstage()  # staging memory may be needed by steps that are waited for here
+        self._gradients.receive(flat, index)
+        complete = (
+            self._steps.overlaps(flat)
+            and flat not in self._access.summed_on_host
+            and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
+            and self._gradients.complete(flat)
+        )
+        self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.hold)
+        if complete:
+            self._prefetcher.retire(flat)
+        self._gradients.offload(flat, index, grad)
+        if complete:
+            self._steps.submit(flat)
+
+    def _check_not_added(self, name: str, parameter: nn.Parameter) -> None:
+        """A gradient of a parameter that no optimizer steps stays on the device, for user code.
+
+        Raises:
+            RuntimeError: the parameter was added to an optimizer since its forward.
+        """
+        if any(member is parameter for optimizer in self._optimizers for member in parameters_of(optimizer)):
+            raise RuntimeError(
+                f"{name} was added to an optimizer after the forward had begun. Add it before, such as in "
+                "`on_train_batch_start`, or set `states='gpu'`."
+            )
+
+    def end_backward(self) -> None:
+        """Ends a backward: the gradients that it has offloaded are stepped, or accumulated."""
+        self._steps.end_backward()
+
+    # ---- an optimizer step ----
+
+    @property
+    def hold(self) -> bool:
+        """Whether user code may look at gradients between backward and step, so that no step begins earlier."""
+        return self._steps.hold
+
+    @property
+    def stepping(self) -> bool:
+        """Whether an optimizer's step has begun and not ended."""
+        return self._steps.optimizer is not None
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Begins a step of `optimizer`, unless one has begun: flat parameters that backward completes are stepped."""
+        if not self.stepping:
+            check_state(optimizer)
+            self.state_dicts.before_change()
+            self._steps.begin(optimizer)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Ends the step of `optimizer` on the device; jobs on the CPU go on."""
+        if self._steps.optimizer is optimizer:
+            self.end_backward()  # of a user who called `loss.backward` without Lightning
+            self._steps.end()
+            self._access.summed_on_host.clear()
+
+    def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        """Divides the gradients of the running step by the scale of `scaler`; one that is not finite skips the step.
+
+        Does for offloaded gradients what `scaler.unscale_` does for the others, and calls that.
+        """
+        with self._grads.hidden():
+            scaler.unscale_(optimizer)
+        self._decision.unscale(scaler, scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
+
+    def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> None:
+        """Clips the gradients of `optimizer` as `torch.nn.utils.clip_grad_norm_` (or `_value_`) does.
+
+        Args:
+            optimizer: optimizer whose parameters have the gradients.
+            limit: the largest norm, or value.
+            algorithm: "norm" or "value".
+        """
+        clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
+        in_jobs = self._steps.optimizer is optimizer and not self.hold
+        if optimizer not in self._optimizers and not self._masters.of:
+            # None of its parameters is offloaded: frozen weights of others would be staged and stored for nothing.
+            clip(parameters_of(optimizer), limit)
+        elif in_jobs and algorithm == "norm" and self._decision.needs_norm:
+            self._steps.wait_for_norms(optimizer)
+            with self._grads.hidden():
+                self._decision.clip(parameters_of(optimizer), self._gradients.norms, limit)
+        elif in_jobs and algorithm == "value" and limit == self._clip_value:
+            with self._grads.hidden():  # the jobs clamp the offloaded ones
+                if resident := [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]:
+                    torch.nn.utils.clip_grad_value_(resident, limit)
+        else:
+            with self.full_grads():
+                clip(parameters_of(optimizer), limit)
+
+    def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Drops the offloaded gradients of `optimizer`, or makes them zero."""
+        self._grads.zero(self.groups, optimizer, set_to_none)
+        self._decision.reset_checks()
+
+    # ---- whole weights and gradients, for user code ----
+
+    @contextlib.contextmanager
+    def full_grads(self) -> Iterator[None]:
+        """Gives every offloaded parameter its master weights as `.data` and its gradient as `.grad`, on the CPU.
+
+        Changes count. Nested calls have no effect.
+        """
+        if self._summoned:
+            yield
+            return
+        with self.summon_full_params():
+            self._gradients.accumulate_all()
+            self.drain()
+            with self._gradients.as_grads():
+                yield
+
+    @contextlib.contextmanager
+    def summon_full_params(self) -> Iterator[None]:
+        """Makes every offloaded parameter a whole fp32 tensor on the CPU, its master weights.
+
+        Changes count. Nested calls have no effect.
+        """
+        if self._summoned:
+            yield
+            return
+        self._pull_all()
+        self.state_dicts.before_change()
+        self.drain()
+        self._prefetcher.release_all()
+        lent = {flat: LentWeights(flat, store.checkout()) for flat, store in self.stores.items()}
+        self._summoned = True
+        try:
+            for weights in lent.values():
+                weights.lend()
+            with self._masters.lend():
+                yield
+        finally:
+            self._summoned = False
+            ending = Ending()
+            for weights in lent.values():
+                ending.run(weights.take_back)
+            ending.raise_failure()
+            for flat, weights in lent.items():
+                if not self.recorded:
+                    self.stores[flat].checkin(weights.masters)
+                elif not self.stores[flat].is_unchanged(weights.masters):
+                    raise RuntimeError(
+                        f"a hook changed weights of {flat.name}, which `recover=True` can't "
+                        "repeat after a kill. Change them elsewhere, or set `recover=False`."
+                    )
+
+    def _pull_all(self) -> None:
+        """Copies what user code has written to memory that it shares with parameters to their master weights."""
+        for flat in self.stores:
+            self._staged.pull(flat)
+
+    def _drain_flat(self, flat: FlatParameter) -> None:
+        self._steps.drain_flat(flat)
+
+    def _begin_change(self, flat: FlatParameter) -> None:
+        """Prepares a change of weights of `flat` by user code.
+
+        Raises:
+            RuntimeError: steps are recorded, or the flat parameter's step has begun.
+        """
+        if self.recorded:
+            raise RuntimeError(
+                f"weights of {flat.name} are changed outside of the optimizer, which `recover=True` can't repeat after "
+                "a kill. Change them before `fit`, or set `recover=False`."
+            )
+        self._prefetcher.check(flat)
+        self.state_dicts.before_change()
+
+    # ---- what is offloaded, and measured ----
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """The offloaded parameters."""
+        return set(self._flat_of)
+
+    @property
+    def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Master weights of 16-bit parameters that stay on the device."""
+        return self._masters.of
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether there are gradients that no step has used."""
+        return self._gradients.pending
+
+    def io_stats(self) -> IOStats | None:
+        """Returns the bytes written to SSDs and read from them; None if no values are there."""
+        return None if self.scratch is None else self.scratch.store.stats()
+
+    def stepped(self) -> WorkCounter:
+        """Returns the parameters that the CPU has stepped, and the seconds it took."""
+        return self._steps.work()
+
+    # ---- the journal of `recover=True` ----
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are recorded, so that a killed run can resume."""
+        return self._steps.recorded
+
+    @property
+    def unrecorded(self) -> bool:
+        """Whether a step was made that no record names, and steps are recorded."""
+        return self._steps.unrecorded
+
+    def record(self, rest: Callable[[], PlainData]) -> None:
+        """Submits a record of the steps made so far; the next steps wait for it.
+
+        Args:
+            rest: returns all other state that a resumed run needs, on the CPU; called on the journal's thread.
+        """
+        self._steps.record(rest)
+
+    # ---- the end ----
+
+    @property
+    def closed(self) -> bool:
+        """Whether threads and hooks have ended."""
+        return self._closed
+
+    def drain(self) -> None:
+        """Returns when every submitted step is committed or skipped, and its values are stored.
+
+        Raises:
+            Exception: the error of a step.
+        """
+        self._staged.unstage()
+        self._steps.drain()
+
+    def finish(self) -> None:
+        """Drains, and returns when the last record is written.
+
+        Raises:
+            Exception: the error of a step, or of the record.
+        """
+        self.drain()
+        self._steps.wait_for_record()
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Makes the parameters whole on the CPU, and ends threads and hooks.
+
+        Args:
+            failure: error that training has failed with. It gets a note if the weights are not those of one step; the
+                last record, if there is one, and the values that it names stay on the SSDs for the next run.
+
+        Raises:
+            Exception: without `failure`: a step was not made, or its result could not be read; with a note as above.
+                The last record stays then, too.
+        """
+        if self._closed:
+            return
+        ending = Ending(failure)
+        if failure is None:
+            ending.run(self._pull_all)
+            ending.run(self.finish)
+        ending.run(self._end)
+        self._restore_model(ending)
+        ending.raise_failure()
+
+    def dissolve(self) -> tuple[OffloadedModel, Mapping[nn.Parameter, Tensor]]:
+        """Ends threads and hooks, and hands on the offloaded model, whose parameters stay views of flat parameters.
+
+        Returns:
+            The offloaded model, and the master weights of 16-bit parameters on the device.
+
+        Raises:
+            Exception: the error of a step; the model is restored then.
+        """
+        assert not self.recorded, "flat parameters of a recorded run don't change"
+        self._pull_all()
+        self.drain()
+        self.state_dicts.before_change()
+        self._prefetcher.release_all()
+        self._masters.adopt()
+        masters = {parameter: master.data for parameter, master in self._masters.of.items()}
+        ending = Ending()
+        ending.run(self._end)
+        if ending.failure is not None:
+            self._restore_model(ending)
+        ending.raise_failure()
+        return OffloadedModel(self.units, self.stores, self.rules, self.groups, self._copies, self.scratch), masters
+
+    def _end(self) -> None:
+        """Ends threads and hooks, and frees all memory but the stored values.
+
+        Raises:
+            Exception: the first error; all has ended.
+        """
+        self._closed = True
+        ending = Ending()
+        ending.run(self.state_dicts.remove)
+        for handle in self._handles:
+            handle.remove()
+        for flat in self.stores:
+            flat.fetch = flat.refuse_fetch
+        self._access.close()
+        for undo in reversed(self._undo):  # some wrap the same attribute
+            undo()
+        ending.run(self._decision.fail)
+        ending.run(self._copies.drain)
+        ending.run(self._steps.close_journal)
+        ending.run(self._steps.close)
+        for flat in self.stores:
+            ending.run(self._prefetcher.release, flat)
+        ending.run(self._gradients.free)  # before the whole weights need room
+        if self._pool is not None:
+            ending.run(self._pool.close)
+        ending.run(self._masters.close)
+        ending.run(self._decision.close)
+        ending.raise_failure()
+
+    def _restore_model(self, ending: Ending) -> None:
+        """Restores the parameters, hands optimizer states to the user's optimizers, and frees the stored values."""
+        failed = self._restore_parameters(ending)
+        kept = self.recorded and self._steps.end_record(ending)
+        if self.recorded:
+            for flat, store in self.stores.items():
+                self._hand_over_states(flat, store, failed.get(flat), kept=kept)
+        ending.run(self._copies.close)
+        if self.scratch is not None:
+            ending.run(self._left.close_scratch, self.scratch, kept=kept)
+
+    def _restore_parameters(self, ending: Ending) -> dict[FlatParameter, Exception]:
+        """Makes the parameters whole on the CPU, as the last step that was made left them.
+
+        Without a journal, which says whether the next run needs them, optimizer states are handed over, too: one flat
+        parameter after the other, since host memory may not have room for all of them twice.
+
+        Args:
+            ending: its failure gets a note if the weights are not those of one step.
+
+        Returns:
+            Errors of flat parameters whose last step was not made.
+        """
+        ahead = self._steps.revert_partial_steps()
+        lost: list[str] = []
+        failed: dict[FlatParameter, Exception] = {}
+        for flat, store in self.stores.items():
+            try:
+                store.drain()
+            except Exception as error:  # of a step that was not made; the weights are those before it
+                failed[flat] = error
+            if (unread := store.restore_to_cpu()) is not None:
+                ending.run(_raise, unread)
+                lost.append(flat.name)
+            if not self.recorded:
+                self._hand_over_states(flat, store, failed.get(flat), kept=False)
+            store.free_host_memory()
+        notes = [f"these weights could not be read, and are NaN now: {describe(lost)}"] if lost else []
+        if ahead:
+            notes.append(f"the weights are not those of one step: one ahead of the others are {describe(ahead)}")
+        if ending.failure is not None:
+            for note in notes:
+                log.error("%s", note)
+                ending.failure.add_note(f"After that, {note}.")
+        return failed
+
+    def _hand_over_states(
+        self, flat: FlatParameter, store: StateStore, failed: Exception | None, *, kept: bool
+    ) -> None:
+        if flat in self.rules:
+            self._left.hand_over(store, self.rules[flat], self.groups[flat][0], failed, kept=kept)
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,479 @@
+"""Model states move between two steps: to other tiers, or to flat parameters of other parameter groups."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_ssd.model_states.budget import MemoryPlan, choose_places
+from lightning_ssd.model_states.buffers import StateStaging
+from lightning_ssd.model_states.build import assemble, check_flats_apart
+from lightning_ssd.model_states.config import Setup
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, LaidOut, flat_groups, lay_out, make_flats
+from lightning_ssd.model_states.model_states import ModelStates, OffloadedModel
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Groups, WholeOptimizer, groups_of
+from lightning_ssd.model_states.residency import UnitTiers, needs_master, off_device, planned_residents
+from lightning_ssd.model_states.state_storage import make_buffer, make_scratch, make_store
+from lightning_ssd.model_states.state_store import StagedState, StateStore
+from lightning_ssd.model_states.units import find_units
+from lightning_ssd.storage import StorageFullError
+from lightning_ssd.types import OffloadTierName
+
+log = logging.getLogger(__name__)
+
+
+def move_model_states(
+    states: ModelStates,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    offloadable: set[nn.Parameter],
+    device: torch.device,
+    setup: Setup,
+    *,
+    given: UnitTiers,
+) -> ModelStates:
+    """Moves model states to the tiers of a plan, between two steps.
+
+    No number changes. If memory runs out on the way, units stay where they were.
+
+    Args:
+        states: not recorded; closed afterwards, unless an error came before anything was moved.
+        module: as in `make_model_states`, as all that follows.
+        optimizers: the same.
+        offloadable: parameters on the device that may be offloaded.
+        device: the same.
+        setup: the same.
+        given: tiers of each unit.
+
+    Returns:
+        The model states that `states` have become.
+
+    Raises:
+        ValueError: `given` is not for this model, or host memory is too small for it.
+        StorageError: scratch space can't be had, or failed.
+        OutOfMemoryError: the device's memory is too small.
+    """
+    units = find_units(module, setup.config.units)
+    groups, twice = groups_of(optimizers)
+    groups |= {parameter: groups[master] for parameter, master in states.masters.items()}
+    movable = {item.parameter for flat in states.stores for item in flat.slices}
+    movable |= {
+        parameter
+        for parameter in offloadable
+        if parameter not in twice and (parameter in groups or not parameter.requires_grad)
+    }
+    host_alone = setup.storage.tier == "host"
+    resident = planned_residents(given, units, movable, hold=setup.hold, host_alone=host_alone)
+    wanted: list[list[_Placed]] = []
+    for unit, (_, flats) in zip(units, states.units, strict=True):
+        offloaded = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
+        laid_out: list[LaidOut] = []
+        if offloaded and flats:
+            laid_out = [LaidOut(states.stores[flat].layout, states.rules.get(flat)) for flat in flats]
+        elif offloaded:
+            of_unit = make_flats(module, [unit], offloaded, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
+            laid_out = [_lay_out(flat, groups, setup, states) for flat in of_unit]
+        wanted.append([_Placed(item.layout, item.rule, *off_device(given[unit.name])) for item in laid_out])
+    return _remake(states, module, optimizers, groups, movable, wanted, device, setup)
+
+
+def regroup_model_states(
+    states: ModelStates,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+    setup: Setup,
+) -> ModelStates:
+    """Regroups flat parameters to match the optimizers' parameter groups as they are now, between two steps.
+
+    Parameters that were frozen, or in no optimizer, and were added to a group get optimizer states; those that were
+    removed from a group lose them. Flat parameters stay in their tiers. Gradients that no step has used are kept.
+
+    Args:
+        states: not recorded; closed afterwards, unless an error came before anything was changed.
+        module: as in `make_model_states`, as all that follows.
+        optimizers: the same.
+        device: the same.
+        setup: the same.
+
+    Returns:
+        The model states that `states` have become.
+
+    Raises:
+        ValueError: two optimizers step the same offloaded parameter, or host memory is too small.
+        StorageError: scratch space can't be had, or failed.
+    """
+    groups, twice = groups_of(optimizers)
+    groups |= {parameter: groups[master] for parameter, master in states.masters.items() if master in groups}
+    offloaded = {item.parameter: item.name for flat in states.stores for item in flat.slices}
+    if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
+        raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
+    wanted: list[list[_Placed]] = []
+    for unit, (_, flats) in zip(find_units(module, setup.config.units), states.units, strict=True):
+        now = [_placed(states.stores[flat], states.rules.get(flat)) for flat in flats]
+        if all(_stepped_alike(states, flat, groups) for flat in flats):
+            wanted.append(now)
+        else:
+            own = {item.parameter for flat in flats for item in flat.slices}
+            with _as_built(flats):
+                made = make_flats(module, [unit], own, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
+            tier = now[0].weights
+            laid_out = [_lay_out(flat, groups, setup, states) for flat in made]
+            wanted.append([_Placed(item.layout, item.rule, tier, tier) for item in laid_out])
+    gradients: dict[nn.Parameter, Tensor] = {}
+    unstepped = [item.parameter for flat in states.stores if flat not in states.rules for item in flat.slices]
+    if states.accumulating or any(parameter.grad is not None for parameter in unstepped):
+        with states.full_grads():
+            gradients = {p: p.grad.float().cpu() for p in offloaded if p.grad is not None and p in groups}
+            gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
+    resident = {parameter for parameter in module.parameters() if parameter in states.masters}
+    of_masters = {parameter: parameter.grad for parameter in resident}
+    remade = _remake(states, module, optimizers, groups, resident | set(offloaded), wanted, device, setup)
+    if gradients:
+        with remade.full_grads():
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+    for parameter in resident & remade.masters.keys():
+        parameter.grad = of_masters[parameter]
+    return remade
+
+
+@dataclass(frozen=True)
+class _Placed(LaidOut):
+    """A flat parameter and its tiers.
+
+    Attributes:
+        weights: tier of its compute weights.
+        opt_state: tier of its other values.
+    """
+
+    weights: OffloadTierName
+    opt_state: OffloadTierName
+
+
+def _placed(store: StateStore, rule: FlatOptimizer | None) -> _Placed:
+    weights, opt_state = store.on_ssd
+    return _Placed(store.layout, rule, "ssd" if weights else "host", "ssd" if opt_state else "host")
+
+
+@contextlib.contextmanager
+def _as_built(flats: Sequence[FlatParameter]) -> Iterator[None]:
+    """Gives the parameters the dtypes that the model was built with, and no values, within the context."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat in flats:
+                for item in flat.slices:
+                    item.parameter.data = torch.zeros((), dtype=item.dtype).expand(item.parameter.shape)
+        yield
+    finally:
+        for flat in flats:
+            flat.attach()
+
+
+def _stepped_alike(states: ModelStates, flat: FlatParameter, groups: Groups) -> bool:
+    """Whether all parameters of a flat parameter still have the optimizer and group that it was made for."""
+    return all(groups.get(item.parameter) == states.groups.get(flat) for item in flat.slices)
+
+
+def _lay_out(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates) -> LaidOut:
+    """Lays out a new flat parameter, with two versions if others have two."""
+    two_versions = any(store.layout.versions == 2 for store in states.stores.values())
+    return lay_out(flat, groups, setup, two_versions=two_versions)
+
+
+def _choose_places(wanted: Sequence[Sequence[_Placed]], budget: int | None, setup: Setup) -> MemoryPlan:
+    every = [item for of_unit in wanted for item in of_unit]
+    tiers = [(item.weights, item.opt_state) for item in every]
+    return choose_places([item.layout for item in every], "auto", budget, shared=setup.shares_gradients, given=tiers)
+
+
+def _remake(
+    states: ModelStates,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    groups: Groups,
+    movable: set[nn.Parameter],
+    wanted: Sequence[Sequence[_Placed]],
+    device: torch.device,
+    setup: Setup,
+) -> ModelStates:
+    """Ends `states`, moves their values to the flat parameters `wanted` of each unit, and assembles the result."""
+    budget = setup.host_budget()
+    if budget is not None and setup.storage.host_memory == "auto":
+        budget += states.host_bytes  # it is not available memory, and can be used
+    places = _choose_places(wanted, budget, setup)
+    offloaded = {item.parameter for flat in states.stores for item in flat.slices}
+    check_flats_apart((item.flat for of_unit in wanted for item in of_unit), device, known=offloaded)
+    states.drain()
+    scratch = states.scratch
+    with contextlib.ExitStack() as undo:
+        if scratch is None:
+            scratch = make_scratch(places, setup.storage, setup.default_path, device, killed=None)
+            if scratch is not None:
+                undo.callback(scratch.close)
+        elif places.ssd:
+            scratch.store.reserve(places.ssd)
+        model, masters = states.dissolve()
+        undo.pop_all()
+    with contextlib.ExitStack() as undo:
+        move = _Move(model, masters, scratch, groups, device, undo)
+        if scratch is not None and places.staging > scratch.staging.budget:
+            move.resize_staging(places.staging)
+        move.regroup(wanted)
+        move.relocate(wanted)
+        places = _choose_places(move.flats, None, setup)
+        moved = move.finish(places)
+        in_flats = {item.parameter for flat in moved.stores for item in flat.slices}
+        states = assemble(
+            module,
+            optimizers,
+            moved,
+            needs_master(movable - in_flats, groups_of(optimizers)[0]),
+            move.masters,
+            places,
+            setup,
+            undo,
+            device_bytes=setup.config.budget(device),
+            # Files never shrink.
+            ssd_bytes=0 if moved.scratch is None else max(places.ssd, moved.scratch.store.size),
+        )
+        undo.pop_all()
+    return states
+
+
+class _Move:
+    """Flat parameters while they move.
+
+    Duty: moves one unit after the other between the device, host memory and SSDs, and keeps account of where each is.
+
+    Threads: the training thread; I/O and copies complete on their own threads and are waited for.
+
+    Ownership: stores, scratch space and the copy engine belong to the move until `finish`, and on an error to `undo`,
+    which makes the parameters whole on the CPU. The values of a unit stay valid in the old place until all of them are
+    in the new one.
+
+    Args:
+        model: the flat parameters as they were.
+        masters: master weights of 16-bit parameters that stay on the device.
+        scratch: scratch space of flat parameters on SSDs; owned.
+        groups: parameter groups.
+        device: device that the model computes on.
+        undo: restores the parameters, and frees everything.
+
+    Attributes:
+        flats: for each unit, its flat parameters and their tiers at present.
+        masters: master weights of 16-bit parameters on the device at present.
+    """
+
+    def __init__(
+        self,
+        model: OffloadedModel,
+        masters: Mapping[nn.Parameter, Tensor],
+        scratch: StateStaging | None,
+        groups: Groups,
+        device: torch.device,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        self.masters = dict(masters)
+        self._model = model
+        self._stores = dict(model.stores)
+        self._owners = {flat: optimizer for flat, (optimizer, _) in model.groups.items()}
+        """Optimizers that have the states of flat parameters on the device."""
+        self.flats = [
+            [_placed(self._stores[flat], model.rules.get(flat)) for flat in flats] for _, flats in model.units
+        ]
+        self._scratch = scratch
+        for store in self._stores.values():
+            store.scratch = scratch
+        self._groups = groups
+        self._device = device
+        self._pin = device.type == "cuda"
+        undo.callback(self._restore)
+
+    def resize_staging(self, staging: int, window: int = 0) -> None:
+        """Gives staging and the window of prefetched weights other sizes, in bytes; nothing is staged."""
+        if self._scratch is not None:
+            self._scratch = self._scratch.with_memory(window, staging, pin=self._pin)
+        for store in self._stores.values():
+            store.scratch = self._scratch
+
+    def regroup(self, wanted: Sequence[Sequence[_Placed]]) -> None:
+        """Regroups the parameters of units into other flat parameters, through host memory."""
+        device, self._device = self._device, torch.device("cpu")
+        for number, of_unit in enumerate(wanted):
+            now = [item.flat for item in self.flats[number]]
+            if now and of_unit and now != [item.flat for item in of_unit]:
+                self._to_device(number, [])
+                self._from_device(number, of_unit)
+        self._device = device
+
+    def relocate(self, wanted: Sequence[Sequence[_Placed]]) -> None:
+        """Moves all units; moves that free memory come first. When memory runs out, the others stay."""
+        to_ssd, to_host = partial(self._to_tier, tier="ssd"), partial(self._to_tier, tier="host")
+        try:
+            for move in (to_ssd, self._from_device, self._to_device, to_host):
+                for number, of_unit in enumerate(wanted):
+                    move(number, of_unit)
+        except (torch.OutOfMemoryError, MemoryError, StorageFullError) as error:
+            log.warning("not all model states could be moved, which changes no numbers: %s", error)
+
+    def finish(self, places: MemoryPlan) -> OffloadedModel:
+        """Returns the flat parameters as they are now.
+
+        Args:
+            places: tiers and memory of the flat parameters.
+        """
+        self.resize_staging(places.staging, places.param_staging)
+        if self._scratch is not None and not places.ssd:
+            self._scratch.close()
+            self._scratch = None
+            self.resize_staging(0)
+        every = [item for of_unit in self.flats for item in of_unit]
+        return OffloadedModel(
+            [
+                (modules, [item.flat for item in of_unit])
+                for (modules, _), of_unit in zip(self._model.units, self.flats, strict=True)
+            ],
+            {item.flat: self._stores[item.flat] for item in every},
+            {item.flat: item.rule for item in every if item.rule is not None},
+            flat_groups((item.flat for item in every), self._groups),
+            self._model.copies,
+            self._scratch,
+        )
+
+    def _to_tier(self, number: int, wanted: Sequence[_Placed], tier: OffloadTierName) -> None:
+        """Moves the values of a unit that are wanted in `tier` from the other one."""
+        if not wanted or not self.flats[number]:
+            return
+        for index, (now, then) in enumerate(zip(self.flats[number], wanted, strict=True)):
+            layout, store = now.layout, self._stores[now.flat]
+            with contextlib.ExitStack() as undo:
+                make = partial(make_buffer, tier=tier, scratch=self._scratch, undo=undo, versions=layout.versions)
+                weights = opt_state = None
+                if then.weights == tier != now.weights:
+                    weights = make(layout.flat.nbytes, pin=self._pin)
+                if then.opt_state == tier != now.opt_state:
+                    opt_state = make(layout.opt_state_bytes, pin=False)
+                if weights is not None or opt_state is not None:
+                    store.move(weights, opt_state)
+                undo.pop_all()
+            self.flats[number][index] = _placed(store, now.rule)
+
+    def _from_device(self, number: int, wanted: Sequence[_Placed]) -> None:
+        """Offloads a unit that is on the device."""
+        if self.flats[number] or not wanted:
+            return
+        stores: dict[FlatParameter, StateStore] = {}
+        with contextlib.ExitStack() as undo:
+            for item in wanted:
+                tiers = (item.weights, item.opt_state)
+                stores[item.flat] = make_store(item.layout, tiers, self._scratch, self._model.copies, undo)
+            for item in wanted:
+                self._fill(stores[item.flat], item.rule)
+            undo.pop_all()
+        for item in wanted:
+            for slice_ in item.flat.slices:
+                parameter = slice_.parameter
+                parameter.grad = None
+                self.masters.pop(parameter, None)
+                if parameter in self._groups and not isinstance(item.rule, WholeOptimizer):
+                    self._groups[parameter][0].state.pop(parameter, None)
+            item.flat.adopt()
+        self._stores |= stores
+        self.flats[number] = list(wanted)
+
+    def _fill(self, store: StateStore, rule: FlatOptimizer | None) -> None:
+        """Copies a flat parameter's values from the device to its empty store, and waits for it."""
+        parameters = [slice_.parameter for slice_ in store.flat.slices]
+
+        def load_states(values: StagedState) -> None:
+            for index, parameter in enumerate(parameters):
+                if rule is not None and not isinstance(rule, WholeOptimizer):
+                    state = self._groups[parameter][0].state.get(parameter, {})
+                    rule.load_state(index, _copy_state(state, torch.device("cpu")), values)
+
+        store.assign([self.masters.get(parameter, parameter.data) for parameter in parameters], load_states)
+        store.drain()
+
+    def _to_device(self, number: int, wanted: Sequence[_Placed]) -> None:
+        """Moves a unit to the device, with its optimizer states."""
+        if not self.flats[number] or wanted:
+            return
+        for item in self.flats[number]:
+            _check_moves(item.flat)
+        loaded = [self._bring(item) for item in self.flats[number]]  # all of it, or nothing
+        for item, (weights, masters, states) in zip(self.flats[number], loaded, strict=True):
+            flat = item.flat
+            for index, (parameter, values) in enumerate(weights.items()):
+                memory = flat.memory(index)
+                parameter.data = values if memory is None else memory
+            for parameter, state in states.items():
+                self._owners[flat].state[parameter] = state
+            self.masters |= masters
+            flat.attached = False
+            self._stores.pop(flat).free()
+        self.flats[number] = []
+
+    def _bring(
+        self, item: _Placed
+    ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor], dict[nn.Parameter, dict[str, Any]]]:
+        """Returns copies of a flat parameter's weights, master weights and optimizer states on the device."""
+        weights: dict[nn.Parameter, Tensor] = {}
+        masters: dict[nn.Parameter, Tensor] = {}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        store = self._stores[item.flat]
+        staged = store.stage().result()
+        try:
+            whole = staged.masters()
+            for index, slice_ in enumerate(store.flat.slices):
+                parameter, values = slice_.parameter, slice_.of(whole)
+                weights[parameter] = values.to(self._device, slice_.dtype, copy=True)
+                if slice_.dtype == torch.bfloat16 and parameter in self._groups:
+                    masters[parameter] = values.to(self._device, copy=True)
+                if item.rule is not None and (state := item.rule.state_of(index, staged)):
+                    optimizer, group = self._groups.get(parameter, (None, 0))
+                    options = {} if optimizer is None else optimizer.param_groups[group]
+                    states[parameter] = self._state_on_device(state, options)
+        finally:
+            store.unstage(staged, changed=False)
+        return weights, masters, states
+
+    def _state_on_device(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a copy of a parameter's optimizer state on the devices that torch's optimizers keep it on."""
+        counts_on_host = not (options.get("capturable") or options.get("fused"))
+        on_host = {"step": state["step"]} if counts_on_host and "step" in state else {}
+        there = {name: value for name, value in state.items() if name not in on_host}
+        return {**_copy_state(there, self._device), **on_host}
+
+    def _restore(self) -> None:
+        """Makes the parameters whole on the CPU, and frees everything."""
+        with contextlib.ExitStack() as stack:
+            if self._scratch is not None:
+                stack.callback(self._scratch.close)
+            stack.callback(self._model.copies.close)
+            for store in self._stores.values():
+                stack.callback(store.free)
+                stack.callback(store.restore_to_cpu)
+
+
+def _check_moves(flat: FlatParameter) -> None:
+    for index, shared in flat.shared.items():
+        if shared.foreign:
+            raise RuntimeError(
+                f"{flat.slices[index].name} shares memory with other code than torch's, and can't be moved to the "
+                "device, or to another parameter group, meanwhile. Set its `.data` to a `.clone()`."
+            )
+
+
+def _copy_state(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Returns a parameter's optimizer state, copied to a device."""
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.to(device, copy=True), dict(state))
+    return copied

@@ -1,0 +1,78 @@
+"""Hooks on the user's optimizers: `step` steps the parameters on the device, `zero_grad` drops all gradients.
+
+All hooks run on the thread that calls the optimizer, which is the training thread.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd.model_states.gradient_access import GradientAccess
+from lightning_ssd.model_states.optimizers import zeroes_otherwise
+
+
+def hook_step(
+    optimizer: Optimizer, grads: GradientAccess, begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
+) -> list[RemovableHandle]:
+    """Surrounds `optimizer.step`, which steps the parameters on the device and finds no offloaded gradients.
+
+    Args:
+        optimizer: the user's.
+        grads: hides the offloaded gradients while `step` runs, except within its closure.
+        begin: called before.
+        end: called after.
+    """
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin(optimizer)
+
+        def with_grads(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                with grads.hidden(False):
+                    return closure()
+
+            return run
+
+        if len(args) > 1 and args[1] is not None:
+            args = (args[0], with_grads(args[1]), *args[2:])
+        elif kwargs.get("closure") is not None:
+            kwargs = {**kwargs, "closure": with_grads(kwargs["closure"])}
+        grads.hide(True)
+        return args, kwargs
+
+    def after(optimizer: Optimizer, *_: object) -> None:
+        grads.hide(False)
+        end(optimizer)
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+
+def hook_zero_grad(
+    optimizer: Optimizer, grads: GradientAccess, zero: Callable[[Optimizer, bool], None]
+) -> list[Callable[[], None]]:
+    """Makes torch's own `zero_grad` drop the gradients of a flat parameter together.
+
+    A `zero_grad` that other code has put in its place drops them where it sets `Tensor.grad`, and only those.
+
+    Args:
+        optimizer: the user's.
+        grads: hides the offloaded gradients from torch's `zero_grad`.
+        zero: drops the offloaded ones of an optimizer; called with it and `set_to_none`.
+
+    Returns:
+        Functions that remove the hook.
+    """
+    if zeroes_otherwise(optimizer):
+        return []
+    zero_grad = optimizer.zero_grad
+
+    def zero_all(set_to_none: bool = True) -> None:
+        zero(optimizer, set_to_none)
+        with grads.hidden():
+            zero_grad(set_to_none)
+
+    optimizer.zero_grad = zero_all  # type: ignore[method-assign]
+    return [partial(delattr, optimizer, "zero_grad")]

@@ -1,0 +1,455 @@
+"""The user's optimizer on flat parameters in host memory: same class, same options, states of the same names."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.sgd import sgd
+
+from lightning_ssd.model_states.adam import (
+    AdamKernel,
+    any_kernel,
+    exact_kernel,
+    implementation_of,
+    settings_of,
+    torchs_step,
+)
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.split import join, split
+from lightning_ssd.model_states.state_store import StagedState
+
+Options = Mapping[str, Any]
+"""A parameter group without its parameters."""
+
+Groups = Mapping[nn.Parameter, tuple[Optimizer, int]]
+"""For each parameter, its optimizer and the index of its parameter group."""
+
+
+class FlatOptimizer(ABC):
+    """An optimizer class, applied to one flat parameter in host memory.
+
+    Threads: `step`, `commit` where `OptimizerStep` says; all others on the training thread, while no step is under way.
+
+    Ownership: staged values and the gradient belong to the optimizer during a call only.
+
+    Args:
+        flat: the flat parameter.
+    """
+
+    def __init__(self, flat: FlatParameter) -> None:
+        self.flat = flat
+
+    @abstractmethod
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        """Returns the names of optimizer states that have an fp32 element for each weight."""
+
+    @abstractmethod
+    def step(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+    ) -> None:
+        """Computes a step of the master weights, which counts from `commit` on, and rounds them to compute weights.
+
+        Args:
+            options: options of the parameter group.
+            staged: values of the flat parameter; new values are put in `staged.out`.
+            gradient: `flat.numel` elements in any floating dtype.
+            has_grad: for each parameter, whether it has a gradient; the others are not stepped, as in torch.
+            scale: the gradient, converted to fp32, is multiplied with it.
+        """
+
+    def commit(self, has_grad: Sequence[bool]) -> None:
+        """Counts the last step, which had gradients of these parameters."""
+        return None
+
+    def revert(self) -> None:
+        """Rolls the last `commit` back, if a step can be rolled back."""
+        return None
+
+    def kept(self) -> object:
+        """Returns data that `take_over` needs, to resume with the stored values."""
+        raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
+
+    def take_over(self, kept: object) -> None:
+        """Resumes with data that `kept` has returned in another process."""
+        raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
+
+    @abstractmethod
+    def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
+        """Returns the state of parameter `index` as torch's optimizer would keep it; tensors may be views."""
+
+    @abstractmethod
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
+        """Loads the state of parameter `index` that torch's optimizer (or `state_of`) has made."""
+
+
+class ElementwiseOptimizer(FlatOptimizer):
+    """AdamW, Adam and SGD, whose step of one element does not depend on others: in chunks, with torch's bits.
+
+    The implementation that torch would choose (for-loop, foreach or fused) is followed, so that on a CPU the numbers
+    are those of the user's optimizer. The fused kernels round the last elements of a parameter differently: chunks
+    never span two parameters.
+    """
+
+    CHUNK = 2**20
+    """Elements of a chunk: 4 MiB of fp32. A multiple of every vector width."""
+
+    def __init__(self, flat: FlatParameter) -> None:
+        super().__init__(flat)
+        self._steps = [0] * len(flat.slices)
+        self._steps_before = self._steps
+        self._device = flat.device
+
+    def step(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+    ) -> None:
+        if self._device.type != "cpu":  # what torch offers for the GPU's implementation alone
+            options = {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
+        if missing := [name for name in self.state_names(options) if name not in staged.states]:
+            raise RuntimeError(
+                f"the optimizer of {self.flat.name} needs {', '.join(missing)} now, which it did not need at the "
+                "start of the training. Set `momentum` or `amsgrad` from the start."
+            )
+        if staged.out is not staged and not all(has_grad):
+            staged.out.copy(staged)
+        indices: dict[int, list[int]] = {}
+        for index, steps in enumerate(self._steps):
+            if has_grad[index]:
+                indices.setdefault(steps, []).append(index)
+        for steps, parameters in indices.items():
+            self._step_parameters(options, staged, gradient, parameters, steps, scale)
+        if not all(has_grad):
+            staged.out.round()
+
+    def kept(self) -> list[int]:
+        return list(self._steps)
+
+    def take_over(self, kept: Any) -> None:
+        self._steps = list(kept)
+
+    def revert(self) -> None:
+        self._steps = self._steps_before
+
+    def commit(self, has_grad: Sequence[bool]) -> None:
+        self._steps_before = self._steps
+        self._steps = [step + has_gradient for step, has_gradient in zip(self._steps, has_grad, strict=True)]
+
+    def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
+        if self._steps[index] == 0:
+            return {}
+        item = self.flat.slices[index]
+        return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in staged.states.items()}
+
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
+        item = self.flat.slices[index]
+        for name, row in staged.states.items():
+            if (value := state.get(name)) is not None:
+                item.of(row).copy_(value)
+            else:
+                item.of(row).zero_()
+        self._steps[index] = int(state.get("step", 1)) if state else 0
+
+    def _step_parameters(
+        self,
+        options: Options,
+        staged: StagedState,
+        gradient: Tensor,
+        parameters: Sequence[int],
+        steps: int,
+        scale: float,
+    ) -> None:
+        """Steps parameters that have made `steps` steps so far.
+
+        Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
+        the master weights to the compute weights.
+        """
+        out = staged.out
+        for item in (self.flat.slices[index] for index in parameters):
+            for low in range(item.start, item.start + item.numel, self.CHUNK):
+                chunk = slice(low, min(low + self.CHUNK, item.start + item.numel))
+                part = gradient[chunk].float()
+                if scale != 1.0:
+                    part = part * scale
+                elif options["foreach"] and part.data_ptr() == gradient[chunk].data_ptr():
+                    part = part.clone()  # which changes its gradients, and a step may be made again
+                if out is not staged:
+                    for name, values in out.states.items():
+                        values[chunk].copy_(staged.states[name][chunk])
+                states = {name: values[chunk] for name, values in out.states.items()}
+                if staged.low is not None and out.low is not None:
+                    master = join(staged.weights[chunk], staged.low[chunk])
+                    self._torchs_step(options, master, part, states, steps)
+                    split(master, out.weights[chunk], out.low[chunk])
+                else:
+                    assert staged.master is not None and out.master is not None
+                    master = out.master[chunk]
+                    if out is not staged:
+                        master.copy_(staged.master[chunk])
+                    self._torchs_step(options, master, part, states, steps)
+                    if out.master is not out.weights:
+                        out.weights[chunk].copy_(master)
+
+    @abstractmethod
+    def _torchs_step(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
+    ) -> None:
+        """Steps whole fp32 weights in place, with torch's own function."""
+
+    def _step_state(self, step: int) -> dict[str, Any]:
+        return {"step": torch.tensor(float(step), dtype=torch.float32)}
+
+
+class AdamOptimizer(ElementwiseOptimizer):
+    """`torch.optim.Adam` and `AdamW`: in one pass by our own kernel (adam.c), where that gives torch's bits."""
+
+    def __init__(self, flat: FlatParameter, *, compiled: bool = True) -> None:
+        super().__init__(flat)
+        self._compiled = compiled
+        self._items: dict[tuple[AdamKernel, tuple[int, ...]], Tensor] = {}
+        """The kernel's work list for the parameters of the last step, which are mostly all of them."""
+
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _step_parameters(
+        self,
+        options: Options,
+        staged: StagedState,
+        gradient: Tensor,
+        parameters: Sequence[int],
+        steps: int,
+        scale: float,
+    ) -> None:
+        name = self._function(staged, gradient)
+        implementation = implementation_of(options, self._device)
+        settings = settings_of(options, implementation, steps + 1, scale)
+        kernel: AdamKernel | None = None
+        if self._compiled and name is not None and settings is not None:
+            kernel = exact_kernel(implementation) if self._device.type == "cpu" else any_kernel()
+        if kernel is None or name is None or settings is None:
+            super()._step_parameters(options, staged, gradient, parameters, steps, scale)
+            return
+        key = kernel, tuple(parameters)
+        if key not in self._items:
+            slices = (self.flat.slices[index] for index in parameters)
+            self._items = {key: kernel.items((item.start, item.numel) for item in slices)}
+        values = [array for of in (staged, staged.out) for array in self._arrays(of)]
+        kernel.step(name, self._items[key], (*values, gradient), settings)
+
+    @staticmethod
+    def _arrays(staged: StagedState) -> tuple[Tensor, ...]:
+        """Returns a flat's arrays in the order of the functions in adam.c."""
+        kept = staged.low if staged.low is not None else staged.master
+        assert kept is not None
+        return staged.weights, kept, staged.states["exp_avg"], staged.states["exp_avg_sq"]
+
+    def _function(self, staged: StagedState, gradient: Tensor) -> str | None:
+        """Returns the name of the function in adam.c for these dtypes."""
+        kinds = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+        kind = kinds.get(gradient.dtype)
+        if staged.master is staged.weights and kind == "fp32":
+            return "adam_fp32"
+        if staged.weights.dtype != torch.bfloat16 or kind is None:
+            return None
+        return f"adam_whole_{kind}" if staged.low is None else f"adam_split_{kind}"
+
+    def _torchs_step(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
+    ) -> None:
+        torchs_step(options, weights, gradient, states, steps + 1)
+
+
+class SGDOptimizer(ElementwiseOptimizer):
+    """`torch.optim.SGD`."""
+
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        return ("momentum_buffer",) if options["momentum"] else ()
+
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
+        super().load_state(index, state, staged)
+        if staged.states and state.get("momentum_buffer") is None:  # torch's has made no step with momentum
+            self._steps[index] = 0
+
+    def _torchs_step(
+        self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
+    ) -> None:
+        buffer = states.get("momentum_buffer")
+        buffers = [buffer if steps else None]  # the first step makes one
+        with torch.no_grad():
+            sgd([weights], [gradient], buffers, **{name: options[name] for name in _SGD_OPTIONS})
+        if buffer is not None and buffers[0] is not None and buffers[0] is not buffer:
+            buffer.copy_(buffers[0])
+
+    def _step_state(self, step: int) -> dict[str, Any]:
+        return {}
+
+
+_SGD_OPTIONS = ("foreach", "fused", "weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+
+
+class GenericOptimizer(FlatOptimizer):
+    """Any other optimizer that steps each parameter on its own: its own `step`, on tensors in host memory.
+
+    Its states, of any kind, stay in host memory, and a step can't be rolled back.
+    """
+
+    def __init__(self, flat: FlatParameter, optimizer: Optimizer) -> None:
+        super().__init__(flat)
+        self._parameters = [nn.Parameter(torch.empty(0, dtype=torch.float32)) for _ in flat.slices]
+        # Not a copy: `Optimizer.__getstate__` would leave out what subclasses keep.
+        self._optimizer: Optimizer = object.__new__(type(optimizer))
+        self._optimizer.__dict__.update(optimizer.__dict__)
+        self._optimizer.__dict__.pop("zero_grad", None)  # that of model states
+        self._optimizer._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
+        self._optimizer._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+        self._optimizer.state = defaultdict(dict)
+        self._on_gpu = flat.device.type != "cpu"
+
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        return ()
+
+    def step(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+    ) -> None:
+        masters = staged.masters()
+        for item, parameter, has_gradient in zip(self.flat.slices, self._parameters, has_grad, strict=True):
+            parameter.data = item.of(masters)
+            parameter.grad = item.of(gradient).float() * scale if has_gradient else None
+        if self._on_gpu and "capturable" in options:  # it is for parameters on a GPU
+            options = {**options, "capturable": False}
+        self._optimizer.param_groups = [{**options, "params": self._parameters}]
+        _own_step(type(self._optimizer))(self._optimizer)
+        staged.set_masters(masters)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
+        return dict(self._optimizer.state[self._parameters[index]])
+
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
+        self._optimizer.state[self._parameters[index]] = dict(state)
+
+
+class WholeOptimizer(FlatOptimizer):
+    """An optimizer that is stepped whole (see `WholeStep`): its states are in host memory, in `Optimizer.state`."""
+
+    def state_names(self, options: Options) -> tuple[str, ...]:
+        return ()
+
+    def step(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+    ) -> None:
+        raise AssertionError("an optimizer that is stepped whole steps no flat")
+
+    def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
+        assert not state
+
+
+def _own_step(cls: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """Returns the `step` of a class without torch's wrapper: hooks run once, around the user's `step`."""
+    step: Any = cls.step
+    return cast(Callable[[Optimizer], object], step.__wrapped__ if getattr(step, "hooked", False) else step)
+
+
+_REGISTERED: set[type[Optimizer]] = {
+    cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and cls not in (Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam)
+}
+"""Classes that step each parameter on its own."""
+
+
+def register_optimizer(cls: type[Optimizer]) -> type[Optimizer]:
+    """Registers an optimizer class that steps each parameter on its own, so that its steps overlap with backward.
+
+    Offloaded parameters are stepped one part of the model after the other. That gives the numbers of plain training if
+    `step` computes the new values of a parameter from its own weight, gradient and state, and from the settings of its
+    group. It does not if `step` computes a norm over several parameters, counts its calls in an attribute, or reads an
+    attribute that changes during training. The classes of `torch.optim` are registered, and subclasses of registered
+    ones that add methods and override `__init__` alone; all others are stepped whole when backward has ended.
+
+    Args:
+        cls: the class; subclasses that override more are not meant.
+
+    Returns:
+        The class, so that this is a decorator, too.
+
+    Example::
+
+        @lightning_ssd.register_optimizer
+        class Lion(torch.optim.Optimizer): ...
+    """
+    _REGISTERED.add(cls)
+    return cls
+
+
+def steps_whole(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` must be stepped whole: its class is not registered, or hooks look at its steps."""
+    return bool(
+        registered_class(type(optimizer)) is None
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
+
+
+def registered_class(cls: type[Optimizer]) -> type[Optimizer] | None:
+    """Returns the registered class whose step `cls` makes, or None."""
+    for number, base in enumerate(cls.__mro__):
+        if base in _REGISTERED:
+            subclasses = cls.__mro__[:number]
+            changed = any(_differs(subclass, base, name) for subclass in subclasses for name in vars(subclass))
+            return None if changed else base
+    return None
+
+
+def _differs(subclass: type, cls: type, name: str) -> bool:
+    """Whether `subclass` overrides `name`, which the step of `cls` may use."""
+    if name.startswith("__") and name != "__setstate__":
+        return False
+    if not hasattr(cls, name):
+        return False
+    return inspect.unwrap(vars(subclass)[name]) is not inspect.unwrap(getattr(cls, name))
+
+
+def zeroes_otherwise(optimizer: Optimizer) -> bool:
+    """Returns whether other code has replaced `zero_grad`, in a subclass or on the optimizer: it may drop fewer."""
+    return "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters of all groups, in the order in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def groups_of(optimizers: Sequence[Optimizer]) -> tuple[dict[nn.Parameter, tuple[Optimizer, int]], set[nn.Parameter]]:
+    """Returns the group of every parameter, and the parameters that two optimizers step."""
+    groups: dict[nn.Parameter, tuple[Optimizer, int]] = {}
+    twice: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if groups.setdefault(parameter, (optimizer, number))[0] is not optimizer:
+                    twice.add(parameter)
+    return groups, twice
+
+
+def make_flat_optimizer(optimizer: Optimizer, flat: FlatParameter, whole: Container[Optimizer] = ()) -> FlatOptimizer:
+    """Returns how `optimizer` steps `flat`; `whole`: optimizers that are stepped whole."""
+    if optimizer in whole:
+        return WholeOptimizer(flat)
+    cls = registered_class(type(optimizer))
+    if cls in (torch.optim.AdamW, torch.optim.Adam):
+        return AdamOptimizer(flat)
+    if cls is torch.optim.SGD:
+        return SGDOptimizer(flat)
+    return GenericOptimizer(flat, optimizer)

@@ -1,0 +1,292 @@
+"""Prefetch of weights: on the device around their use, in recorded order, within a byte budget.
+
+A *use* of a unit is its forward, or a saved weight that backward unpacks. The uses of the last micro-batch predict
+those of this one: from the present use on, as many units as the budget holds are kept or prefetched, and the others
+are evicted (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time, never numbers.
+
+Threads: the training thread and, in backward, autograd's thread of the device. Both may call at once, since the
+training thread runs operations on the CPU that have saved weights: every public method takes the lock. Its holder waits
+for steps, reads and copies only, whose threads never take it.
+
+Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
+which the compute stream waits for before a use; then to the running operations, which `users` and `_nodes` count;
+and to `release` after that.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+
+from lightning_ssd.device import CopyEngine, Mark
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.spans import wait_for
+
+
+class ParamPrefetcher:
+    """Fetches and evicts the flat parameters of units.
+
+    Args:
+        units: flat parameters of each unit.
+        stores: where the values of each flat parameter are stored.
+        copies: copies of the device.
+        budget: bytes of the device that compute weights may take; units in use stay in any case.
+        unstage: unstages what user code has staged on the host; called before weights are fetched.
+        pull: adopts what user code has written to memory that it shares with a flat parameter; called before its use.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[FlatParameter]],
+        stores: Mapping[FlatParameter, StateStore],
+        copies: CopyEngine,
+        budget: int,
+        unstage: Callable[[], None],
+        pull: Callable[[FlatParameter], None],
+    ) -> None:
+        self._units = units
+        self._unit_of = {flat: index for index, flats in enumerate(units) for flat in flats}
+        self._nbytes = [sum(flat.nbytes for flat in flats) for flats in units]
+        self._stores = stores
+        self._copies = copies
+        self._budget = budget
+        self._unstage = unstage
+        self._pull = pull
+        self._loads: dict[FlatParameter, _Load] = {}
+        """Loads of the resident flat parameters."""
+        self._entered = [0] * len(units)
+        """Forwards of each unit in this micro-batch; recomputation in backward is not counted."""
+        self._nodes: dict[int, _RunningNode] = {}
+        """The autograd node that each thread in backward runs."""
+        self._retired: set[FlatParameter] = set()
+        forward = list(range(len(units)))
+        self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
+        self._kind = "evaluate"
+        self.in_micro_batch = False
+        """Whether a forward has begun whose backward has not ended."""
+        self._uses: list[int] = []
+        self._cursor = 0
+        self._lock = threading.RLock()
+        """Guards the fields above, and `users` of flat parameters. Reentrant: `unstage` and `pull` may call back."""
+
+    def begin(self, kind: str) -> None:
+        """Begins a micro-batch; `kind` is "train" or "evaluate"."""
+        with self._lock:
+            if self._uses:
+                self._expected[self._kind] = self._uses
+            self._kind = kind
+            self.in_micro_batch = kind == "train"
+            self._entered = [0] * len(self._units)
+            self._nodes.clear()
+            self._uses = []
+            self._cursor = 0
+
+    def pre_forward(self, unit: int) -> None:
+        """Begins a forward of `unit`; returns when the compute stream is ordered after the prefetch of its weights."""
+        with self._lock:
+            for flat in self._units[unit]:
+                flat.users += 1
+                self._pull(flat)
+            self._entered[unit] += torch._C._current_graph_task_id() == -1
+            self._use(unit)
+
+    def post_forward(self, unit: int) -> None:
+        """Ends a forward of `unit`, also one that has failed."""
+        with self._lock:
+            for flat in self._units[unit]:
+                flat.users -= 1
+
+    @contextlib.contextmanager
+    def hold(self, flats: Iterable[FlatParameter], *, record: bool) -> Iterator[None]:
+        """Keeps flat parameters of any units resident while an operator outside of their forwards runs.
+
+        Args:
+            flats: fetched if they are not resident.
+            record: whether the next micro-batch is expected to use them, too.
+
+        Raises:
+            RuntimeError: the step of one has begun.
+        """
+        held: list[FlatParameter] = []
+        try:
+            with self._lock:
+                for flat in flats:
+                    flat.users += 1
+                    held.append(flat)
+                for flat in held:
+                    self.check(flat)
+                    self._pull(flat)
+                for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
+                    if record:
+                        self._use(unit)
+                    else:
+                        self._hold_resident(unit)
+            yield
+        finally:
+            with self._lock:
+                for flat in held:
+                    flat.users -= 1
+
+    def entered_once(self, flat: FlatParameter) -> bool:
+        """Whether the unit of `flat` has had one forward in this micro-batch."""
+        return self._entered[self._unit_of[flat]] == 1
+
+    def unshard(self, flat: FlatParameter) -> None:
+        """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.
+
+        Raises:
+            RuntimeError: its step has begun.
+        """
+        with self._lock:
+            self.check(flat)
+            if not flat.mixed:  # else backward needs the values that the forward has cast
+                self._pull(flat)
+            unit = self._unit_of[flat]
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                number, thread = node._sequence_nr(), threading.get_ident()
+                running = self._nodes.get(thread)
+                if running is None or running.number != number:
+                    running = self._nodes[thread] = _RunningNode(number, set())
+                running.units.add(unit)
+            self._use(unit)
+
+    def check(self, flat: FlatParameter) -> None:
+        """Raises RuntimeError if the step of `flat` has begun: its weights are not those of the forward."""
+        if flat in self._retired:
+            raise RuntimeError(
+                f"the weights of {flat.name} are used after their gradient was complete and their step had begun, in "
+                "the same backward: by a hook, or where no gradient flows (detached). Set `overlap='none'`."
+            )
+
+    def retire(self, flat: FlatParameter) -> None:
+        """Evicts `flat`, whose step begins; it is not fetched before `renew`."""
+        with self._lock:
+            self._retired.add(flat)
+            self.release(flat)
+
+    def renew(self) -> None:
+        """Ends a step: retired flat parameters are fetched again, each once its step is done."""
+        with self._lock:
+            self._retired.clear()
+
+    def prefetch(self) -> None:
+        """Starts to fetch the units that are used next."""
+        with self._lock:
+            self._prefetch(self._lookahead())
+
+    def release(self, flat: FlatParameter) -> None:
+        """Evicts `flat`; a later fetch copies the values that are stored then."""
+        with self._lock:
+            load = self._loads.pop(flat, None)
+            if load is not None:
+                try:
+                    load.wait()
+                finally:
+                    flat.release()
+
+    def release_all(self) -> None:
+        """Evicts all flat parameters; none is in use."""
+        with self._lock:
+            for flat in list(self._loads):
+                self.release(flat)
+
+    def wait(self, flat: FlatParameter) -> None:
+        """Orders the compute stream after the prefetch of `flat`, if it is resident."""
+        with self._lock:
+            if flat in self._loads:
+                self._loads[flat].wait()
+
+    def _hold_resident(self, unit: int) -> None:
+        """Makes `unit` resident, and evicts units that are not expected soon."""
+        if any(flat not in self._loads for flat in self._units[unit]):
+            expected = self._lookahead()
+            for flat in [flat for flat in self._loads if self._is_evictable(flat, expected)]:
+                self.release(flat)
+            self._fetch(unit)
+        for flat in self._units[unit]:
+            self.wait(flat)
+
+    def _use(self, unit: int) -> None:
+        if not self._uses or self._uses[-1] != unit:
+            self._uses.append(unit)
+            expected = self._expected[self._kind]
+            if unit in expected[self._cursor :]:
+                self._cursor = expected.index(unit, self._cursor) + 1
+            wanted = self._lookahead()
+            for flat in [flat for flat in self._loads if self._is_evictable(flat, wanted)]:
+                self.release(flat)
+            self._prefetch(wanted)  # the unit itself is the first
+        else:
+            self._fetch(unit)
+        for flat in self._units[unit]:
+            self.wait(flat)
+
+    def _lookahead(self) -> list[int]:
+        """Returns the unit of the last use and the next ones that the budget holds, in the order of their use."""
+        expected = self._expected[self._kind]
+        units = dict.fromkeys(self._uses[-1:])
+        taken = sum(self._nbytes[unit] for unit in units)
+        for unit in expected[self._cursor :] + expected[: self._cursor]:
+            if unit in units:
+                continue
+            taken += self._nbytes[unit]
+            if taken > self._budget:
+                break
+            units[unit] = None
+        return list(units)
+
+    def _prefetch(self, wanted: Sequence[int]) -> None:
+        for unit in wanted:
+            self._fetch(unit)
+
+    def _fetch(self, unit: int) -> None:
+        for flat in self._units[unit]:
+            if flat not in self._loads and flat not in self._retired:
+                self._unstage()
+                target = flat.allocate()
+                # The memory belongs to the compute stream until it has passed the mark recorded here.
+                arrived = self._stores[flat].prefetch_to(target, self._copies.mark())
+                self._loads[flat] = _Load(arrived, self._copies)
+
+    def _is_evictable(self, flat: FlatParameter, wanted: Sequence[int]) -> bool:
+        unit = self._unit_of[flat]
+        in_use = flat.users or any(unit in running.units for running in self._nodes.values())
+        # A load that was not issued yet would write memory that has another owner by then.
+        return not in_use and unit not in wanted and self._loads[flat].issued
+
+
+class _RunningNode(NamedTuple):
+    """An autograd node whose backward uses weights.
+
+    Attributes:
+        number: its sequence number.
+        units: units whose weights it has unpacked; it may not have launched its kernels yet.
+    """
+
+    number: int
+    units: set[int]
+
+
+class _Load:
+    """The copy of a flat parameter from the host to the device."""
+
+    def __init__(self, issued: "Future[Mark]", copies: CopyEngine) -> None:
+        self._issued = issued
+        self._copies = copies
+        self._waited = False
+
+    @property
+    def issued(self) -> bool:
+        return self._issued.done()
+
+    def wait(self) -> None:
+        """Orders the compute stream after the copy; the host waits until the copy was issued."""
+        mark = wait_for(self._issued, "weights")
+        if not self._waited:
+            self._waited = True
+            self._copies.wait(mark)

@@ -1,0 +1,170 @@
+"""Residency: which parameters are offloaded, and which stay on the device with their gradients and optimizer states."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_ssd.model_states.masters import MasteredParameter
+from lightning_ssd.model_states.optimizers import Groups
+from lightning_ssd.model_states.state_store import WHOLE_DTYPES
+from lightning_ssd.model_states.units import Unit
+from lightning_ssd.types import OffloadTierName, Tier
+
+UnitTiers = Mapping[str, tuple[Tier, Tier]]
+"""For each unit, by name, the tier of its compute weights and the tier of its other values."""
+
+
+def bytes_on_device(module: nn.Module, *, fitting: bool) -> int:
+    """Returns the bytes of a model on the device: weights, and with `fitting` gradients, two states and 16-bit copies.
+
+    Args:
+        module: the model.
+        fitting: whether it is trained.
+    """
+    return sum(
+        parameter.numel() * (parameter.element_size() * (4 if fitting and parameter.requires_grad else 1) + 2)
+        for parameter in module.parameters()
+        if not isinstance(parameter, UninitializedParameter)
+    )
+
+
+def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) -> set[nn.Parameter]:
+    """Returns the parameters to offload: dense ones that are large enough.
+
+    Args:
+        module: the model.
+        min_bytes: smaller fp32 and fp64 parameters stay on the device. bf16 parameters of all sizes are offloaded: only
+            offloaded ones have fp32 master weights.
+        fitting: whether the model is trained: fp64 parameters stay then, since steps are made in fp32.
+    """
+    whole = (torch.float32,) if fitting else WHOLE_DTYPES
+    resident: set[nn.Parameter] = set()
+    for owner in module.modules():
+        if getattr(owner, "sparse", False):  # an embedding, whose gradient is no dense tensor
+            resident.update(owner.parameters(recurse=False))
+    return {
+        parameter
+        for parameter in module.parameters()
+        if parameter not in resident
+        and type(parameter) in (nn.Parameter, MasteredParameter)
+        and parameter.layout is torch.strided
+        and (
+            (parameter.dtype in whole and parameter.nbytes >= max(1, min_bytes))
+            or (parameter.dtype == torch.bfloat16 and parameter.numel() > 0)
+        )
+    }
+
+
+def residents_within(
+    units: Sequence[Unit],
+    offloaded: set[nn.Parameter],
+    groups: Groups,
+    budget: int,
+    autocast: torch.dtype | None,
+    *,
+    hold: bool,
+) -> tuple[set[nn.Parameter], int]:
+    """Returns parameters of whole units that fit on the device beside prefetched weights, and their bytes.
+
+    The first units of the forward come first: their gradients are complete last and their weights are needed first, so
+    no time would hide their step on the CPU.
+
+    Args:
+        units: units of the model.
+        offloaded: parameters to choose from.
+        groups: parameter groups; others need no gradients and states.
+        budget: bytes of the device.
+        autocast: dtype that matrix products compute in; None: that of the weights.
+        hold: as in `whole_units`.
+    """
+
+    def own(unit: Unit) -> list[nn.Parameter]:
+        return [parameter for _, parameter in unit.parameters if parameter in offloaded]
+
+    def compute_bytes(parameter: nn.Parameter) -> int:
+        return parameter.element_size() if autocast is None else autocast.itemsize
+
+    def resident_bytes(parameter: nn.Parameter) -> int:
+        """Bytes of an element: fp32 master, gradient and two states, and a 16-bit copy."""
+        if parameter in groups:
+            return 16 + (2 if autocast is not None or parameter.dtype != torch.float32 else 0)
+        return parameter.element_size() + (0 if autocast is None else 2)
+
+    sizes = sorted((sum(compute_bytes(p) * p.numel() for p in own(unit)) for unit in units), reverse=True)
+    taken, most = 0, budget - sum(sizes[:3])  # one unit computes, one is prefetched, one is evicted
+    resident: set[nn.Parameter] = set()
+    for unit in units:
+        needed = sum(resident_bytes(parameter) * parameter.numel() for parameter in own(unit))
+        if hold and not whole_units([unit], offloaded, hold=True):
+            continue
+        if taken + needed > most:
+            break
+        taken += needed
+        resident.update(own(unit))
+    return resident, taken
+
+
+def planned_residents(
+    tiers: UnitTiers, units: Sequence[Unit], movable: set[nn.Parameter], *, hold: bool, host_alone: bool
+) -> set[nn.Parameter]:
+    """Returns the parameters that a plan keeps on the device.
+
+    Args:
+        tiers: the plan.
+        units: units of the model.
+        movable: parameters that may be offloaded.
+        hold: as in `whole_units`.
+        host_alone: whether nothing may be on SSDs.
+
+    Raises:
+        ValueError: the plan is not one for these units.
+    """
+    _check_plan(tiers, units, movable, host_alone=host_alone)
+    chosen = [unit for unit in units if tiers.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
+    return whole_units(chosen, movable, hold=hold)
+
+
+def whole_units(units: Sequence[Unit], movable: set[nn.Parameter], *, hold: bool) -> set[nn.Parameter]:
+    """Returns the parameters of units that may stay on the device as a whole.
+
+    Args:
+        units: units to choose from.
+        movable: parameters to choose from.
+        hold: whether user code may look at gradients: those of units with 16-bit parameters would be fp32 there.
+    """
+    chosen: set[nn.Parameter] = set()
+    for unit in units:
+        own = {parameter for _, parameter in unit.parameters if parameter in movable}
+        if not hold or all(parameter.dtype == torch.float32 for parameter in own):
+            chosen |= own
+    return chosen
+
+
+def needs_master(resident: set[nn.Parameter], groups: Groups) -> list[nn.Parameter]:
+    """Returns which of the resident parameters have fp32 master weights on the device."""
+    return [parameter for parameter in resident if parameter in groups and parameter.dtype == torch.bfloat16]
+
+
+def off_device(tiers: tuple[Tier, Tier]) -> tuple[OffloadTierName, OffloadTierName]:
+    """Returns a unit's tiers for flat parameters that can't stay on the device: host memory stands for the GPU."""
+    weights, opt_state = tiers
+    return ("host" if weights == "gpu" else weights), ("host" if opt_state == "gpu" else opt_state)
+
+
+def _check_plan(tiers: UnitTiers, units: Sequence[Unit], movable: set[nn.Parameter], *, host_alone: bool) -> None:
+    names = [unit.name for unit in units if unit.parameters]
+    for name, of_unit in tiers.items():
+        if of_unit.count("gpu") == 1:
+            raise ValueError(
+                f"the plan has weights of the unit `{name}` on `{of_unit[0]}` and its states on `{of_unit[1]}`. A unit "
+                "is on the GPU with both of them, or with neither: change one of the two."
+            )
+        if host_alone and "ssd" in of_unit:
+            raise ValueError(f"the plan has the unit `{name}` on SSDs, and `tier='host'` rules that out. Change one.")
+        if name not in names:
+            raise ValueError(f"the plan places the unit `{name}`, which the model does not have. Plan again for it.")
+    for unit in units:
+        if unit.name not in tiers and any(parameter in movable for _, parameter in unit.parameters):
+            raise ValueError(f"the plan does not place the unit `{unit.name}`. Plan again for this model.")

@@ -1,0 +1,151 @@
+"""Checkpoints as directories: tensors in safetensors files of bounded size, and the rest beside them.
+
+    weights-00001.safetensors ...     the model's weights, by their names
+    optimizer-00001.safetensors ...   whatever else is a tensor, by its place in the checkpoint
+    index.json                        in which file each tensor is
+    rest.ckpt                         the checkpoint, with names for tensors
+
+One file's tensors are in memory at a time, when they are written; read, they are mapped.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lightning_ssd.model_states.lazy import LazyTensor
+from lightning_ssd.model_states.replace import find_replaced, put_in_place, remove, sync_directory
+
+SHARD_BYTES = 2**30
+"""Bytes of a file at most, but for a single larger tensor."""
+
+_KEY = "tensor of lightning_ssd"
+"""The key of a dictionary that stands for a tensor; its value is the tensor's name."""
+
+_STATE_DICT = "state_dict/"
+
+
+def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Writes a directory, which replaces another of that name, or a file, when it is whole.
+
+    Args:
+        checkpoint: what Lightning wants to save; lazy tensors are read as they are written.
+        path: the directory; its parent is made if it is missing.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    remove(part)  # of a process that was killed
+    part.mkdir()
+    try:
+        tensors: dict[str, Tensor] = {}
+        first: dict[object, str] = {}
+        rest = _replace(checkpoint, "", lambda name, tensor: _named(name, tensor, tensors, first))
+        names = {"weights": [name for name in tensors if name.startswith(_STATE_DICT)]}
+        names["optimizer"] = [name for name in tensors if not name.startswith(_STATE_DICT)]
+        index: dict[str, str] = {}
+        for kind, of_kind in names.items():
+            for number, shard in enumerate(_shards(of_kind, tensors)):
+                file = f"{kind}-{number + 1:05}.safetensors"
+                save_file({_in_file(name): _plain(tensors[name]) for name in shard}, part / file)
+                index |= dict.fromkeys(shard, file)
+        torch.save(rest, part / "rest.ckpt")
+        (part / "index.json").write_text(json.dumps(index, indent=1))
+        for file_path in part.iterdir():
+            with open(file_path, "rb") as written:
+                os.fsync(written.fileno())
+        sync_directory(part)
+        put_in_place(part, path)
+    finally:
+        remove(part)
+
+
+def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
+    """Returns the checkpoint in a directory that `save_sharded` wrote; its tensors are mapped, not read.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+    """
+    path = find_replaced(Path(path))
+    index: dict[str, str] = json.loads((path / "index.json").read_text())
+    files = {file: safe_open(path / file, framework="pt") for file in set(index.values())}
+
+    def tensor(value: dict[str, str]) -> Tensor:
+        name = value[_KEY]
+        file: Any = files[index[name]]
+        found: Tensor = file.get_tensor(_in_file(name))
+        return found
+
+    rest = torch.load(path / "rest.ckpt", map_location="cpu", weights_only=weights_only)
+    restored: dict[str, Any] = _restore(rest, tensor)
+    return restored
+
+
+def is_sharded(path: str | Path) -> bool:
+    """Whether `path` is a directory that `save_sharded` wrote."""
+    return (find_replaced(Path(path)) / "rest.ckpt").is_file()
+
+
+def _in_file(name: str) -> str:
+    return name.removeprefix(_STATE_DICT)
+
+
+def _named(name: str, tensor: Tensor, tensors: dict[str, Tensor], names: dict[object, str]) -> dict[str, str]:
+    # What is tied is one object, or one piece of memory: written once, under its first name.
+    first = names.setdefault(_identity(tensor), name)
+    if first == name:
+        tensors[name] = tensor
+    return {_KEY: first}
+
+
+def _identity(tensor: Tensor) -> object:
+    if isinstance(tensor, LazyTensor) or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _replace(value: Any, name: str, stand_in: Callable[[str, Tensor], Any]) -> Any:
+    """Returns `value` with something else for each tensor in it, whose place there is its name."""
+    if isinstance(value, Tensor):
+        return stand_in(name, value)
+    if isinstance(value, dict):
+        of = {key: _replace(item, f"{name}/{key}" if name else str(key), stand_in) for key, item in value.items()}
+        return type(value)(of) if type(value) is not dict else of
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, f"{name}/{index}", stand_in) for index, item in enumerate(value))
+    return value
+
+
+def _restore(value: Any, tensor: Callable[[dict[str, str]], Tensor]) -> Any:
+    if isinstance(value, dict):
+        if list(value) == [_KEY]:
+            return tensor(value)
+        of = {key: _restore(item, tensor) for key, item in value.items()}
+        return type(value)(of) if type(value) is not dict else of
+    if type(value) in (list, tuple):
+        return type(value)(_restore(item, tensor) for item in value)
+    return value
+
+
+def _shards(names: list[str], tensors: dict[str, Tensor]) -> list[list[str]]:
+    shards: list[list[str]] = []
+    filled = 0
+    for name in names:
+        if not shards or filled + tensors[name].nbytes > SHARD_BYTES:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensors[name].nbytes
+    return shards
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns memory of its own: safetensors refuses tensors that share it."""
+    values = tensor.values() if isinstance(tensor, LazyTensor) else tensor.detach().cpu()
+    return values.contiguous().clone()

@@ -1,0 +1,236 @@
+"""State dicts of modules and optimizers whose values are offloaded.
+
+One flat parameter is staged after the other: a state dict takes the memory of its result and of one flat parameter.
+"""
+
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.hooks import ModuleHook
+from lightning_ssd.model_states.lazy import LazyTensors
+from lightning_ssd.model_states.masters import MasterWeights
+from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
+from lightning_ssd.model_states.staged import StagedFlats
+
+
+class StateDicts:
+    """Makes `state_dict` and `load_state_dict` of modules and optimizers read and write offloaded values.
+
+    Threads: the training thread.
+
+    Ownership: values of a state dict are copies, or lazy tensors while `lazy` makes them. Loaded values belong to
+    `StagedFlats` until they are stored.
+
+    Args:
+        module: the model.
+        staged: stages its flat parameters on the host.
+        rules: their optimizers.
+        where: for each offloaded parameter, its flat parameter and its index there.
+        masters: master weights of parameters on the device.
+        optimizers: optimizers that step flat parameters.
+        release: evicts a flat parameter.
+        changing: called before values are loaded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        staged: StagedFlats,
+        rules: Mapping[FlatParameter, FlatOptimizer],
+        where: Mapping[nn.Parameter, tuple[FlatParameter, int]],
+        masters: MasterWeights,
+        optimizers: list[Optimizer],
+        *,
+        release: Callable[[FlatParameter], None],
+        changing: Callable[[], None],
+    ) -> None:
+        self._staged = staged
+        self._rules = rules
+        self._where = where
+        self._masters = masters
+        self._lent_masters = contextlib.ExitStack()
+        """Open while a checkpoint is loaded into master weights on the device."""
+        self._release = release
+        self._changing = changing
+        self.lazy = LazyTensors()
+        self._without = False
+        self.protected = False
+        """Whether offloaded values must not be loaded before training begins: a killed run resumes with them."""
+        self._loading: set[FlatParameter] = set()
+        """Flat parameters whose parameters are staged master weights while `load_state_dict` loads a module."""
+        self._handles: list[RemovableHandle] = []
+        for owner in module.modules():
+            if self._offloaded(owner) or self._mastered(owner):
+                self._handles.append(owner._register_state_dict_hook(ModuleHook(self._after_state_dict)))
+                self._handles.append(owner.register_load_state_dict_pre_hook(ModuleHook(self._before_load)))
+                self._handles.append(owner.register_load_state_dict_post_hook(ModuleHook(self._after_load)))
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_state_dict_post_hook(self._add_states))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._take_states))
+
+    @contextlib.contextmanager
+    def without(self) -> Iterator[None]:
+        """Excludes offloaded values from state dicts that are made or loaded within the context."""
+        self._without = True
+        try:
+            yield
+        finally:
+            self._without = False
+
+    def before_change(self) -> None:
+        """Prepares a change of values: lazy tensors read theirs, and nothing stays staged."""
+        self.lazy.take_in()
+        self._staged.unstage()
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        try:
+            self.before_change()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+
+    def _offloaded(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Returns the offloaded parameters of `owner` itself, with their names in it."""
+        return _own_parameters(owner, self._where)
+
+    def _mastered(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters of `owner` itself that have master weights on the device, with their names in it."""
+        return _own_parameters(owner, self._masters.of)
+
+    def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        """Replaces compute weights in a state dict by master weights: copies of the offloaded ones."""
+        offloaded = self._offloaded(owner)
+        mastered = self._mastered(owner)
+        self._masters.adopt(parameter for _, parameter in mastered)
+        for name, parameter in mastered:
+            if prefix + name in state:
+                state[prefix + name] = self._masters.of[parameter].detach()
+        if self._without:
+            for name, _ in offloaded:
+                state.pop(prefix + name, None)
+            return
+        flats = {self._where[parameter][0] for _, parameter in offloaded}
+        for name, parameter in offloaded:
+            if prefix + name not in state:
+                continue
+            flat, index = self._where[parameter]
+            if flat.summoned:  # the parameter is whole: its own value is the one that counts
+                state[prefix + name] = parameter.detach()
+                continue
+            masters = flat.slices[index].of(self._staged.stage(flat, keep=flats).masters)
+            if self.lazy.wanted:
+                masters = self.lazy.make((flat, index), masters, self._reader(flat, index))
+            else:
+                masters = masters.clone()
+            state[prefix + name] = masters
+
+    def _before_load(
+        self, owner: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object
+    ) -> None:
+        """Makes the parameters of `owner` whole on the CPU before a checkpoint is loaded into them."""
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                "`load_state_dict(assign=True)` would put new parameters in the model: leave `assign` out."
+            )
+        if self._without:
+            return
+        if self.protected and any(prefix + name in state for name, _ in self._offloaded(owner)):  # type: ignore[operator]
+            raise RuntimeError(
+                "a run that was killed goes on, and `load_state_dict` would overwrite its weights before it does. Load "
+                "them before `fit`, in `setup` or in `configure_model`."
+            )
+        if self._mastered(owner):
+            self._lent_masters.enter_context(self._masters.lend())
+        flats = {self._where[parameter][0] for _, parameter in self._offloaded(owner)}
+        self._changing()
+        for flat in flats:
+            if flat.summoned:
+                continue
+            self._staged.stage(flat, keep=flats)
+            self._release(flat)
+            self._staged.lend(flat, keep=flats)
+            self._loading.add(flat)
+
+    def _after_load(self, owner: nn.Module, incompatible: object) -> None:
+        """Makes the parameters views of their flats again; their values are stored by the next `unstage`."""
+        for flat in self._loading:
+            self._staged.take_back(flat)
+        self._loading.clear()
+        self._lent_masters.close()
+
+    def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Adds copies of the optimizer states of offloaded parameters."""
+        if self._without:
+            return
+        for number, flat, index in self._numbers(optimizer):
+            of_parameter = self._rules[flat].state_of(index, self._staged.stage(flat).values)
+            if of_parameter:
+                state["state"][number] = {
+                    name: self._shown(value, flat, index, name) for name, value in of_parameter.items()
+                }
+        self._staged.unstage()
+
+    def _shown(self, value: Any, flat: FlatParameter, index: int, name: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if self.lazy.wanted and value.dim():
+            return self.lazy.make((flat, index, name), value, self._reader(flat, index, name))
+        return value.clone()
+
+    def _reader(self, flat: FlatParameter, index: int, state: str | None = None) -> Callable[[], Tensor]:
+        """Returns a function that reads the master weights of a parameter, or one of its states."""
+
+        def read() -> Tensor:
+            values = self._staged.stage(flat)
+            if state is None:
+                return flat.slices[index].of(values.masters)
+            found: Tensor = self._rules[flat].state_of(index, values.values)[state]
+            return found
+
+        return read
+
+    def _take_states(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Loads the optimizer states of offloaded parameters, and removes them from the state dict."""
+        if self._without:
+            return state
+        self._changing()
+        states = dict(state["state"])
+        for number, flat, index in self._numbers(optimizer):
+            self._load_state(flat, index, states.pop(number, {}))
+        self._staged.unstage()
+        return {**state, "state": states}
+
+    def adopt_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """Adopts states that optimizers already have of offloaded parameters.
+
+        Adagrad makes some in its constructor; an optimizer that `configure_optimizers` returns again has those of its
+        last training.
+        """
+        for optimizer in optimizers:
+            for _, flat, index in self._numbers(optimizer):
+                state = optimizer.state.pop(flat.slices[index].parameter, None)
+                if state:
+                    self._load_state(flat, index, state)
+        self._staged.unstage()
+
+    def _load_state(self, flat: FlatParameter, index: int, state: Mapping[str, Any]) -> None:
+        staged = self._staged.stage(flat)
+        staged.changed = True
+        self._rules[flat].load_state(index, state, staged.values)
+
+    def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, FlatParameter, int]]:
+        """Yields the number in the state dict, flat parameter and index of the optimizer's offloaded parameters."""
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            if parameter in self._where:
+                yield number, *self._where[parameter]
+
+
+def _own_parameters(owner: nn.Module, chosen: Container[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, value) for name, value in owner._parameters.items() if value is not None and value in chosen]

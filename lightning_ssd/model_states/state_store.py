@@ -1,0 +1,494 @@
+"""The store of a flat parameter: its compute weights, master weights and optimizer states, off the device."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished
+from lightning_ssd.model_states.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.loaded import Loaded, exact_value
+from lightning_ssd.model_states.split import join, split
+from lightning_ssd.storage import Blob, PinnedBuffer
+
+log = logging.getLogger(__name__)
+
+WHOLE_DTYPES = (torch.float32, torch.float64)
+"""Dtypes of weights that are their own master weights. fp64 weights are evaluated only."""
+
+
+@dataclass
+class StagedState:
+    """Values of a flat parameter on the host. One-dimensional, `flat.numel` elements each.
+
+    Attributes:
+        weights: compute weights, in the flat's dtype; undefined where `master` is another tensor.
+        master: fp32 master weights; `weights` itself if those are fp32, None if they are split.
+        low: low half of split master weights (`weights` is the high half), int16.
+        states: fp32 optimizer states by name, zero before the first step.
+        buffer: staging memory that the values lie in; None: they lie where they are stored.
+        uncommitted: destination of a step's new values; None: the step is made in place.
+    """
+
+    weights: Tensor
+    master: Tensor | None
+    low: Tensor | None
+    states: dict[str, Tensor]
+    buffer: PinnedBuffer | None = None
+    uncommitted: "StagedState | None" = None
+
+    @property
+    def out(self) -> "StagedState":
+        """Destination of a step's new values. No attribute: a cycle would keep the memory until garbage collection."""
+        return self if self.uncommitted is None else self.uncommitted
+
+    def copy(self, other: "StagedState") -> None:
+        """Copies the values of another of the same layout."""
+        self.weights.copy_(other.weights)
+        if self.master is not None and other.master is not None and self.master is not self.weights:
+            self.master.copy_(other.master)
+        if self.low is not None and other.low is not None:
+            self.low.copy_(other.low)
+        for name, values in self.states.items():
+            values.copy_(other.states[name])
+
+    def masters(self) -> Tensor:
+        """Returns the fp32 master weights: a copy if they are split."""
+        if self.master is not None:
+            return self.master
+        assert self.low is not None
+        return join(self.weights, self.low)
+
+    def set_masters(self, masters: Tensor) -> None:
+        """Assigns master weights, which may be the tensor that `masters` has returned, and rounds them."""
+        if self.low is not None:
+            split(masters, self.weights, self.low)
+            return
+        assert self.master is not None
+        if masters is not self.master:
+            self.master.copy_(masters)
+        self.round()
+
+    def round(self) -> None:
+        """Rounds whole master weights to the compute weights."""
+        if self.master is not None and self.weights is not self.master:
+            self.weights.copy_(self.master)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a flat parameter's values lie in memory: compute weights in one buffer, all others in a second one.
+
+    Attributes:
+        flat: the flat parameter.
+        split: whether its master weights are split; those of bf16 weights can be.
+        state_names: optimizer states that have an element for each weight.
+        steps: whether it is stepped, and has gradients.
+        versions: 2 if a step can be rolled back, else 1.
+    """
+
+    flat: FlatParameter
+    split: bool
+    state_names: Sequence[str]
+    steps: bool
+    versions: int
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient as it is copied from the device."""
+        return self.flat.nbytes if self.steps else 0
+
+    @property
+    def whole_master(self) -> bool:
+        """Whether there are fp32 master weights beside the compute weights."""
+        return self.flat.dtype not in WHOLE_DTYPES and not self.split
+
+    @property
+    def opt_state_bytes(self) -> int:
+        """Bytes of all values but the compute weights: master weights and optimizer states."""
+        master = 4 if self.whole_master else 2 if self.split else 0
+        return self.flat.numel * (master + 4 * len(self.state_names))
+
+    def views(self, weights: Tensor, opt_state: Tensor | None, buffer: PinnedBuffer | None = None) -> StagedState:
+        """Returns views of the values that lie in `weights` and `opt_state`, both bytes."""
+        compute = weights[: self.flat.nbytes].view(self.flat.dtype)
+        start = 0
+
+        def row(dtype: torch.dtype) -> Tensor:
+            nonlocal start
+            assert opt_state is not None
+            end = start + self.flat.numel * dtype.itemsize
+            values, start = opt_state[start:end].view(dtype), end
+            return values
+
+        states = {name: row(torch.float32) for name in self.state_names}
+        master = row(torch.float32) if self.whole_master else None if self.split else compute
+        low = row(torch.int16) if self.split else None
+        return StagedState(compute, master, low, states, buffer)
+
+
+class StateStore:
+    """Stores the values of one flat parameter in host memory or on SSDs, in one version or two.
+
+    Duty: prefetches the compute weights to the device, stages all values for a step or for user code, writes them back,
+    and commits or reverts a step.
+
+    Threads: `prefetch_to` and `stage` may be called on any thread; what they return completes on the `h2d-done`, reader
+    and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step
+    (see `OptimizerStep`). All others run on the training thread, or on autograd's while that waits. No lock: who may
+    touch the values when follows from the futures below.
+
+    Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
+    owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
+    then to the copy to the device or to the caller, then to the writes until all have ended. All that one caller needs
+    is allocated at once, so that nobody holds a part and waits for another.
+
+    Weights in host memory may be overwritten while the device computes: a step begins when the last gradient has
+    arrived, which the compute stream produced after its last read of the weights, and that after their prefetch.
+
+    Args:
+        layout: layout of the values.
+        weights: buffer of the compute weights; owned.
+        opt_state: buffer of all others; owned. None: there are none.
+        copies: copies of the device.
+        scratch: memory and threads for values on SSDs; None if there are none.
+
+    Attributes:
+        steps: steps that were committed.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        weights: StateBuffer,
+        opt_state: StateBuffer | None,
+        copies: CopyEngine,
+        scratch: StateStaging | None,
+    ) -> None:
+        self.flat = layout.flat
+        self.layout = layout
+        self.scratch = scratch
+        self.steps = 0
+        self._buffers: tuple[StateBuffer, ...] = (weights,) if opt_state is None else (weights, opt_state)
+        self._copies = copies
+        self._staging_bytes = sum(buffer.staging_bytes for buffer in self._buffers)
+        self._stepped: Future[Any] = finished(None)
+
+    # ---- weights on their way to the device ----
+
+    def announce_step(self, stepped: "Future[Any]") -> None:
+        """Announces a step that stages, changes and unstages the values before `stepped` is done."""
+        self._stepped = stepped
+
+    def prefetch_to(self, target: Tensor, after: Mark) -> "Future[Mark]":
+        """Copies the compute weights to device bytes `target`, after the announced step and once `after` is reached.
+
+        The future is done when the copy was issued; the target belongs to the copy until the mark is reached.
+        """
+        issued: Future[Mark] = Future()
+        weights = self._buffers[0]
+
+        def read() -> None:  # on the param-reader thread
+            assert self.scratch is not None
+            memory = self.scratch.param_staging.acquire(weights.staging_bytes)
+            values, done = weights.stage(memory.tensor, read=True)
+            done.add_done_callback(lambda done: copy(done, values, memory))
+
+        def copy(done: "Future[None]", values: Tensor, memory: PinnedBuffer) -> None:  # on an I/O thread
+            try:
+                done.result()
+                mark = self._copies.h2d(values, target, after, awaited=True)
+            except BaseException as error:
+                memory.release()
+                issued.set_exception(error)
+            else:
+                self._copies.on_h2d(mark).add_done_callback(lambda _: memory.release())
+                issued.set_result(mark)
+
+        def begin(stepped: "Future[Any]") -> None:  # on the thread that completes the step, or the caller's
+            try:
+                stepped.result()
+                if weights.staging_bytes == 0:
+                    issued.set_result(self._copies.h2d(weights.stage(None, read=True)[0], target, after))
+                    return
+                assert self.scratch is not None
+                submitted = self.scratch.param_reader.submit(read, [weights.write_done()])
+            except BaseException as error:
+                issued.set_exception(error)
+            else:
+                submitted.add_done_callback(lambda submitted: _pass_error(submitted, issued))
+
+        self._stepped.add_done_callback(begin)
+        return issued
+
+    # ---- values on the host ----
+
+    def stage(self, *, step: bool = False, priority: int = -1) -> "Future[StagedState]":
+        """Brings the values to the host.
+
+        Args:
+            step: new values are put in the uncommitted version, if there is one, until `commit`; else values are
+                changed in place.
+            priority: of requests that wait for staging memory, the lowest goes first.
+        """
+        if self._staging_bytes == 0:
+            parts = [buffer.stage(None, read=True)[0] for buffer in self._buffers]
+            return finished(self._views(parts, None, step=step))
+        staged: Future[StagedState] = Future()
+
+        def read() -> None:  # on the state-reader thread
+            assert self.scratch is not None
+            memory = self.scratch.staging.acquire(self._staging_bytes)
+            start = 0
+            parts: list[Tensor] = []
+            reads: list[Future[None]] = []
+            for buffer in self._buffers:
+                own = memory.tensor[start : start + buffer.staging_bytes]
+                start += buffer.staging_bytes
+                # Compute weights are not read where they are rounded from whole master weights.
+                wanted = buffer is not self._buffers[0] or not self.layout.whole_master
+                part, done = buffer.stage(own, read=wanted)
+                parts.append(part)
+                reads.append(done)
+            values = self._views(parts, memory, step=step)
+            all_of(reads).add_done_callback(lambda done: hand_over(values, done))
+
+        def hand_over(values: StagedState, done: "Future[None]") -> None:  # on an I/O thread
+            if (error := done.exception()) is not None:
+                self._release(values)
+                staged.set_exception(error)
+            else:
+                staged.set_result(values)
+
+        assert self.scratch is not None
+        needed = [buffer.write_done() for buffer in self._buffers]
+        # A step that was not committed may still be written to the version that this one overwrites.
+        needed += [ended(buffer.write_done(uncommitted=True)) for buffer in self._buffers]
+        submitted = self.scratch.state_reader.submit(read, needed, priority=priority)
+        submitted.add_done_callback(lambda submitted: _pass_error(submitted, staged))
+        return staged
+
+    def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
+        """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
+        if not changed or staged.buffer is None:
+            self._release(staged)
+            return
+        start = 0
+        writes: list[Future[None]] = []
+        for buffer in self._buffers:
+            if buffer.staging_bytes:
+                writes.append(buffer.write(staged.buffer.tensor[start : start + buffer.nbytes], uncommitted=step))
+                start += buffer.staging_bytes
+        all_of(writes).add_done_callback(lambda _: self._release(staged))
+
+    def commit(self) -> None:
+        """Commits the step that was unstaged last."""
+        self.steps += 1
+        for buffer in self._buffers:
+            buffer.flip()
+
+    def revert(self) -> None:
+        """Rolls the last commit back: there are two versions, and no step was staged since."""
+        self.steps -= 1
+        for buffer in self._buffers:
+            buffer.flip()
+
+    def written(self, _: object = None) -> "Future[None]":
+        """Returns a future that is done when the committed values are stored."""
+        return all_of(buffer.write_done() for buffer in self._buffers)
+
+    def drain(self) -> None:
+        """Returns when the announced step is made and its result is stored.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        self._stepped.result()
+        self.written().result()
+
+    # ---- master weights for user code ----
+
+    def checkout(self) -> Tensor:
+        """Returns the fp32 master weights, `flat.numel` elements, to be changed until `checkin`."""
+        staged = self.stage().result()
+        masters = staged.masters()
+        # Those in host memory are returned themselves; staging memory can't be held for long.
+        if staged.buffer is not None:
+            masters = masters.clone()
+            self.unstage(staged, changed=False)
+        return masters
+
+    def checkin(self, masters: Tensor) -> None:
+        """Stores the master weights that `checkout` has returned."""
+        staged = self.stage().result()
+        staged.set_masters(masters)
+        self.unstage(staged, changed=True)
+
+    def is_unchanged(self, masters: Tensor) -> bool:
+        """Whether the master weights that `checkout` has returned are still the stored ones."""
+        staged = self.stage().result()
+        same = torch.equal(staged.masters(), masters)
+        self.unstage(staged, changed=False)
+        return same
+
+    # ---- where the values come from, and where they go ----
+
+    def fill(self, loaded: Loaded) -> None:
+        """Stores the values of the parameters, frees the parameters' memory, and makes them views of the flat.
+
+        Args:
+            loaded: checkpoint values; they are the master weights of parameters that have them rounded.
+        """
+        parameters = [item.parameter for item in self.flat.slices]
+        exact = [exact_value(parameter, loaded) for parameter in parameters]
+        self.assign([p.data if value is None else value for p, value in zip(parameters, exact, strict=True)])
+        self.flat.adopt()
+
+    def assign(self, weights: Sequence[Tensor], change: Callable[[StagedState], None] | None = None) -> None:
+        """Stores the weights of all parameters, in order, as master weights.
+
+        Args:
+            weights: the weights.
+            change: called with the staged values, to change other ones.
+        """
+        staged = self.stage().result()
+        masters = staged.master if staged.master is not None else torch.zeros(self.flat.numel, dtype=torch.float32)
+        try:
+            for item, whole in zip(self.flat.slices, weights, strict=True):
+                item.of(masters).copy_(whole)
+            staged.set_masters(masters)
+            if change is not None:
+                change(staged)
+        except BaseException:
+            self.unstage(staged, changed=False)
+            raise
+        self.unstage(staged, changed=True)
+
+    def adopt(self, version: int) -> None:
+        """Resumes with the stored values of a version, and makes the parameters views of the flat."""
+        for buffer in self._buffers:
+            buffer.version = version
+        self.flat.adopt()
+
+    def restore_to_cpu(self) -> Exception | None:
+        """Makes the parameters whole on the CPU, in their own dtype, if they are views of the flat.
+
+        Returns:
+            The error that their values could not be read for, so that they are NaN; None if they were read.
+        """
+        if not self.flat.attached:
+            return None
+        self.flat.attached = False
+        try:
+            staged = self.stage().result()
+        except Exception as error:
+            log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, error)
+            for item in self.flat.slices:
+                item.parameter.data = torch.full(item.parameter.shape, float("nan"), dtype=item.dtype)
+            return error
+        masters = staged.masters()
+        for index, item in enumerate(self.flat.slices):
+            memory = self.flat.memory(index)
+            if memory is not None and memory.device.type == "cpu":
+                item.parameter.data = memory.copy_(item.of(masters))
+            else:
+                item.parameter.data = item.of(masters).to(item.dtype, copy=True)
+        self.flat.shared.clear()
+        self.unstage(staged, changed=False)
+        return None
+
+    def move(self, weights: StateBuffer | None, opt_state: StateBuffer | None) -> None:
+        """Moves values to other buffers, which are owned from then on, and frees the old ones.
+
+        Nothing is staged, and no step under way. On an error, the values stay in the old buffers.
+
+        Args:
+            weights: buffer for the compute weights; None: they stay where they are.
+            opt_state: the same for all others.
+        """
+        buffers = list(self._buffers)
+        for index, buffer in enumerate((weights, opt_state)):
+            if buffer is not None:
+                self._copy(buffers[index], buffer)
+                buffers[index] = buffer
+        before, self._buffers = self._buffers, tuple(buffers)
+        self._staging_bytes = sum(buffer.staging_bytes for buffer in buffers)
+        for old, new in zip(before, buffers, strict=True):
+            if old is not new:
+                old.free()
+
+    def free(self) -> None:
+        """Frees the buffers."""
+        for buffer in self._buffers:
+            buffer.free()
+
+    def free_host_memory(self) -> None:
+        """Frees the buffers in host memory; those on SSDs go away with the scratch files."""
+        for buffer in self._buffers:
+            if isinstance(buffer, HostBuffer):
+                buffer.free()
+
+    # ---- the buffers ----
+
+    @property
+    def on_ssd(self) -> tuple[bool, bool]:
+        """Whether the compute weights are on SSDs, and whether all others are."""
+        weights, opt_state = self._buffers[0], self._buffers[-1]
+        return isinstance(weights, SSDBuffer), isinstance(opt_state, SSDBuffer)
+
+    @property
+    def version(self) -> int:
+        """Number of the committed version."""
+        return self._buffers[0].version
+
+    @property
+    def opt_state(self) -> StateBuffer | None:
+        """Buffer of all values but the compute weights; None if there are no others."""
+        return self._buffers[1] if len(self._buffers) > 1 else None
+
+    def blobs(self) -> list[Blob]:
+        """Returns the blobs of the buffers on SSDs, each buffer's versions in order."""
+        return [blob for buffer in self._buffers if isinstance(buffer, SSDBuffer) for blob in buffer.blobs]
+
+    def _copy(self, old: StateBuffer, new: StateBuffer) -> None:
+        staging_bytes = max(old.staging_bytes, new.staging_bytes)
+        memory = None
+        if staging_bytes:
+            assert self.scratch is not None
+            memory = self.scratch.staging.acquire(staging_bytes)
+        try:
+            tensor = None if memory is None else memory.tensor
+            values, read = old.stage(tensor if old.staging_bytes else None, read=True)
+            read.result()
+            target, _ = new.stage(tensor if new.staging_bytes else None, read=False)
+            if target.data_ptr() != values.data_ptr():
+                target.copy_(values)
+            new.write(target, uncommitted=False).result()
+        finally:
+            if memory is not None:
+                memory.release()
+
+    def _views(self, parts: list[Tensor], memory: PinnedBuffer | None, *, step: bool) -> StagedState:
+        opt_state = parts[1] if len(parts) > 1 else None
+        staged = self.layout.views(parts[0], opt_state, memory)
+        if step:
+            others = [buffer.uncommitted(part) for buffer, part in zip(self._buffers, parts, strict=True)]
+            if any(other is not part for other, part in zip(others, parts, strict=True)):
+                staged.uncommitted = self.layout.views(others[0], others[1] if opt_state is not None else None)
+        return staged
+
+    @staticmethod
+    def _release(staged: StagedState) -> None:
+        if staged.buffer is not None:
+            staged.buffer.release()
+
+
+def _pass_error(done: "Future[None]", result: "Future[Any]") -> None:
+    """Gives `result` the error of the job that was to complete it, if there is one."""
+    if (error := done.exception()) is not None and not result.done():
+        result.set_exception(error)

@@ -1,0 +1,153 @@
+"""The optimizer step of one flat parameter, from its gradient's arrival on the host until the step is committed."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from lightning_ssd.device import Worker, all_of, ended, finished, then
+from lightning_ssd.model_states.gradient import Gradient
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options
+from lightning_ssd.model_states.state_store import StagedState, StateStore
+from lightning_ssd.spans import OPTIMIZER, span
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One step of one flat parameter.
+
+    Duty: stages the values, computes the step, writes the new values back, and commits the step or skips it. Each of
+    `speculative`, `deferred` and `serial` returns a future that is done when the step was committed or skipped.
+
+    Threads: these three are called on the training thread or autograd's. The computation (`_make`) runs on the
+    worker's thread. `_commit_or_redo` runs on the thread that completes the last future it depends on: the worker's
+    (gradient, computation) or `d2h-done` (scale); or on the calling thread where all of them are done.
+
+    Ownership: the gradient belongs to the step until the returned future is done. Staged values belong to the reads,
+    then to the worker's job, then to the writes (see `StateStore`).
+
+    Attributes:
+        store: where the flat parameter's values are stored.
+        rule: its optimizer.
+        options: options of its parameter group.
+        gradient: its gradient.
+        arrived: for each parameter, whether `gradient.host_grad` has its gradient; None: the step uses the accumulated
+            gradients.
+        scale: future of the number that the gradient is multiplied with; None: the step is skipped.
+        limit: largest absolute value of a gradient's element, after that; None: no limit.
+        worker: runs the jobs.
+        count: called after each job, on the worker's thread, with the parameters stepped and the seconds it took.
+        priority: of the jobs and their reads; the lowest goes first.
+    """
+
+    store: StateStore
+    rule: FlatOptimizer
+    options: Options
+    gradient: Gradient
+    arrived: Sequence[bool] | None
+    scale: "Future[float | None]"
+    limit: float | None
+    worker: Worker
+    count: Callable[[int, float], None]
+    priority: int
+
+    def speculative(self, guess: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> "Future[None]":
+        """Makes the step with a speculated scale as soon as possible, and again if the scale is another.
+
+        Args:
+            guess: the speculated scale.
+            on_host: done when the gradient is on the host.
+            ready: done when the values may be staged. Before that, staging memory must not be allocated: earlier steps,
+                which `ready` waits for, may need it.
+        """
+        # Reads begin before the gradient is on the host: they overlap with backward.
+        staged = then(all_of(ready), lambda _: self.store.stage(step=True, priority=self.priority))
+        made = self._submit_on(staged, lambda: self._make(staged.result(), guess), [on_host])
+        return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(guess))
+
+    def deferred(self, after: "Sequence[Future[Any]]") -> "Future[None]":
+        """Makes the step when the scale is known.
+
+        Nothing is staged before: staging buffers held while waiting would block units that the next forward needs
+        first.
+        """
+        return then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
+
+    def serial(self, after: "Sequence[Future[Any]]") -> "Future[None]":
+        """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
+
+        def run() -> None:
+            if (scale := self.scale.result()) is not None:
+                self._make(self.store.stage(step=True).result(), scale)
+            self._end(committed=scale is not None)
+            self.store.written().result()
+
+        return self._submit(run, [*after, self.scale])
+
+    def _submit_on(
+        self, staged: "Future[StagedState]", run: Callable[[], None], after: "Sequence[Future[Any]]"
+    ) -> "Future[None]":
+        """Submits a job that unstages `staged`; if the job never begins, since `after` has an error, this does.
+
+        Else the staging memory would stay allocated, and other steps, and the end of training, would wait for it.
+        """
+        begun = False
+
+        def begin() -> None:  # on the worker's thread
+            nonlocal begun
+            begun = True
+            run()
+
+        def unstage(_: "Future[None]") -> None:  # on the thread that completes the last of both
+            if not begun and staged.exception() is None:
+                self.store.unstage(staged.result(), changed=False, step=True)
+
+        done = self._submit(begin, [*after, staged])
+        all_of([ended(done), ended(staged)]).add_done_callback(unstage)
+        return done
+
+    def _submit(self, run: Callable[[], None], after: "Sequence[Future[Any]]") -> "Future[None]":
+        return self.worker.submit(run, after, priority=self.priority)
+
+    def _make(self, staged: StagedState, scale: float) -> None:
+        """Computes the step, and submits the writes of the new values."""
+        begun = perf_counter()
+        whole = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
+        assert whole is not None
+        if self.limit is not None:
+            whole, scale = (whole.float() * scale).clamp_(-self.limit, self.limit), 1.0
+        changed = False
+        has_grad = self._has_grad()
+        try:
+            with span(OPTIMIZER + self.store.flat.name):
+                self.rule.step(self.options, staged, whole, has_grad, scale)
+            changed = True
+            seconds = perf_counter() - begun
+        finally:
+            self.store.unstage(staged, changed=changed, step=True)
+        slices = zip(self.store.flat.slices, has_grad, strict=True)
+        self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
+
+    def _commit_or_redo(self, guess: float | None) -> "Future[None]":
+        """Commits the step that was made with `guess` if that is the scale; else makes it now."""
+        scale = self.scale.result()
+        if scale is None or scale == guess:
+            self._end(committed=scale is not None)
+            return finished(None)
+        staged = self.store.stage(step=True, priority=self.priority)
+
+        def run() -> None:
+            self._make(staged.result(), scale)
+            self._end(committed=True)
+
+        return self._submit_on(staged, run, [])
+
+    def _end(self, *, committed: bool) -> None:
+        if committed:
+            self.rule.commit(self._has_grad())
+            self.store.commit()
+        self.gradient.has_accum = [False] * len(self.gradient.has_accum)
+
+    def _has_grad(self) -> Sequence[bool]:
+        return self.gradient.has_accum if self.arrived is None else self.arrived

@@ -1,0 +1,466 @@
+"""The step scheduler: when the optimizer step of a flat parameter begins, and what waits for it.
+
+With `overlap="optimized"`, the step of a flat parameter is submitted during backward, when its last gradient was
+offloaded; the next forward of its unit waits for that step alone. Where user code may look at gradients before
+`optimizer.step`, all steps are submitted there.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ssd.device import WorkCounter, Worker, all_of, finished, then
+from lightning_ssd.model_states.ending import Ending
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from lightning_ssd.model_states.gradient import GradientState
+from lightning_ssd.model_states.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.journal import Journal
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, parameters_of
+from lightning_ssd.model_states.plain_data import PlainData
+from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.shared_memory import SharedMemory
+from lightning_ssd.model_states.staged import StagedFlats
+from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.step import OptimizerStep
+from lightning_ssd.model_states.terms import StepTerms
+from lightning_ssd.spans import wait_for
+
+
+class StepScheduler:
+    """Submits the optimizer steps of flat parameters, and owns their futures.
+
+    Duty: one step of one optimizer, from `begin` to `end`: which flat parameters are stepped when, with which scale;
+    which future the next step, the journal and `revert_partial_step` wait for.
+
+    Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
+    `backward`. Callbacks run on other threads: `_count` on the worker's; those of a step's own futures where
+    `OptimizerStep` says. The future of the journal's last record completes on the journal's thread, and has no callback
+    of this class.
+
+    Lock: `_lock` guards the fields below it, which the worker's thread and those of callers share. It is held for
+    look-ups and assignments only: never while a future is waited for or completed, or gets a callback.
+
+    Ownership: the gradient and the stored values of a flat parameter belong to its step from `submit` until the step's
+    future is done. Values of the version that was committed last stay until `_committed` and `_recorded` are done: the
+    next step, which overwrites the version before, waits for both.
+
+    Args:
+        stores: where each flat parameter's values are stored.
+        rules: the optimizer of each flat parameter that is stepped.
+        groups: its torch optimizer, and the index of its parameter group.
+        gradients: their gradients.
+        prefetcher: evicts the weights whose step begins.
+        staged: values that user code has staged.
+        decision: decides the scale of each step; the caller closes it.
+        worker: runs the jobs; owned.
+        priorities: of each flat parameter, the lowest first: the order in which the next forward needs them.
+        terms: how steps are made.
+        journal: records steps for `recover=True`; owned. None: steps are not recorded.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[FlatParameter, StateStore],
+        rules: Mapping[FlatParameter, FlatOptimizer],
+        groups: Mapping[FlatParameter, tuple[Optimizer, int]],
+        gradients: GradientOffloader,
+        prefetcher: ParamPrefetcher,
+        staged: StagedFlats,
+        decision: GradScaleDecision,
+        worker: Worker,
+        priorities: Mapping[FlatParameter, int],
+        terms: StepTerms,
+        journal: Journal | None,
+    ) -> None:
+        self._stores = stores
+        self._rules = rules
+        self._groups = groups
+        self._gradients = gradients
+        self._prefetcher = prefetcher
+        self._staged = staged
+        self._decision = decision
+        self._worker = worker
+        self._priorities = priorities
+        self._overlap = terms.overlap
+        self._clip_value = terms.clip_value
+        self._journal = journal
+        self.hold = terms.hold
+        """Whether user code may look at gradients between backward and step, so that no step begins earlier."""
+        self._hold_next = terms.hold
+        self.optimizer: Optimizer | None = None
+        """The optimizer whose step has begun and not ended."""
+        self._lock = threading.Lock()
+        self._submitted: dict[FlatParameter, Future[None]] = {}
+        """Steps that were submitted since the last `end`."""
+        self._accumulations: dict[FlatParameter, Future[None]] = {}
+        """Accumulations that those steps use; their norms are known when they are done."""
+        self._steps_before: dict[FlatParameter, int] = {}
+        """Number of committed steps of the flat parameters in `_submitted` when they were submitted."""
+        self._ended_steps_before: deque[dict[FlatParameter, int]] = deque(maxlen=2)
+        """The same of the last two optimizer steps that `end` has ended. The jobs of the second one wait until the
+        first one is committed and written: one of an earlier step can't fail any more."""
+        self._committed: Future[None] = finished(None)
+        """Done when the last optimizer step is committed and written in all flat parameters with two versions."""
+        self._recorded: Future[None] = finished(None)
+        """Done when the journal's last record is written."""
+        self._unrecorded: dict[FlatParameter, Future[None]] = {}
+        """Steps that no record names."""
+        self._work = WorkCounter(0, 0.0)
+        """Parameters stepped, and the seconds it took."""
+
+    # ---- an optimizer step, from its begin to its end ----
+
+    def hold_next(self) -> None:
+        """Holds the next steps until `optimizer.step`: a hook was registered that may look at gradients."""
+        self._hold_next = True
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
+        self.hold = self._hold_next
+        self.optimizer = optimizer
+        self._decision.begin(hold=self.hold)
+
+    def overlaps(self, flat: FlatParameter) -> bool:
+        """Whether the step of `flat` may be submitted while backward runs."""
+        return self._overlap != "none" and self._is_stepping(flat)
+
+    def check_not_submitted(self, flat: FlatParameter, index: int) -> None:
+        """Raises RuntimeError if the step of `flat` was submitted without the gradient of parameter `index`."""
+        if self._is_submitted(flat):
+            raise RuntimeError(
+                f"a gradient of {flat.slices[index].name} arrived after the optimizer step of {flat.name} had begun: "
+                "it is used differently from step to step. Set `overlap='none'`."
+            )
+
+    def submit(self, flat: FlatParameter) -> None:
+        """Submits the step of `flat`, whose gradient is complete.
+
+        Raises:
+            RuntimeError: its step before was not recorded, and a record can't name both.
+        """
+        gradient, store = self._gradients[flat], self._stores[flat]
+        self._staged.unstage()
+        self._prefetcher.retire(flat)
+        options = self._options(flat)
+        on_host, arrived = self._gradients.hand_over(flat)
+        if arrived is None:
+            with self._lock:
+                self._accumulations[flat] = on_host
+        limit = None if self.hold else self._clip_value
+        gradient.kept = arrived is None and (self.hold or (limit is None and not self._decision.needs_norm))
+        for index, item in enumerate(flat.slices):
+            if gradient.states[index] is GradientState.PRESENT:
+                gradient.states[index] = GradientState.STEPPED
+                torch.autograd.graph.increment_version(item.parameter)  # as the optimizer does
+        with self._lock:
+            recorded = flat not in self._unrecorded
+            # Values that a step may be rolled back to are not overwritten.
+            ready = [] if store.layout.versions == 1 else [self._committed, self._recorded]
+        if not recorded:
+            raise RuntimeError(
+                f"{flat.name} is stepped twice in one `training_step`, and `recover=True` can record one step of each "
+                "parameter there. Step once, or set `recover=False`."
+            )
+        step = OptimizerStep(
+            store,
+            self._rules[flat],
+            options,
+            gradient,
+            arrived,
+            self._decision.scale,
+            limit,
+            self._worker,
+            self._count,
+            self._priorities[flat],
+        )
+        guess = self._decision.speculated
+        # A step that is not committed must leave the values, and the gradient, as they are.
+        revertible = self._decision.scale.done() or (store.layout.versions == 2 and arrived is not None)
+        with self._lock:
+            self._steps_before[flat] = store.steps
+        if self._overlap == "naive":
+            done = step.serial([on_host, *ready])
+        elif guess is not None and revertible:
+            done = step.speculative(guess, on_host, ready)
+        else:
+            done = step.deferred([on_host, *ready])
+        gradient.accumulating = False
+        gradient.set_consumed(done)
+        store.announce_step(done)
+        with self._lock:
+            self._submitted[flat] = done
+
+    def end_backward(self) -> None:
+        """Submits the steps of gradients that the backward has completed, or their accumulation."""
+        self._prefetcher.in_micro_batch = False
+        self._gradients.end_backward()
+        for flat, gradient in self._gradients.items():
+            if any(gradient.arrived):
+                if self._is_stepping(flat) and not flat.shared:
+                    self.submit(flat)
+                else:
+                    self._gradients.accumulate(flat)
+
+    def wait_for_norms(self, optimizer: Optimizer) -> None:
+        """Returns when the norms of accumulated gradients of `optimizer` are known.
+
+        It does not wait for submitted steps, which wait for the scale that these norms decide.
+        """
+        for flat, gradient in self._gradients.items():
+            if self._groups[flat][0] is optimizer:
+                with self._lock:
+                    submitted, accumulation = flat in self._submitted, self._accumulations.get(flat)
+                known = accumulation if submitted else gradient.consumed
+                if known is not None:
+                    wait_for(known, "gradients")
+
+    def end(self) -> None:
+        """Ends the step on the training thread; submitted jobs go on.
+
+        Raises:
+            RuntimeError: the step changes the same memory through two parameters.
+            Exception: a job's error, with `overlap="none"`.
+        """
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if (in_flight := self._decision.decide()) is not None:
+            self._gradients.keep_alive(*in_flight)
+        self._check_memory_is_stepped_once(optimizer)
+        self._submit_remaining(optimizer)
+        submitted = self._finish_step()
+        self.optimizer = None
+        self._gradients.reset_norms()
+        self._prefetcher.renew()
+        if self._overlap == "none":
+            for done in submitted.values():
+                wait_for(done, "the step")
+        for flat, done in submitted.items():
+            if flat.shared:
+                wait_for(done, "the step")
+                self._staged.push(flat)
+        if submitted:
+            self._prefetcher.prefetch()
+
+    def _submit_remaining(self, optimizer: Optimizer) -> None:
+        """Submits the steps of `optimizer` that could not begin in backward."""
+        for flat, gradient in self._gradients.items():
+            if self._groups[flat][0] is optimizer and not self._is_submitted(flat) and gradient.accumulating:
+                self._staged.pull(flat)
+                gradient.fold()
+                self.submit(flat)
+
+    def _finish_step(self) -> Mapping[FlatParameter, "Future[None]"]:
+        """Closes the books of the step that ends, and returns the futures of its jobs."""
+        with self._lock:
+            submitted, self._submitted = self._submitted, {}
+            self._ended_steps_before.append(self._steps_before)
+            self._steps_before = {}
+            self._accumulations = {}
+            if self._journal is not None:
+                self._unrecorded |= submitted
+        stores = {flat: store for flat in submitted if (store := self._stores[flat]).layout.versions == 2}
+        if stores:
+            committed = all_of(then(submitted[flat], store.written) for flat, store in stores.items())
+            with self._lock:
+                self._committed = committed
+        return submitted
+
+    def _options(self, flat: FlatParameter) -> Options:
+        """Returns copies of the parameter group's options: schedulers change tensors in place."""
+        optimizer, group = self._groups[flat]
+        return {
+            name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+            for name, value in optimizer.param_groups[group].items()
+            if name != "params"
+        }
+
+    def _is_stepping(self, flat: FlatParameter) -> bool:
+        return self.optimizer is not None and not self.hold and self._groups[flat][0] is self.optimizer
+
+    def _is_submitted(self, flat: FlatParameter) -> bool:
+        with self._lock:
+            return flat in self._submitted
+
+    def _check_memory_is_stepped_once(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if a step of `optimizer` changes the same memory through two parameters."""
+        stepped: list[tuple[str, SharedMemory]] = []
+        for flat, gradient in self._gradients.items():
+            if self._groups[flat][0] is optimizer:
+                for index, memory in flat.shared.items():
+                    if gradient.states[index] is not GradientState.NONE:
+                        stepped.append((flat.slices[index].name, memory))
+        if not stepped:
+            return
+        offloaded = {item.parameter for flat in self._stores for item in flat.slices}
+        for parameter in parameters_of(optimizer):
+            if parameter not in offloaded and parameter.grad is not None:
+                stepped.append(("a parameter that is not offloaded", SharedMemory(parameter)))
+        for number, (name, memory) in enumerate(stepped):
+            for other, of_other in stepped[:number]:
+                if memory.overlaps(of_other):
+                    raise RuntimeError(
+                        f"{other} and {name} share memory, since `.data` of one was set to the other's, and both are "
+                        "stepped. Make them one parameter, which both modules have, or set `states='gpu'`."
+                    )
+
+    def _count(self, parameters: int, seconds: float) -> None:
+        """Adds a job's work. Runs on the worker's thread."""
+        with self._lock:
+            self._work = self._work.plus(parameters, seconds)
+
+    def work(self) -> WorkCounter:
+        """Returns the parameters that the CPU has stepped, and the seconds it took. Any thread may call."""
+        with self._lock:
+            return self._work
+
+    # ---- waiting, recording, ending ----
+
+    def drain_flat(self, flat: FlatParameter) -> None:
+        """Returns when the submitted step of `flat` is committed or skipped, and its values are stored.
+
+        Raises:
+            RuntimeError: the step waits for the end of the backward that runs.
+        """
+        if self._is_submitted(flat) and not self._decision.scale.done():
+            self._prefetcher.check(flat)
+        self._stores[flat].drain()
+
+    def drain(self) -> None:
+        """Returns when every submitted step is committed or skipped, and its values are stored.
+
+        Raises:
+            Exception: the error of a step.
+        """
+        for consumed in self._gradients.consumed():
+            consumed.result()
+        for store in self._stores.values():
+            store.drain()
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are recorded, so that a killed run can resume."""
+        return self._journal is not None
+
+    @property
+    def unrecorded(self) -> bool:
+        """Whether a step was submitted that no record names, and steps are recorded."""
+        with self._lock:
+            return bool(self._unrecorded)
+
+    def record(self, rest: Callable[[], PlainData]) -> None:
+        """Submits a record of the submitted steps; the next steps wait for it.
+
+        Args:
+            rest: returns all other state that a resumed run needs, on the CPU; called on the journal's thread.
+        """
+        assert self._journal is not None
+        with self._lock:
+            unrecorded, before = dict(self._unrecorded), self._recorded
+        for flat, gradient in self._gradients.items():
+            if flat not in unrecorded and (gradient.accumulating or any(gradient.arrived)):
+                raise RuntimeError(
+                    f"{flat.name} keeps gradients from one batch to the next while others are stepped, and "
+                    "`recover=True` does not record them. Call `zero_grad` of its optimizer, too, or set "
+                    "`recover=False`."
+                )
+        needed = [then(unrecorded.get(flat, finished(None)), store.written) for flat, store in self._stores.items()]
+        record = self._journal.write([before, *needed], rest)
+        with self._lock:
+            self._unrecorded, self._recorded = {}, record
+
+    def wait_for_record(self) -> None:
+        """Returns when the last record is written.
+
+        Raises:
+            Exception: it could not be written.
+        """
+        with self._lock:
+            recorded = self._recorded
+        recorded.result()
+
+    def drop_record(self) -> None:
+        """Removes the last record, since values that it names are about to change: a killed run would begin anew."""
+        if self._journal is not None:
+            with self._lock:
+                recorded = self._recorded
+            wait([recorded])
+            self._journal.forget()
+
+    def revert_partial_steps(self) -> list[str]:
+        """Rolls back the steps that are committed in some flat parameters only. All jobs have ended.
+
+        Returns:
+            Names of flat parameters that are one step ahead of the others, since they have one version.
+        """
+        with self._lock:
+            begun, ended = self._steps_before, list(self._ended_steps_before)
+        ahead = self._revert(begun, ended=False)
+        for steps_before in reversed(ended):
+            ahead += self._revert(steps_before, ended=True)
+        return list(dict.fromkeys(ahead))
+
+    def _revert(self, steps_before: Mapping[FlatParameter, int], *, ended: bool) -> list[str]:
+        """Rolls back one optimizer step unless it is committed everywhere.
+
+        Args:
+            steps_before: committed steps of its flat parameters when it was submitted.
+            ended: whether the user's optimizer has stepped the parameters on the device.
+        """
+        stores = {flat: self._stores[flat] for flat in steps_before}
+        committed = [flat for flat, store in stores.items() if store.steps > steps_before[flat]]
+        if not committed:
+            return []
+        if ended and len(committed) == len(steps_before) and not any(h.written().exception() for h in stores.values()):
+            return []
+        ahead = [flat for flat in committed if stores[flat].layout.versions == 1]
+        for flat in committed:
+            if flat not in ahead:
+                stores[flat].revert()
+                self._rules[flat].revert()
+        on_device = self._steps_on_device()
+        if len(ahead) == (len(steps_before) if ended else len(self._rules)) and on_device == (ended and on_device):
+            return []  # committed everywhere; values that could not be written are lost
+        return [flat.name for flat in ahead] + ["parameters that stay on the device"] * (ended and on_device)
+
+    def _steps_on_device(self) -> bool:
+        """Whether the user's optimizers step parameters on the device."""
+        offloaded: Collection[nn.Parameter] = {item.parameter for flat in self._stores for item in flat.slices}
+        optimizers = {id(optimizer): optimizer for optimizer, _ in self._groups.values()}.values()
+        return any(
+            parameter.requires_grad and parameter not in offloaded
+            for optimizer in optimizers
+            for parameter in parameters_of(optimizer)
+        )
+
+    def close_journal(self) -> None:
+        """Ends the journal's thread after its last record."""
+        if self._journal is not None:
+            with self._lock:
+                recorded = self._recorded
+            wait([recorded])
+            self._journal.close()
+
+    def end_record(self, ending: Ending) -> bool:
+        """Removes the last record if training has ended without an error, before the values that it names are freed.
+
+        Args:
+            ending: the end of training.
+
+        Returns:
+            Whether a record stays for the next run.
+        """
+        assert self._journal is not None
+        if ending.failure is None:
+            ending.run(self._journal.forget)
+        return self._journal.written
+
+    def close(self) -> None:
+        """Ends the worker's thread after the submitted jobs."""
+        wait(self._gradients.consumed())
+        self._worker.close()

@@ -1,0 +1,81 @@
+"""Hooks on the modules of a model: the weights of a unit are on the device while its forward runs."""
+
+import contextlib
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from torch import nn
+
+from lightning_ssd.model_states.access import Access
+from lightning_ssd.model_states.compile import around_calls
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.parameter import ordinary
+from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+
+
+def hook_unit(
+    index: int, modules: Sequence[nn.Module], prefetcher: ParamPrefetcher, summoned: Callable[[], bool]
+) -> list[Callable[[], None]]:
+    """Makes the weights of a unit resident around the forwards of its modules. Hooks run on the forward's thread.
+
+    Args:
+        index: number of the unit.
+        modules: modules whose forward needs its weights.
+        prefetcher: fetches them.
+        summoned: whether all parameters are whole tensors at present, which need no fetch.
+
+    Returns:
+        Functions that remove the hooks.
+    """
+
+    def pre_forward() -> None:
+        if not summoned():
+            prefetcher.pre_forward(index)
+
+    def post_forward() -> None:
+        if not summoned():
+            prefetcher.post_forward(index)
+
+    return [around_calls(module, pre_forward, post_forward) for module in modules]
+
+
+def hook_compiled_region(
+    region: nn.Module,
+    flat_of: Mapping[nn.Parameter, tuple[FlatParameter, int]],
+    mastered: Container[nn.Parameter],
+    prefetcher: ParamPrefetcher,
+    access: Access,
+    summoned: Callable[[], bool],
+) -> list[Callable[[], None]]:
+    """Makes the weights of a compiled module resident around its calls, and its parameters ordinary ones.
+
+    Args:
+        region: the module. Hooks run on the thread that calls it, outside of compiled code.
+        flat_of: the flat parameter of each offloaded parameter, and its index there.
+        mastered: parameters on the device that have master weights.
+        prefetcher: fetches the weights.
+        access: makes offloaded parameters ordinary ones.
+        summoned: as in `hook_unit`.
+
+    Returns:
+        Functions that remove the hooks.
+    """
+    offloaded = [parameter for parameter in region.parameters() if parameter in flat_of]
+    with_masters = [parameter for parameter in region.parameters() if parameter in mastered]
+    if not offloaded and not with_masters:
+        return []
+    running: list[contextlib.ExitStack] = []
+    """One for each call that is under way: a region may be called inside its own backward, to recompute."""
+
+    def before() -> None:
+        with contextlib.ExitStack() as stack:
+            if not summoned():
+                flats = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
+                stack.enter_context(prefetcher.hold(flats, record=True))
+                stack.enter_context(access.ordinary(offloaded))
+                stack.enter_context(ordinary(with_masters))
+            running.append(stack.pop_all())
+
+    def after() -> None:
+        running.pop().close()
+
+    return [around_calls(region, before, after)]

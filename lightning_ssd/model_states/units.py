@@ -1,0 +1,129 @@
+"""Units: the modules whose parameters are fetched, released and stepped together, usually one transformer block."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from lightning_ssd.model_states.compile import is_compiled
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters that are wanted at the same time.
+
+    Attributes:
+        name: qualified name of its first module (or the class of the root), unique.
+        modules: modules whose forward needs the parameters.
+        parameters: qualified names and parameters; each parameter of a model is in one unit.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+def find_units(module: nn.Module, by: Sequence[str] | Callable[[nn.Module], bool] | None = None) -> list[Unit]:
+    """Divides the parameters of `module` into units, in the order of their registration.
+
+    Blocks are units, and so is, outside of them, every module that owns parameters itself. A parameter that several of
+    those share is in a unit of its own (with others shared by the same ones), whose modules are all of them.
+
+    Args:
+        module: any module; its parameters may be on `meta`.
+        by: what the blocks are: class names, or a function that tells of a module whether it is one. `None` finds
+            them: the classes that Hugging Face models name in `_no_split_modules`, else the children of a `ModuleList`
+            or `Sequential` of which at least two are of one class. Of nested blocks the outermost counts.
+
+    Raises:
+        ValueError: `by` is a string, or names a class that is not in the model; or a parameter has no shape yet.
+    """
+    is_block = _block_rule(module, by)
+    names: dict[nn.Module, str] = {}
+    owners: dict[nn.Parameter, dict[nn.Module, None]] = {}  # sets that keep their order
+    for name, owner, parameters in _owners(module, "", is_block):
+        names.setdefault(owner, name)
+        for parameter in parameters:
+            owners.setdefault(parameter, {})[owner] = None
+    groups: dict[tuple[nn.Module, ...], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run one forward (a dry run) before `Trainer.fit`.")
+        groups.setdefault(tuple(owners[parameter]), []).append((name, parameter))
+    units: list[Unit] = []
+    taken: Counter[str] = Counter()
+    for modules, members in groups.items():
+        name = names[modules[0]] or type(module).__name__
+        taken[name] += 1
+        units.append(Unit(name if taken[name] == 1 else f"{name}#{taken[name]}", modules, tuple(members)))
+    return units
+
+
+_Owner = tuple[str, nn.Module, list[nn.Parameter]]
+
+# Modules that use their children's parameters without calling the children.
+_WHOLE = (nn.MultiheadAttention,)
+
+
+def _owners(module: nn.Module, name: str, is_block: Callable[[nn.Module], bool]) -> Iterator[_Owner]:
+    """Yields the modules that hooks go on, with the parameters that each needs."""
+    if (
+        is_block(module)
+        or isinstance(module, _WHOLE)
+        or parametrize.is_parametrized(module)
+        or is_compiled(module)  # nothing can be fetched in the middle of compiled code
+    ):
+        yield name, module, list(module.parameters())
+        return
+    own = list(module.parameters(recurse=False))
+    children = []
+    for child_name, child in module.named_children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):  # they have no forward: who holds them uses them
+            own += child.parameters()
+        else:
+            children.append((child_name, child))
+    if own:
+        yield name, module, own
+    for child_name, child in children:
+        yield from _owners(child, f"{name}.{child_name}" if name else child_name, is_block)
+
+
+def _block_rule(
+    module: nn.Module, by: Sequence[str] | Callable[[nn.Module], bool] | None
+) -> Callable[[nn.Module], bool]:
+    if isinstance(by, str):
+        raise ValueError(f"`units={by!r}` must be a list of class names, such as [{by!r}], or a function.")
+    if callable(by):
+        return by
+    classes = {type(child).__name__ for child in module.modules()}
+    if by is not None:
+        missing = sorted(set(by) - classes)
+        if missing:
+            raise ValueError(
+                f"`units` names {', '.join(missing)}, which the model does not contain. Its classes are: "
+                + ", ".join(sorted(classes))
+                + "."
+            )
+        chosen = set(by)
+    else:
+        chosen = {name for child in module.modules() for name in getattr(child, "_no_split_modules", None) or ()}
+        chosen &= classes
+    if chosen:
+        return lambda child: type(child).__name__ in chosen
+    repeated = {
+        child
+        for container in module.modules()
+        if isinstance(container, nn.ModuleList | nn.Sequential)
+        for child in _repeated(container)
+    }
+    return lambda child: child in repeated
+
+
+def _repeated(container: nn.Module) -> list[nn.Module]:
+    """Returns the children that hold parameters, if at least two of them are of one class."""
+    children = [child for child in container.children() if any(True for _ in child.parameters())]
+    count = Counter(type(child) for child in children)
+    return children if any(number > 1 for number in count.values()) else []

@@ -1,0 +1,102 @@
+"""Optimizers whose parameters may depend on each other are stepped whole: once, by their own `step`, on the CPU.
+
+`step` sees what it sees in plain training: all parameters of the optimizer with whole fp32 weights and gradients, its
+own `state`, its attributes and hooks, and a closure that it may call more than once. Weights are offloaded while a
+closure runs. Nothing overlaps with backward.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_ssd.model_states.optimizers import parameters_of
+from lightning_ssd.spans import OPTIMIZER, span
+
+Lend = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class WholeStep:
+    """Stands for the `step` of one optimizer.
+
+    Args:
+        optimizer: the user's; its `step` is replaced until `restore`.
+        lend: while it lasts, offloaded parameters have whole weights and gradients on the CPU, and changes count.
+    """
+
+    def __init__(self, optimizer: Optimizer, lend: Lend) -> None:
+        self._optimizer = optimizer
+        self._step = optimizer.step
+        self._own = vars(optimizer).get("step")
+        self._lend = lend
+        self._lent = contextlib.ExitStack()
+        """Open while `step` runs, except within a closure."""
+        self._restored = False
+        functools.update_wrapper(self, optimizer.step)  # schedulers look at what they have put there
+        optimizer.step = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._restored:
+            return self._step(*args, **kwargs)
+        if args and callable(args[0]):
+            args = (self._offloaded(args[0]), *args[1:])
+        elif callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._offloaded(kwargs["closure"])}
+        with self._lent:
+            self._open()
+            return self._step(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Gives the optimizer its own `step` back."""
+        self._restored = True  # for other code that calls this one
+        if vars(self._optimizer).get("step") is not self:
+            return
+        if self._own is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._own
+
+    def _open(self) -> None:
+        self._lent.enter_context(self._lend())
+        self._lent.enter_context(_on_cpu(self._optimizer))
+        self._lent.enter_context(span(OPTIMIZER + type(self._optimizer).__name__))
+
+    def _offloaded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a closure that runs with offloaded weights."""
+
+        def run() -> Any:
+            self._lent.close()
+            result = closure()
+            self._open()
+            return result
+
+        return run
+
+
+@contextlib.contextmanager
+def _on_cpu(optimizer: Optimizer) -> Iterator[None]:
+    """Moves the optimizer's resident parameters, their gradients, and its states to the CPU, where the others are."""
+    moved: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter in parameters_of(optimizer):
+        if parameter.device.type != "cpu":
+            grad, resident = parameter.grad, parameter.data
+            parameter.grad = None
+            parameter.data = resident.cpu()
+            parameter.grad = None if grad is None else grad.cpu()
+            moved.append((parameter, resident))
+    for owner, state in optimizer.state.items():
+        # A checkpoint that was loaded has put them on the parameter's device.
+        if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in tree_leaves(state)):
+            optimizer.state[owner] = tree_map_only(Tensor, Tensor.cpu, state)
+    try:
+        yield
+    finally:
+        for parameter, resident in moved:
+            grad, parameter.grad = parameter.grad, None
+            resident.copy_(parameter.data)
+            parameter.data = resident
+            parameter.grad = None if grad is None else grad.to(resident.device)

@@ -1,0 +1,68 @@
+"""Where flats go within a budget."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_ssd.model_states.budget import AHEAD, _plan, choose_places
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.state_store import Layout
+
+sizes = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
+
+
+def layouts(numels: list[int], slots: int, halves: bool) -> list[Layout]:
+    made = []
+    for numel in numels:
+        parameter = nn.Parameter(torch.empty(()).expand(numel))
+        flat = FlatParameter(str(numel), [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
+        made.append(Layout(flat, halves, ("exp_avg", "exp_avg_sq"), steps=True, versions=slots))
+    return made
+
+
+@given(
+    numels=sizes,
+    slots=st.sampled_from([1, 2]),
+    halves=st.booleans(),
+    budget=st.integers(1, 10**6),
+    shared=st.booleans(),
+)
+@example(numels=[1, 641, 833, 1473, 1013, 641], slots=2, halves=False, budget=159734, shared=False)
+def test_auto_keeps_its_budget_and_wastes_little(
+    numels: list[int], slots: int, halves: bool, budget: int, shared: bool
+) -> None:
+    made = layouts(numels, slots, halves)
+    host, ssd = choose_places(made, "host", None, shared=shared), choose_places(made, "ssd", None, shared=shared)
+    assert host.ssd == host.param_staging == host.staging == 0
+    try:
+        places = choose_places(made, "auto", budget, shared=shared)
+    except ValueError as error:
+        assert min(host.host, ssd.host) > budget and "`host_memory`" in str(error)
+        return
+    assert places.host <= budget
+    if host.host <= budget:
+        assert places == host
+        return
+    for index, (weights, rest) in enumerate(zip(places.weights, places.opt_state, strict=True)):
+        assert (weights, rest) != ("ssd", "host")
+        if weights == "host" and rest == "ssd":  # there was no room for it
+            moved = [*places.opt_state[:index], "host", *places.opt_state[index + 1 :]]
+            assert _plan(made, places.weights, moved, shared).host > budget
+
+
+@given(numels=sizes, slots=st.sampled_from([1, 2]))
+def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -> None:
+    made = layouts(numels, slots, False)
+    places = choose_places(made, "ssd", None, shared=False)
+    opened = sorted(
+        -(-layout.flat.nbytes // 4096) * 4096 + -(-layout.opt_state_bytes // 4096) * 4096 for layout in made
+    )
+    assert places.staging == sum(opened[-AHEAD:])
+    assert places.ssd == slots * sum(opened)
+
+
+def test_what_is_needed_is_named() -> None:
+    with pytest.raises(ValueError, match="`host_memory` of 1000 B is too small: with `states='host'` .*'auto'"):
+        choose_places(layouts([1000], 1, False), "host", 1000, shared=False)

@@ -1,0 +1,513 @@
+"""Whole trainings with model states on SSD, or where budgets put them, against plain Lightning."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states import budget, build, state_storage
+from lightning_ssd.storage import ChecksumError, PosixBackend, StorageError, StorageFullError
+from tests.support.compare import assert_same
+from tests.support.faults import FaultyBackend
+from tests.support.models import Block, Model
+from tests.support.products import combinations, thorough
+from tests.support.states import assert_nothing_is_left, host, loader, some_stay, ssd, train
+
+
+# 8.0 is above the norm of some steps of `Model`, and below that of others.
+@combinations(
+    "overlap, clips, states",
+    ["optimized", "naive", "none"],
+    [("auto", None, 1), *product(["deferred", "speculative", "auto"], [0.5, 8.0], [1]), ("auto", 8.0, 3)],
+    ["host", "ssd"],
+    quick=[
+        ("optimized", ("auto", None, 1), "ssd"),
+        ("optimized", ("deferred", 8.0, 1), "host"),
+        ("optimized", ("speculative", 0.5, 1), "ssd"),
+        ("optimized", ("auto", 8.0, 3), "ssd"),
+        ("naive", ("speculative", 8.0, 1), "ssd"),
+        ("none", ("deferred", 0.5, 1), "ssd"),
+    ],
+)
+def test_numbers_are_plain_lightnings(
+    tmp_path: Path, overlap: Any, clips: tuple[Any, float | None, int], states: str
+) -> None:
+    """Bit for bit in 32-true, in every mode, with a checksum of every byte; and nothing is left behind."""
+    clip, limit, accumulate = clips
+    arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=limit)
+    expected = train(tmp_path, "auto", Model(), **arguments)
+    strategy = ssd(states=states, overlap=overlap, clip=clip, checksum=True, gpu_memory="1B")
+    assert_same(train(tmp_path, strategy, Model(), **arguments), expected)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_some_steps_are_clipped_and_some_are_not(tmp_path: Path) -> None:
+    """What the test above takes for granted."""
+    norms: list[float] = []
+
+    class Watching(Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(
+                float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+            )
+
+    train(tmp_path, "auto", Watching())
+    assert min(norms) < 8.0 < max(norms)
+
+
+class Deep(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.extend(Block() for _ in range(12))
+
+
+@pytest.mark.parametrize("host_memory", [thorough("320kB"), "450kB", thorough("1GB")])
+def test_what_fits_is_in_host_memory(tmp_path: Path, host_memory: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = train(tmp_path, "auto", Deep())
+    with caplog.at_level("INFO", "lightning_ssd"):
+        assert_same(train(tmp_path, ssd(states="auto", gpu_memory="1B", host_memory=host_memory), Deep()), expected)
+    (line,) = [message for message in caplog.messages if "weights, gradients and optimizer states take" in message]
+    assert ("0 B on SSDs" in line) == (host_memory == "1GB")
+
+
+class Sparing(Deep):
+    """Of some units only a part is used, in some batches nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            if self.training and index % 5 == self.global_step % 5:
+                continue
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True) if index % 2 else block(x)
+        for block in self.spare:
+            x = x + block.up(x).sum(-1, keepdim=True) / 1000  # type: ignore[operator]
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@combinations("flats, accumulate, model", [1, 2], [1, 3], [Deep, Sparing], quick=[(1, 3, Sparing), (2, 1, Deep)])
+def test_gradients_share_memory(
+    tmp_path: Path, flats: int, accumulate: int, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As little as one flat's: backward waits for steps, and for nobody who waits for it."""
+    monkeypatch.setattr(budget, "GRADIENT_FLATS", flats)
+    arguments = dict(accumulate_grad_batches=accumulate)
+    expected = train(tmp_path, "auto", model(), **arguments)
+    assert_same(train(tmp_path, ssd(gpu_memory="1B"), model(), **arguments), expected)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
+    expected = train(tmp_path, "auto", Model())
+    strategy = ssd(states="auto", gpu_memory="100kB")
+    left: list[int] = []
+
+    class Watching(Model):
+        def on_train_start(self) -> None:
+            states: Any = strategy.model_states
+            left.append(sum(len(flat.slices) for flat in states.stores))
+
+    assert_same(train(tmp_path, strategy, Watching()), expected)
+    assert 0 < left[0] < len(list(Model().parameters()))
+
+
+@pytest.mark.parametrize(("gpu_memory", "leaves"), [("auto", False), ("1MB", False), ("10kB", True)])
+def test_auto_leaves_what_fits_on_the_device(tmp_path: Path, gpu_memory: Any, leaves: bool) -> None:
+    strategy = SSDOffloadStrategy(gpu_memory=gpu_memory, min_bytes=1)
+
+    class Watching(Model):
+        def on_train_start(self) -> None:
+            assert (strategy.model_states is not None) == leaves
+
+    assert_same(train(tmp_path, strategy, Watching()), train(tmp_path, "auto", Model()))
+
+
+def test_auto_takes_a_model_that_was_built_on_meta(tmp_path: Path) -> None:
+    model: Any = train(tmp_path, SSDOffloadStrategy(), Built())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        {"ssd_capacity": "1MiB"},
+        {"ssd_capacity": "1MiB", "host_memory": "200KiB"},
+        {"ssd_capacity": "200MiB", "host_memory": "100MiB"},
+        {"host_memory": "1MiB", "tier": "host"},
+    ],
+)
+def test_activations_have_what_states_leave_of_the_budgets(tmp_path: Path, budgets: dict[str, Any]) -> None:
+    expected = train(tmp_path, "auto", Model())
+    assert_same(train(tmp_path, ssd(offload="auto", **budgets), Model()), expected)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_host_memory_alone_if_that_was_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = ssd(states="auto", tier="host", gpu_memory="1B")
+    with caplog.at_level("INFO", "lightning_ssd"):
+        assert_same(train(tmp_path, strategy, Model()), train(tmp_path, "auto", Model()))
+    assert any("and 0 B on SSDs" in message for message in caplog.messages)
+
+
+def test_large_units_have_several_flats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "STAGED_FLAT_ELEMENTS", 1000)
+    expected = train(tmp_path, "auto", Model(), gradient_clip_val=8.0)
+    assert_same(train(tmp_path, ssd(), Model(), gradient_clip_val=8.0), expected)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "RMSprop"])
+def test_optimizers(tmp_path: Path, optimizer: str, groups: bool) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        arguments: dict[str, Any] = {"SGD": {"momentum": 0.9, "fused": True}, "Adam": {"fused": True}}.get(
+            optimizer, {}
+        )
+        return getattr(torch.optim, optimizer)(parameters, lr=1e-2, **arguments)
+
+    expected = train(tmp_path, "auto", Model(make, groups))
+    assert_same(train(tmp_path, ssd(), Model(make, groups)), expected)
+
+
+@combinations(
+    "second, first", ["ssd", "host", "auto"], ["ssd", "auto"], quick=[("ssd", "ssd"), ("host", "auto"), ("auto", "ssd")]
+)
+def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:
+    """Whatever wrote a checkpoint, whatever goes on from it: the training is the same."""
+    strategies: dict[str, Any] = {"ssd": ssd, "host": host, "auto": lambda: "auto"}
+    expected = train(tmp_path, "auto", Model())
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
+    how: Any = dict(max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint])
+    begun: Any = train(tmp_path, strategies[first](), Model(), **how)
+    resumed = Model()
+    for parameter in resumed.parameters():
+        parameter.data.zero_()  # everything comes from the checkpoint
+    resumed_model: Any = train(tmp_path, strategies[second](), resumed, ckpt_path=str(tmp_path / "saved" / "last.ckpt"))
+    resumed_model.losses = begun.losses + resumed_model.losses
+    assert_same(resumed_model, expected)
+
+
+class Failing(FaultyBackend):
+    """Fails the writes from a given one on."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__(PosixBackend())
+        self.left = writes
+
+    def _transfer(self, operation: Any, call: Any, buffer: Tensor, offset: int) -> int:
+        if operation == "write":
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(5, "Input/output error")
+        return super()._transfer(operation, call, buffer, offset)
+
+
+@pytest.mark.parametrize("writes", [40, 90])
+def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: Path, writes: int) -> None:
+    """With two slots a step counts in all units, or in none."""
+    seen: list[dict[str, Tensor]] = []
+
+    class Watching(Model):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    arguments: Any = dict(gradient_clip_val=8.0, enable_progress_bar=False, logger=False, enable_checkpointing=False)
+    plain = Watching()
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, **arguments)
+    trainer.fit(plain, loader(), loader(2, seed=2))
+    steps = [*seen, plain.state_dict()]
+    model = Model()
+    strategy = ssd(backend=Failing(writes), clip="speculative")
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, default_root_dir=tmp_path, **arguments)
+    with pytest.raises(StorageError, match=r"write.*scratch.*Input/output error"):
+        trainer.fit(model, loader(), loader(2, seed=2))
+    left = model.state_dict()
+    assert any(all(torch.equal(left[name], step[name]) for name in left) for step in steps)
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("clip", [None, 8.0])
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ({"error": {"read": OSError(5, "Input/output error")}}, StorageError, "read.*scratch.*Input/output error"),
+        ({"error": {"write": OSError(28, "No space left on device")}}, StorageFullError, "write.*scratch"),
+        ({"short": {"read"}}, StorageError, "read only .* bytes at offset"),
+        ({"flip": True}, ChecksumError, "are not what was written"),
+    ],
+)
+def test_faults_in_the_middle(
+    tmp_path: Path, fault: dict[str, Any], error: Any, message: str, clip: float | None
+) -> None:
+    """Whatever goes wrong with a drive, training hears it before it computes with it, and ends."""
+    backend = FaultyBackend()
+
+    class Broken(Model):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if len(self.losses) == 5:
+                for name, value in fault.items():
+                    setattr(backend, name, value)
+
+    model = Broken()
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(backend=backend, checksum=True, gpu_memory="1B"), max_epochs=2,
+                         default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, gradient_clip_val=clip)  # fmt: skip
+    with pytest.raises(error, match=message):
+        trainer.fit(model, loader())
+    assert len(model.losses) < 8
+    assert all(value.shape == Model().state_dict()[name].shape for name, value in model.state_dict().items())
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"ssd_capacity": "64KiB"}, StorageFullError, "64.00 KiB"),
+        (
+            {"states": "host", "host_memory": "10kB"},
+            ValueError,
+            "`host_memory` of 9.77 KiB is too small.*states='auto'",
+        ),
+        (
+            {"states": "auto", "gpu_memory": "1B", "host_memory": "10kB"},
+            ValueError,
+            "`host_memory` of 9.77 KiB is too small",
+        ),
+        ({"path": "/nowhere"}, StorageError, "'/nowhere' does not exist"),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, arguments: Any, error: Any, message: str) -> None:
+    """Nothing is left behind, and the model is whole."""
+    model, before = Model(), Model().state_dict()
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(**arguments), max_epochs=1, default_root_dir=tmp_path,
+                         logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    with pytest.raises(error, match=message):
+        trainer.fit(model, loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_nothing_is_left(tmp_path)
+
+
+def test_memory_that_runs_out_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters that had moved are whole again."""
+    model, before = Model(), Model().state_dict()
+    made = state_storage.make_buffer
+    places: list[Any] = []
+
+    def make_buffer(*args: Any, **kwargs: Any) -> Any:
+        places.append(None)
+        if len(places) == 6:
+            raise StorageError("could not take 4 GiB of host memory")
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(state_storage, "make_buffer", make_buffer)
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=1, default_root_dir=tmp_path, logger=False,
+                         enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    with pytest.raises(StorageError, match="could not take"):
+        trainer.fit(model, loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_nothing_is_left(tmp_path)
+
+
+# ---- what is only evaluated ----
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_evaluation_of_what_was_never_trained(tmp_path: Path, states: str, precision: Any) -> None:
+    class Evaluated(Model):
+        def on_test_start(self) -> None:
+            with torch.no_grad():
+                self.blocks[0].up.weight.div_(3)
+                self.losses.append(float(self.blocks[0].up.weight.norm()))
+            states = getattr(self.trainer.strategy, "model_states", None)
+            assert states is None or self.blocks[0].up.weight in states.parameters
+
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.losses.append(self.loss(batch[0]).item())
+
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self(batch[0])
+
+    def evaluate(strategy: Any) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
+        model = Evaluated()
+        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False,
+                             enable_progress_bar=False, default_root_dir=tmp_path, precision=precision)  # fmt: skip
+        trainer.validate(model, loader(2))
+        trainer.test(model, loader(2))
+        predicted: Any = trainer.predict(model, loader(2))
+        return model.losses, predicted, model.state_dict()
+
+    losses, predicted, weights = evaluate("auto")
+    actual = evaluate(ssd(states=states, gpu_memory="1B"))
+    assert actual[0] == losses and len(losses) == 5
+    assert all(torch.equal(a, b) for a, b in zip(actual[1], predicted, strict=True))
+    assert all(torch.equal(value, weights[name]) for name, value in actual[2].items())
+    assert weights["head.weight"].dtype == actual[2]["head.weight"].dtype
+    assert_nothing_is_left(tmp_path)
+
+
+# ---- models that are built on meta ----
+
+
+class Built(Model):
+    """`Model`, made in `configure_model` on `meta`."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.losses = []
+        self.rates = []
+        self.made = False
+
+    def configure_model(self) -> None:
+        if not self.made:
+            self.made = True
+            with torch.device("meta"):
+                made = Model()
+            self.embed, self.blocks, self.head = made.embed, made.blocks, made.head
+            self.make_optimizer, self.groups = made.make_optimizer, False
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_a_model_that_was_built_on_meta(tmp_path: Path, states: str) -> None:
+    torch.manual_seed(1)
+    model: Any = train(tmp_path, ssd(states=states), Built(), max_epochs=6)
+    assert model.head.weight is model.embed.weight
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model.blocks[0].norm.weight > 0.5, torch.ones(16, dtype=torch.bool))
+    assert torch.isfinite(torch.tensor(model.losses)).all()
+    for name, parameter in model.named_parameters():
+        assert 0 < parameter.std() < 1.5 or name.endswith("norm.weight"), name
+
+
+def test_init_module_on_meta(tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=1, default_root_dir=tmp_path, logger=False,
+                         enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    with trainer.init_module(empty_init=True):
+        model = Model()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    trainer.fit(model, loader())
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_what_has_no_values(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+    class Buffered(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.register_buffer("table", torch.arange(16.0))
+
+    for kind, message in ((Scaled, "parameter 'scale.scale' .*Scaled has no `reset_parameters`"),
+                          (Buffered, "buffer 'table' of Buffered was built on `meta`")):  # fmt: skip
+
+        class Wrong(Built):
+            def configure_model(self) -> None:
+                super().configure_model()
+                with torch.device("meta"):
+                    self.scale = kind()  # noqa: B023
+
+        with pytest.raises(ValueError, match=message):
+            train(tmp_path, ssd(), Wrong())
+        assert_nothing_is_left(tmp_path)
+
+
+# ---- bf16-true ----
+
+
+@combinations(
+    "accumulate, strategy",
+    [1, 2],
+    [{"states": "host"}, {"states": "ssd"}, {"states": "auto", "gpu_memory": "90kB"}],
+    quick=[(1, {"states": "ssd"}), (2, {"states": "auto", "gpu_memory": "90kB"})],
+)
+def test_bf16_true_has_fp32_masters(tmp_path: Path, strategy: dict[str, Any], accumulate: int) -> None:
+    """Bit for bit a loop with bf16 weights whose fp32 masters torch's fused AdamW steps, with sums in fp32."""
+    model = Model()
+    reference = Model().bfloat16()
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1, fused=True)
+    losses: list[float] = []
+    for epoch in range(2):
+        optimizer.param_groups[0]["lr"] = 1e-2 * 0.5**epoch
+        for batch, (tokens,) in enumerate(loader()):
+            loss = reference.loss(tokens)
+            losses.append(loss.item())
+            (loss / accumulate).backward()
+            for master, parameter in zip(masters, reference.parameters(), strict=True):
+                grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+                master.grad = grad if master.grad is None else master.grad + grad
+            if (batch + 1) % accumulate and batch + 1 < len(loader()):
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            for master, parameter in zip(masters, reference.parameters(), strict=True):
+                parameter.data.copy_(master)
+    trained: Any = train(
+        tmp_path,
+        ssd(**strategy),
+        model,
+        precision="bf16-true",
+        limit_val_batches=0,
+        accumulate_grad_batches=accumulate,
+    )
+    assert trained.losses == losses
+    for actual, expected in zip(trained.parameters(), reference.parameters(), strict=True):
+        assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
+
+
+class Residents(pl.Callback):
+    """Counts the parameters that stay on the device with masters."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        (optimizer,) = trainer.optimizers
+        of_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.masters = [parameter for parameter in pl_module.parameters() if id(parameter) not in of_optimizer]
+
+
+def test_masters_of_parameters_that_stay(tmp_path: Path) -> None:
+    """Clipped, saved, resumed, evaluated and averaged as others are; the optimizer has the parameters afterwards."""
+    residents = Residents()
+
+    def callbacks(name: str) -> list[pl.Callback]:
+        saved = pl.callbacks.ModelCheckpoint(tmp_path / name, save_last=True, every_n_epochs=1)
+        return [residents, saved, pl.callbacks.EMAWeightAveraging(decay=0.9)]
+
+    how: Any = dict(precision="bf16-true", gradient_clip_val=4.0, enable_checkpointing=True)
+    whole: Any = train(tmp_path, some_stay(), Model(), callbacks=callbacks("whole"), max_epochs=4, **how)
+    assert 0 < len(residents.masters) < len(list(whole.parameters()))
+    saved = torch.load(tmp_path / "whole" / "last.ckpt", weights_only=False)
+    assert all(value.dtype == torch.float32 for value in saved["state_dict"].values())
+    expected: Any = train(tmp_path, ssd(states="host"), Model(), callbacks=callbacks("others"), max_epochs=4, **how)
+    other = torch.load(tmp_path / "others" / "last.ckpt", weights_only=False)
+    assert_same(whole, expected)
+    for name, value in saved["state_dict"].items():
+        assert torch.equal(value, other["state_dict"][name]), name
+    train(tmp_path, some_stay(), Model(), callbacks=callbacks("half"), max_epochs=2, **how)
+    last = str(tmp_path / "half" / "last.ckpt")
+    found: Any = train(tmp_path, some_stay(), Model(), callbacks=callbacks("rest"), max_epochs=4, ckpt_path=last, **how)
+    assert found.losses == expected.losses[-len(found.losses) :]
+    optimizer = found.optimizers().optimizer if hasattr(found.optimizers(), "optimizer") else found.optimizers()
+    assert {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} == {
+        id(parameter) for parameter in found.parameters()
+    }
+
+
+def test_masters_wait_for_hooks_that_look_at_gradients(tmp_path: Path) -> None:
+    class Watching(Model):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert all(parameter.grad is not None for parameter in self.parameters())
+
+    how: Any = dict(precision="bf16-true", limit_val_batches=0)
+    assert_same(train(tmp_path, some_stay(), Watching(), **how), train(tmp_path, some_stay(), Model(), **how))

@@ -1,0 +1,393 @@
+"""Checkpoints of states that have left: ordinary files, written and read without the memory for all of them."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import Tensor, nn
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states import load_sharded, save_sharded, sharded
+from lightning_ssd.model_states.lazy import LazyTensor, LazyTensors, save
+from tests.support.compare import assert_same, same
+from tests.support.models import Block, Model
+from tests.support.states import Large, host, loader, ssd, train
+
+
+def saved(path: Path, strategy: Any, model: Any = None, **arguments: Any) -> dict[str, Any]:
+    """Trains, and returns what the last checkpoint holds."""
+    checkpoint = pl.callbacks.ModelCheckpoint(
+        dirpath=path / "saved", save_last=True, save_weights_only=arguments.pop("save_weights_only", False)
+    )
+    callbacks = [checkpoint, *arguments.pop("callbacks", [])]
+    train(path, strategy, model or Model(), enable_checkpointing=True, callbacks=callbacks, **arguments)
+    content: dict[str, Any] = torch.load(path / "saved" / "last.ckpt", weights_only=False)
+    assert not list((path / "saved").glob(".*"))
+    return content
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_files_are_plain_lightnings(tmp_path: Path, states: str, weights_only: bool) -> None:
+    plain = saved(tmp_path / "plain", "auto", save_weights_only=weights_only)
+    ours = saved(tmp_path / "ours", ssd(states=states), save_weights_only=weights_only)
+    assert list(ours) == list(plain)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        if part in plain:
+            assert same(ours[part], plain[part]), part
+
+
+def test_hooks_see_values_and_may_change_them(tmp_path: Path) -> None:
+    class Editing(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            weights = checkpoint["state_dict"]
+            checkpoint["mean"] = {name: value.mean() for name, value in weights.items()}
+            weights["blocks.0.up.weight"] = weights["blocks.0.up.weight"] * 2
+            weights["blocks.1.up.bias"] = weights["blocks.1.up.bias"] + 1
+            del weights["head.weight"]
+
+    plain = saved(tmp_path / "plain", "auto", Editing())
+    ours = saved(tmp_path / "ours", ssd(), Editing())
+    for part in ("state_dict", "mean", "optimizer_states"):
+        assert same(ours[part], plain[part]), part
+
+
+def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
+    """Its tensors take their values in before the next step changes them."""
+
+    class Keeping(pl.Callback):
+        def __init__(self) -> None:
+            self.kept: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            strategy = trainer.strategy
+            state = {"weights": strategy.lightning_module_state_dict()}
+            state["optimizer"] = strategy.optimizer_state(trainer.optimizers[0])["state"]
+            if strategy.strategy_name != "ssd_offload":  # which are the model's own
+                state = torch.utils._pytree.tree_map_only(Tensor, torch.clone, state)
+            self.kept.append(state)
+
+    plain, ours = Keeping(), Keeping()
+    train(tmp_path, "auto", Model(), callbacks=[plain])
+    train(tmp_path, ssd(), Model(), callbacks=[ours])
+    assert any(isinstance(value, LazyTensor) for value in ours.kept[0]["weights"].values())
+    for a, b in zip(ours.kept, plain.kept, strict=True):
+        for name, value in b["weights"].items():
+            assert torch.equal(a["weights"][name], value), name
+        for number, state in b["optimizer"].items():
+            assert all(torch.equal(a["optimizer"][number][name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_state_dicts_around_a_step_by_hand(tmp_path: Path, states: str) -> None:
+    """What was read before a step is not shown after it."""
+
+    class ByHand(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.seen: list[dict[str, Tensor]] = []
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers()
+            loss = self.loss(batch[0])
+            self.losses.append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.see()
+            lazily = self.trainer.strategy.lightning_module_state_dict()
+            optimizer.step()
+            self.see()
+            self.seen.append({name: value + 0 for name, value in lazily.items()})
+
+        def see(self) -> None:
+            self.seen.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    plain: Any = train(tmp_path, "auto", ByHand())
+    ours: Any = train(tmp_path, ssd(states=states), ByHand())
+    assert len(ours.seen) == len(plain.seen) > 30
+    for index, (a, b) in enumerate(zip(ours.seen, plain.seen, strict=True)):
+        # Plain Lightning's are the parameters themselves.
+        expected = plain.seen[index - 2] if index % 3 == 2 else b
+        assert same(a, expected), index
+
+
+def test_saving_in_the_background(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "plain", "auto")
+    ours = saved(tmp_path / "ours", SSDOffloadStrategy(states="ssd", min_bytes=1, checkpoint_io=AsyncCheckpointIO()))
+    assert same(ours["state_dict"], plain["state_dict"])
+
+
+PATCHED: dict[str, tuple[Any, str]] = {
+    "torch.save": (torch, "save"),
+    "TorchCheckpointIO.save_checkpoint": (TorchCheckpointIO, "save_checkpoint"),
+    "of the strategy's": (None, "save_checkpoint"),
+}
+
+
+@pytest.mark.parametrize("patched", PATCHED)
+@pytest.mark.parametrize("writes", [False, True])
+def test_functions_that_save_may_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: str, writes: bool
+) -> None:
+    """They get ordinary tensors, whatever they do with them."""
+    seen: list[Any] = []
+
+    def patch(strategy: Any) -> None:
+        owner, name = PATCHED[patched]
+        owner = strategy.checkpoint_io if owner is None else owner
+        original = getattr(owner, name)
+
+        def other(*args: Any, **kwargs: Any) -> Any:
+            kept = next(value for value in args if isinstance(value, dict))
+            seen[-1].append(copy.deepcopy(kept))
+            if writes:
+                kept["more"] = 1
+                return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, other)
+
+    class Patching(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            patch(trainer.strategy)
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            monkeypatch.undo()
+
+    files = []
+    how: Any = dict(max_epochs=1, limit_train_batches=4)
+    for name, strategy in (("plain", "auto"), ("ours", ssd())):
+        seen.append([])
+        checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / name, every_n_train_steps=2, save_top_k=-1)
+        train(tmp_path, strategy, Model(), enable_checkpointing=True, callbacks=[checkpoint, Patching()], **how)
+        files.append({file.name: load(file) for file in (tmp_path / name).glob("*")})
+    plain, ours = seen
+    assert len(plain) == 2
+    for mine, theirs in zip(ours, plain, strict=True):
+        assert same(mine["state_dict"], theirs["state_dict"])
+        assert same(mine["optimizer_states"], theirs["optimizer_states"])
+    assert files[1].keys() == files[0].keys()
+    for name, content in files[0].items():
+        assert (files[1][name] is None) == (content is None)
+        if content is not None:
+            assert same(files[1][name]["state_dict"], content["state_dict"])
+            assert files[1][name].keys() == content.keys()
+
+
+def load(file: Path) -> Any:
+    return torch.load(file, weights_only=False) if file.stat().st_size else None
+
+
+@pytest.mark.parametrize("second", ["auto", "host", "ssd"])
+def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, second: str) -> None:
+    """As plain Lightning resumes: with accumulation pending, and with another format of the states."""
+    strategies: dict[str, Any] = {
+        "auto": lambda: "auto",
+        "host": host,
+        "ssd": lambda: ssd(state_format="split", gpu_memory="1B"),
+    }
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
+    how: Any = dict(accumulate_grad_batches=3, max_epochs=3, limit_train_batches=11)
+    train(tmp_path, host(), Model(), enable_checkpointing=True, callbacks=[checkpoint], **how)
+    middle = sorted((tmp_path / "saved").glob("*.ckpt"))[2]
+    expected = train(tmp_path, "auto", Model(), ckpt_path=str(middle), **how)
+    assert_same(train(tmp_path, strategies[second](), Model(), ckpt_path=str(middle), **how), expected)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_sharded_checkpoints(tmp_path: Path, weights_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as in a file, with what is tied written once, in files of bounded size."""
+    monkeypatch.setattr(sharded, "SHARD_BYTES", 10_000)
+    checkpoint = pl.callbacks.ModelCheckpoint(
+        dirpath=tmp_path / "saved", save_last=True, save_weights_only=weights_only, save_top_k=1
+    )
+    strategy = ssd(checkpoints="sharded")
+    train(tmp_path, strategy, Model(), enable_checkpointing=True, callbacks=[checkpoint])
+    directory = tmp_path / "saved" / "last.ckpt"
+    files = list(directory.glob("*.safetensors"))
+    assert len(files) > 3 and all(file.stat().st_size < 12_000 for file in files)
+    assert len(list((tmp_path / "saved").iterdir())) == 2
+    plain = saved(tmp_path / "plain", "auto", save_weights_only=weights_only)
+    ours = load_sharded(directory, weights_only=False)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        if part in plain:
+            assert same(ours[part], plain[part]), part
+    assert "state_dict/head.weight" not in json.loads((directory / "index.json").read_text())
+
+
+@pytest.mark.parametrize("second", ["sharded", "file"])
+def test_resuming_from_a_sharded_checkpoint(tmp_path: Path, second: Any) -> None:
+    expected = train(tmp_path, "auto", Model())
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
+    how: Any = dict(max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint])
+    begun: Any = train(tmp_path, ssd(checkpoints="sharded"), Model(), **how)
+    again: Any = ssd(states="host", checkpoints=second)
+    resumed: Any = train(tmp_path, again, Model(), ckpt_path=str(tmp_path / "saved" / "last.ckpt"))
+    resumed.losses = begun.losses + resumed.losses
+    assert_same(resumed, expected)
+
+
+def test_a_sharded_checkpoint_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    save_sharded({"state_dict": {"old": torch.zeros(10)}}, path)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        save_sharded({"state_dict": {"new": torch.zeros(10)}}, path)
+    monkeypatch.undo()
+    assert list(load_sharded(path)["state_dict"]) == ["old"]
+    save_sharded({"state_dict": {"new": torch.ones(10)}}, path)
+    assert torch.equal(load_sharded(path)["state_dict"]["new"], torch.ones(10))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_missing_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.ckpt"):
+        train(tmp_path, ssd(), Model(), ckpt_path=str(tmp_path / "nowhere.ckpt"))
+
+
+def test_assigning_a_state_dict(tmp_path: Path) -> None:
+    class Assigning(Model):
+        def on_train_start(self) -> None:
+            self.load_state_dict(Model().state_dict(), assign=True)
+
+    with pytest.raises(ValueError, match=r"leave `assign` out"):
+        train(tmp_path, host(), Assigning())
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_a_checkpoint_takes_the_memory_of_a_few_units(tmp_path: Path, states: str) -> None:
+    model = Large()
+    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(states=states), max_steps=2, default_root_dir=tmp_path,
+                         logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+    trainer.fit(model, loader())
+    size = (tmp_path / "large.ckpt").stat().st_size
+    assert size > 192 * 2**20
+    assert model.extra < size / 3
+
+
+KILLED = """
+import os, signal, sys, torch
+from lightning_ssd.model_states import lazy
+os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+lazy.save({"new": torch.ones(1000)}, sys.argv[1])
+"""
+
+
+def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a [1].ckpt"
+    save({"old": torch.zeros(1000)}, path)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=Path(__file__).parents[2])
+    assert killed.returncode == -signal.SIGKILL
+    assert list(torch.load(path)) == ["old"]
+    assert len(list(tmp_path.iterdir())) == 2
+    save({"newer": torch.ones(1000)}, path)  # which clears away what the killed one left
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert list(torch.load(path)) == ["newer"]
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    save({"old": torch.zeros(1000)}, path)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        save({"new": torch.ones(1000)}, path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    assert list(torch.load(path)) == ["old"]
+
+
+def test_lazy_tensors(tmp_path: Path) -> None:
+    """Every shape and dtype, read once each, and in files as ordinary tensors that load by `weights_only`."""
+    tensors = LazyTensors()
+    values = [torch.randn(40, 50), torch.randn(3), torch.randn(()), torch.arange(100), torch.randn(64).bfloat16()]
+    reads: list[int] = []
+
+    def make(index: int) -> LazyTensor:
+        def read() -> Tensor:
+            reads.append(index)
+            return values[index]
+
+        return tensors.make(index, values[index], read)
+
+    with tensors.making():
+        lazy = [make(index) for index in range(len(values))]
+        assert make(0) is lazy[0]
+    assert [tensor.shape for tensor in lazy] == [value.shape for value in values] and not reads
+    save({"list": lazy, "nested": {"same": lazy[0]}}, tmp_path / "a.ckpt")
+    loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    assert same(loaded["list"], values) and same(loaded["nested"]["same"], values[0])
+    assert loaded["list"][0].data_ptr() == loaded["nested"]["same"].data_ptr()
+    reads.clear()
+    assert torch.equal(lazy[0] + 1, values[0] + 1) and torch.equal(lazy[0].T, values[0].T)
+    assert reads == [0]
+    tensors.take_in()
+    values[3].zero_()
+    assert lazy[3].sum() == 4950
+
+
+class OnMeta(Model):
+    """Has its blocks built on `meta`, in `configure_model`; plain Lightning builds them on the CPU."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.built_on = device
+        self.blocks = None
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            with torch.device(self.built_on):
+                self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+
+@pytest.mark.parametrize("states", ["host", "ssd", "gpu"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_checkpoint_is_loaded_exactly_before_optimizers_are_made(tmp_path: Path, states: Any, precision: Any) -> None:
+    """Into parameters on meta, which have no memory then, and into 16-bit ones, which round their master weights."""
+    found: dict[str, Any] = {}
+
+    class Resumed(OnMeta):
+        def on_fit_start(self) -> None:
+            found["weights"] = {name: value.clone() for name, value in self.state_dict().items()}
+
+    def strategy() -> SSDOffloadStrategy:
+        return SSDOffloadStrategy(states=states, min_bytes=1)
+
+    content = saved(tmp_path, strategy(), OnMeta("cpu"), precision=precision)
+    last = str(tmp_path / "saved" / "last.ckpt")
+    train(tmp_path, strategy(), Resumed("meta"), precision=precision, ckpt_path=last, max_epochs=3)
+    kept = content["state_dict"]
+    if states != "gpu" and precision == "bf16-true":
+        assert all(value.dtype == torch.float32 for value in kept.values())
+    assert same(found["weights"], dict(kept))
+
+
+def test_the_scaler_of_mixed_precision_is_saved_and_loaded_as_plain_lightnings(tmp_path: Path) -> None:
+    def scaler_after(strategy: Any, name: str, resume: str | None = None) -> Any:
+        plugin = pl.plugins.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", growth_interval=5))
+        callback = pl.callbacks.ModelCheckpoint(tmp_path / name, save_last=True)
+        train(
+            tmp_path, strategy, Model(), plugins=[plugin], enable_checkpointing=True, callbacks=[callback],
+            max_epochs=2 if resume is None else 3,
+            ckpt_path=None if resume is None else str(tmp_path / resume / "last.ckpt"),
+        )  # fmt: skip
+        return torch.load(tmp_path / name / "last.ckpt", weights_only=False)["MixedPrecision"]
+
+    first = scaler_after("auto", "plain")
+    assert scaler_after(host(), "ours") == first and first["growth_interval"] == 5
+    assert scaler_after(host(), "a", "plain") == scaler_after("auto", "b", "ours") == scaler_after("auto", "c", "plain")

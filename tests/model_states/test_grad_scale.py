@@ -1,0 +1,167 @@
+"""The factor of a step reaches the host once, as it was, or its error does."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd.device import CPUCopyEngine, Mark
+from lightning_ssd.model_states import build
+from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from tests.support.trainings import batches, make_trainer, offloading, small_model
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(60)
+
+
+class LateCopies(CPUCopyEngine):
+    """Copies out whose ends are told when the test says so: a device that is behind the host."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(device)
+        self.pending: list[Future[None]] = []
+
+    def on_d2h(self, mark: Mark) -> "Future[None]":
+        self.pending.append(Future())
+        return self.pending[-1]
+
+
+def opened(gate: GradScaleDecision, norm: float) -> "Future[float | None]":
+    """Returns the factor of a step whose gradient has the given norm, clipped to 1."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    gate.begin(hold=False)
+    gate.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0)
+    gate.decide()
+    return gate.scale
+
+
+def test_factors_of_many_steps_may_be_on_their_way_at_once() -> None:
+    copies = LateCopies()
+    gate = GradScaleDecision(copies, clip="deferred", needs_norm=True, loss_scaled=False)
+    norms = [2.0 + step for step in range(GradScaleDecision.SLOTS)]
+    factors = [opened(gate, norm) for norm in norms]
+    assert not any(factor.done() for factor in factors)
+    for copied in copies.pending:
+        copied.set_result(None)
+    assert [factor.result() for factor in factors] == pytest.approx([1 / norm for norm in norms], rel=1e-4)
+    gate.close()
+
+
+class LostDevice(CPUCopyEngine):
+    """The device is lost while it copies: ends of copies out are errors from the `after`-th one on."""
+
+    def __init__(self, device: torch.device, after: int) -> None:
+        super().__init__(device)
+        self.left = after
+
+    def on_d2h(self, mark: Mark) -> "Future[None]":
+        self.left -= 1
+        if self.left >= 0:
+            return super().on_d2h(mark)
+        lost: Future[None] = Future()
+        lost.set_exception(RuntimeError("CUDA error: the device is lost"))
+        return lost
+
+
+@pytest.mark.parametrize("clip", [None, "deferred", "speculative"])
+@pytest.mark.parametrize("after", range(0, 9, 2))
+def test_a_device_that_is_lost_at_any_copy_ends_training_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any, after: int
+) -> None:
+    """The norm's copy among them: jobs that wait for it do not wait for ever."""
+    monkeypatch.setattr(build, "make_copy_engine", lambda device: LostDevice(device, after))
+    strategy = offloading(states="host", min_bytes=1, offload="none", **({} if clip is None else {"clip": clip}))
+    trainer: pl.Trainer = make_trainer(tmp_path, strategy, gradient_clip_val=None if clip is None else 0.01)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        trainer.fit(small_model(), batches())
+
+
+def steps_of(decision: GradScaleDecision, norms: list[float]) -> list[float | None]:
+    """Returns the speculated scale of each step, of which the gradients have these norms, clipped to 1."""
+    found: list[float | None] = []
+    for norm in norms:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        decision.begin(hold=False)
+        found.append(decision.speculated)
+        decision.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0)
+        decision.decide()
+        decision.scale.result(timeout=60)
+    return found
+
+
+def test_auto_speculates_while_it_is_seldom_wrong() -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="auto", needs_norm=True, loss_scaled=False)
+    speculated = steps_of(decision, [0.5] * 20 + [4.0] * 5 + [0.5] * 20)
+    assert speculated[0] is None and speculated[19] == 1.0  # none is known of a new training
+    assert None in speculated[20:25]  # they were clipped
+    assert speculated[-1] == 1.0
+    decision.close()
+
+
+@pytest.mark.parametrize(("clip", "expected"), [("speculative", 1.0), ("deferred", None)])
+def test_speculative_and_deferred_are_what_they_say_whatever_was_clipped(clip: Any, expected: float | None) -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip=clip, needs_norm=True, loss_scaled=False)
+    assert steps_of(decision, [0.5, 4.0, 4.0, 4.0, 0.5]) == [expected] * 5
+    decision.close()
+
+
+def test_norms_of_offloaded_and_resident_gradients_are_clipped_as_torch_does() -> None:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 70, 9)]
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    expected = [parameter.grad for parameter in parameters]
+    parameters[1].grad, parameters[2].grad = gradients[1].clone(), None
+    parameters[0].grad = None
+    norms = {parameters[index]: gradients[index].norm() for index in (0, 2)}
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
+    decision.begin(hold=False)
+    decision.clip(parameters, norms, 0.5)
+    decision.decide()
+    scale = decision.scale.result(timeout=60)
+    assert scale is not None and parameters[1].grad is not None
+    found = [gradients[0] * scale, parameters[1].grad, gradients[2] * scale]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True) if other is not None)
+    decision.close()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), None])
+def test_a_gradient_that_is_not_finite_skips_the_step_that_has_it(bad: float | None) -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(1))  # which makes the scale
+    scales = []
+    for value in (1.0, bad, 1.0):
+        decision.begin(hold=False)
+        if value is not None:
+            decision.check(torch.tensor([0.5, value]))
+        found: dict[torch.device, Tensor] = {}
+        decision.unscale(scaler, found)
+        decision.decide()
+        scales.append(decision.scale.result(timeout=60))
+        assert bool(found[CPU]) == (scales[-1] is None)
+    assert scales == [0.125, 0.125 if bad is None else None, 0.125]
+    decision.close()
+
+
+def test_a_step_that_was_not_decided_fails_its_jobs_at_the_end() -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
+    decision.begin(hold=False)
+    decision.fail()
+    with pytest.raises(RuntimeError, match="training ended before this optimizer step was made"):
+        decision.scale.result(timeout=60)
+    decision.close()
+
+
+def test_gradients_that_user_code_has_clipped_have_scale_one() -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
+    decision.begin(hold=True)
+    assert decision.scale.result(timeout=60) == decision.speculated == 1.0
+    assert decision.decide() is None
+    decision.close()

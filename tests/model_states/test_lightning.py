@@ -1,0 +1,398 @@
+"""What Lightning shows and lets users do while states are elsewhere: the same as ever."""
+
+import copy
+import csv
+import errno
+import gc
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states import load_sharded
+from lightning_ssd.model_states.lazy import LazyTensor
+from lightning_ssd.storage import StorageError
+from tests.support.compare import assert_same, same
+from tests.support.faults import FaultyBackend
+from tests.support.models import Model, adamw
+from tests.support.products import thorough
+from tests.support.states import host, loader, ssd, train
+
+STRATEGIES = {"host": host, "ssd": ssd, "speculative": lambda: ssd(clip="speculative")}
+
+
+NAMES = [name if name == "ssd" else thorough(name) for name in STRATEGIES]
+
+
+@pytest.fixture(params=NAMES)
+def strategy(request: pytest.FixtureRequest) -> Any:
+    return STRATEGIES[request.param]()
+
+
+def test_fifty_steps(tmp_path: Path, strategy: Any) -> None:
+    how: Any = dict(max_epochs=5, gradient_clip_val=4.0)
+    expected: Any = train(tmp_path, "auto", Model(), **how)
+    assert_same(train(tmp_path, strategy, Model(), **how), expected)
+    assert len(expected.losses) >= 50
+
+
+class Shown(Model):
+    """Records what Lightning shows, steps schedulers of every kind, and edits the optimizer's groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(self.parameters())
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        return [optimizer], [
+            {"scheduler": plateau, "monitor": "val"},
+            {"scheduler": cosine, "interval": "step"},
+        ]
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch[0]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer: Any = self.optimizers()
+        self.shown.append((self.global_step, optimizer.param_groups[0]["lr"], dict(self.trainer.callback_metrics)))
+        if self.global_step == 7:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+
+    def on_train_epoch_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        self.shown.append(copy.deepcopy(optimizer.optimizer.state_dict()))
+        self.shown.append({name: value.clone() for name, value in self.state_dict().items()})
+
+
+def test_what_lightning_shows(tmp_path: Path, strategy: Any) -> None:
+    """Steps, rates, metrics, state dicts; schedulers by step and by metric; a group that is edited."""
+    monitors = [pl.callbacks.LearningRateMonitor() for _ in range(2)]
+    runs: list[Any] = []
+    for how, monitor in (("auto", monitors[0]), (strategy, monitors[1])):
+        logger = pl.loggers.CSVLogger(tmp_path / str(len(runs)))
+        runs.append(train(tmp_path, how, Shown(), max_epochs=3, logger=logger, callbacks=[monitor],
+                          gradient_clip_val=8.0, log_every_n_steps=1))  # fmt: skip
+    assert_same(runs[1], runs[0])
+    assert len(runs[0].shown) > 36 and same(runs[1].shown, runs[0].shown)
+    logged = []
+    for index in range(2):
+        (file,) = (tmp_path / str(index)).rglob("metrics.csv")
+        rows = list(csv.DictReader(file.open()))
+        logged.append([(row["step"], row["lr-AdamW"], row["lr-AdamW-1"]) for row in rows if row["lr-AdamW-1"]])
+    assert logged[0] == logged[1] and len(logged[0]) >= 36
+
+
+def test_clipping_by_value(tmp_path: Path, strategy: Any) -> None:
+    how: Any = dict(gradient_clip_val=0.05, gradient_clip_algorithm="value")
+    assert_same(train(tmp_path, strategy, Model(), **how), train(tmp_path, "auto", Model(), **how))
+
+
+def test_accumulation_that_changes(tmp_path: Path, strategy: Any) -> None:
+    def how() -> Any:
+        scheduler = pl.callbacks.GradientAccumulationScheduler({0: 3, 1: 1, 2: 5})
+        return dict(max_epochs=3, callbacks=[scheduler], gradient_clip_val=8.0)
+
+    assert_same(train(tmp_path, strategy, Model(), **how()), train(tmp_path, "auto", Model(), **how()))
+
+
+class Skipping(Model):
+    """Returns no loss now and then."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 4 == 2 else loss
+
+
+class Stepping(Model):
+    """Overrides `optimizer_step`, with a warm-up and a step that is left out."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, (self.global_step + 1) / 10)
+        if batch_idx == 5:
+            closure()
+        else:
+            optimizer.step(closure=closure)
+
+
+class Clipping(Model):
+    """Overrides `configure_gradient_clipping`."""
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **_: Any) -> None:
+        if self.current_epoch:
+            self.clip_gradients(optimizer, gradient_clip_val=2.0, gradient_clip_algorithm="norm")
+
+
+class Adversaries(Model):
+    """Two optimizers by hand, one after the other, each with its parameters alone wanting gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first = [*self.embed.parameters(), *self.blocks[:2].parameters()]
+        return adamw(first), torch.optim.SGD(self.blocks[2:].parameters(), lr=1e-2, fused=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for index, optimizer in enumerate(optimizers):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = self.loss(batch[0]) * (1 if index else -0.1)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            if index:
+                self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+class LookingAfterBackward(Model):
+    """Overrides `backward`, and looks at weights before and after the gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def look(self) -> None:
+        self.found.append({name: value.clone() for name, value in self.state_dict().items()})
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        self.look()
+        super().backward(*args, **kwargs)
+        self.look()
+
+    def on_train_end(self) -> None:
+        assert all(same(*self.found[index : index + 2]) for index in range(0, len(self.found), 2))
+
+
+@pytest.mark.parametrize("model", [Skipping, Stepping, Clipping, Adversaries, LookingAfterBackward])
+def test_what_users_override(tmp_path: Path, strategy: Any, model: Any) -> None:
+    assert_same(train(tmp_path, strategy, model()), train(tmp_path, "auto", model()))
+
+
+def test_fit_after_fit(tmp_path: Path) -> None:
+    """The same Trainer, then another one with another strategy, on the same module."""
+
+    def fits(first: Any, second: Any) -> Model:
+        model = Model()
+        quiet: Any = dict(accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+        trainer = pl.Trainer(strategy=first, max_epochs=1, **quiet)
+        trainer.fit(model, loader())
+        trainer.validate(model, loader(2))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, loader())
+        pl.Trainer(strategy=second, max_epochs=1, **quiet).fit(model, loader())
+        return model
+
+    expected = fits("auto", "auto")
+    assert_same(fits(ssd(), host()), expected)
+    assert_same(fits(host(), "auto"), expected)
+
+
+class EverySecond(pl.callbacks.WeightAveraging):
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx % 2 == 1
+
+
+@pytest.mark.parametrize(
+    "make_callback",
+    [
+        lambda: pl.callbacks.EMAWeightAveraging(decay=0.9),
+        EverySecond,
+        lambda: pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=2),
+    ],
+    ids=["EMA", "every second", "SWA"],
+)
+def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) -> None:
+    """Validated with, where Lightning does so; what the model has in the end is the average; and saved."""
+    how: Any = dict(max_epochs=4, gradient_clip_val=None)
+    callback = make_callback()
+    expected: Any = train(tmp_path, "auto", Model(), callbacks=[make_callback()], **how)
+    plain: Any = train(tmp_path, "auto", Model(), **how)
+    assert_same(train(tmp_path, strategy, Model(), callbacks=[callback], **how), expected)
+    assert any(
+        not torch.equal(one, other) for one, other in zip(plain.parameters(), expected.parameters(), strict=True)
+    )
+    assert not [name for name in vars(callback) if name.startswith("on_")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
+    def callbacks() -> list[pl.Callback]:
+        saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
+        return [pl.callbacks.EMAWeightAveraging(decay=0.9), saved]
+
+    how: Any = dict(gradient_clip_val=None, enable_checkpointing=True)
+    expected: Any = train(tmp_path, "auto", Model(), callbacks=callbacks()[:1], gradient_clip_val=None, max_epochs=4)
+    train(tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=2, **how)
+    last = str(tmp_path / "saved" / "last.ckpt")
+    found: Any = train(
+        tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=4, ckpt_path=last, **how
+    )
+    assert found.losses == expected.losses[len(expected.losses) - len(found.losses) :]
+    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weights_are_lent_to_whoever_asks(tmp_path: Path, strategy: Any) -> None:
+    class Shrinking(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if isinstance(self.trainer.strategy, SSDOffloadStrategy):
+                with self.trainer.strategy.whole_weights(), self.trainer.strategy.whole_weights():
+                    self.shrink()
+            else:
+                self.shrink()
+
+        def shrink(self) -> None:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(0.9)
+
+    how: Any = dict(gradient_clip_val=None)
+    assert_same(train(tmp_path, strategy, Shrinking(), **how), train(tmp_path, "auto", Shrinking(), **how))
+
+
+def test_masters_are_swapped_with_an_average_whole(tmp_path: Path, strategy: Any) -> None:
+    """In bf16-true an average that is never updated changes nothing, though every validation swaps it in and out."""
+
+    class Never(pl.callbacks.WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return False
+
+        def on_train_end(self, *_: Any) -> None:
+            pass
+
+    def weights(strategy: Any, callbacks: list[pl.Callback]) -> Any:
+        model = Model().bfloat16()  # as `trainer.init_module` builds it
+        trained: Any = train(tmp_path, strategy, model, callbacks=callbacks, precision="bf16-true")
+        return list(trained.parameters())
+
+    for one, other in zip(weights(strategy, [Never()]), weights(host(), []), strict=True):
+        assert torch.equal(one, other)
+
+
+# ---- after training ----
+
+
+def fitted(path: Path, strategy: Any, model: pl.LightningModule | None = None, **arguments: Any) -> pl.Trainer:
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, default_root_dir=path, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **{"max_epochs": 1} | arguments,
+    )  # fmt: skip
+    trainer.fit(Model() if model is None else model, loader())
+    return trainer
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.Adagrad(p, lr=0.1)], ids=["AdamW", "Adagrad"])
+@pytest.mark.parametrize("checkpoints", ["file", "sharded"])
+def test_a_checkpoint_that_is_saved_after_training_has_optimizer_states(
+    tmp_path: Path, strategy: Any, checkpoints: str, make_optimizer: Any
+) -> None:
+    """The same as plain Lightning's, also after an evaluation, and training goes on from it, in both directions."""
+    strategy._save = SSDOffloadStrategy(checkpoints=checkpoints)._save
+    plain = fitted(tmp_path, "auto", Model(make_optimizer))
+    ours = fitted(tmp_path, strategy, Model(make_optimizer))
+    assert not list(tmp_path.rglob("lightning_ssd-*"))
+    contents = []
+    for name, trainer in (("plain", plain), ("ours", ours)):
+        trainer.validate(trainer.lightning_module, loader(1), verbose=False)
+        trainer.save_checkpoint(tmp_path / name)
+        sharded = (tmp_path / name).is_dir()
+        assert sharded == (name == "ours" and checkpoints == "sharded")
+        load = load_sharded if sharded else partial(torch.load, weights_only=False)
+        contents.append(load(tmp_path / name))
+    assert len(contents[0]["optimizer_states"][0]["state"]) == 25
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        assert same(contents[1][part], contents[0][part]), part
+
+    def resumed(how: Any, name: str) -> Any:
+        model = Model(make_optimizer)
+        trainer = pl.Trainer(
+            accelerator="cpu", strategy=how, default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, max_epochs=2,
+        )  # fmt: skip
+        trainer.fit(model, loader(), ckpt_path=str(tmp_path / name))
+        return model
+
+    expected = resumed("auto", "plain")
+    assert_same(resumed(host(), "ours"), expected)
+    assert_same(resumed(ssd(), "plain"), expected)
+    if checkpoints == "file":
+        assert_same(resumed("auto", "ours"), expected)
+
+
+def open_scratch_files() -> list[str]:
+    files = [path for path in Path("/proc/self/fd").iterdir() if path.exists()]  # not that of the listing
+    return [str(path) for path in files if "scratch.bin" in os.readlink(path)]
+
+
+def test_optimizer_states_on_ssds_stay_there_after_training_until_the_optimizer_goes(tmp_path: Path) -> None:
+    gc.collect()
+    others = len(open_scratch_files())  # of optimizers that other tests have left
+    trainer = fitted(tmp_path, ssd())
+    (optimizer,) = trainer.optimizers
+    tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    lazy = [value for value in tensors if isinstance(value, LazyTensor)]
+    assert len(lazy) == len(tensors) and all(value._read is not None for value in lazy)
+    assert len(open_scratch_files()) == others + 1 and not list(tmp_path.rglob("lightning_ssd-*"))
+    assert copy.deepcopy(optimizer.state_dict())["state"] and lazy[0]._read is None
+    del optimizer, tensors, lazy, trainer
+    gc.collect()
+    assert len(open_scratch_files()) <= others
+
+
+class Keeping(Model):
+    """Returns the same optimizer in every fit."""
+
+    def configure_optimizers(self) -> Any:
+        if not hasattr(self, "kept"):
+            self.kept = self.make_optimizer(list(self.parameters()))
+        return self.kept
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.Adagrad(p, lr=0.1)], ids=["AdamW", "Adagrad"])
+def test_an_optimizer_that_is_kept_goes_on_with_its_states(tmp_path: Path, make_optimizer: Any) -> None:
+    def twice(first: Any, second: Any) -> Any:
+        model = Keeping(make_optimizer)
+        fitted(tmp_path, first, model)
+        fitted(tmp_path, second, model)
+        return model
+
+    expected = twice("auto", "auto")
+    for first, second in ((ssd(), host()), (host(), "auto"), ("auto", ssd()), (ssd(), ssd())):
+        assert_same(twice(first, second), expected)
+
+
+def test_states_of_a_step_that_failed_are_not_saved_as_if_they_were_whole(tmp_path: Path) -> None:
+    storage = FaultyBackend()
+    strategy = ssd(backend=storage)
+
+    class Failing(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                storage.error["write"] = OSError(errno.EIO, "Input/output error")
+
+    trainer = None
+    with pytest.raises(StorageError):
+        model = Failing()
+        trainer = pl.Trainer(
+            accelerator="cpu", strategy=strategy, default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
+        )  # fmt: skip
+        trainer.fit(model, loader())
+    assert trainer is not None
+    with pytest.raises(RuntimeError, match="optimizer states of .* are not available"):
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert not (tmp_path / "after.ckpt").exists()

@@ -1,0 +1,291 @@
+"""Model states that move between device, host memory and SSDs amid a training: the numbers stay."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import Logger
+
+from lightning_ssd import OffloadMonitor, SSDOffloadStrategy
+from lightning_ssd.model_states import StatesConfig, find_units
+from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
+from lightning_ssd.storage import StorageError
+from tests.support.compare import assert_same
+from tests.support.faults import FaultyBackend
+from tests.support.models import Model
+from tests.support.moves import GPU, HOST, SSD, TIERS, Mover, move
+from tests.support.plans import MACHINE, planner
+from tests.support.products import combinations, thorough
+from tests.support.states import train
+
+
+def ssd(path: Path, **arguments: Any) -> SSDOffloadStrategy:
+    return SSDOffloadStrategy(path, **{"states": "ssd", "min_bytes": 1, "host_memory": "32MiB"} | arguments)
+
+
+@combinations(
+    "precision_clip, accumulate",
+    [("32-true", None), ("32-true", 0.5), ("bf16-mixed", None), ("bf16-true", None)],
+    [1, 3],
+    quick=[(("32-true", 0.5), 3), (("bf16-mixed", None), 1), (("bf16-true", None), 3)],
+)
+def test_numbers_stay(tmp_path: Path, accumulate: int, precision_clip: tuple[Any, float | None]) -> None:
+    precision, clip = precision_clip
+    how: Any = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    model = Model()
+    # In bf16-true it is fp32 master weights that are stepped, as nowhere else.
+    plain = train(tmp_path, "auto" if precision != "bf16-true" else ssd(tmp_path), model, **how)
+    mover = Mover(accumulate)
+    assert_same(train(tmp_path, ssd(tmp_path, clip="deferred"), model, callbacks=[mover], **how), plain)
+    assert mover.moves >= 4
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        pytest.param(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True, amsgrad=True), id="amsgrad"),
+        thorough(lambda p: torch.optim.SGD(p, lr=1e-1, fused=True, momentum=0.9, nesterov=True), id="sgd"),
+        pytest.param(lambda p: torch.optim.RMSprop(p, lr=1e-3), id="rmsprop"),
+    ],
+)
+@pytest.mark.parametrize("groups", [thorough(False), True])
+def test_optimizer_states_go_along(tmp_path: Path, make_optimizer: Any, groups: bool) -> None:
+    model = Model(make_optimizer, groups)
+    moved = train(tmp_path, ssd(tmp_path), model, callbacks=[Mover(1)])
+    assert_same(moved, train(tmp_path, "auto", model))
+
+
+@combinations("clip, state_format", ["deferred", "speculative"], ["fp32", "split"], quick=[("speculative", "split")])
+def test_formats_and_slots_go_along(tmp_path: Path, state_format: Any, clip: Any) -> None:
+    how: Any = {"precision": "bf16-true", "gradient_clip_val": 0.5}
+    how_states: Any = {"state_format": state_format, "clip": clip}
+    plain = train(tmp_path, ssd(tmp_path, **how_states), Model(), **how)
+    mover = Mover(2, TIERS[1:])
+    assert_same(train(tmp_path, ssd(tmp_path, **how_states), Model(), callbacks=[mover], **how), plain)
+
+
+def test_checkpoints_of_states_that_moved(tmp_path: Path) -> None:
+    """Saved after moves, and gone on from by plain Lightning and with other moves."""
+    saves = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
+    how: Any = {"callbacks": [Mover(3), saves], "max_epochs": 1, "enable_checkpointing": True}
+    train(tmp_path, ssd(tmp_path), Model(), **how)
+    rest: Any = {"ckpt_path": tmp_path / "saved/last.ckpt"}
+    plain = train(tmp_path, "auto", Model(), **rest)
+    assert_same(train(tmp_path, ssd(tmp_path), Model(), callbacks=[Mover(4)], **rest), plain)
+    whole = train(tmp_path, "auto", Model())
+    assert plain.losses == whole.losses[-len(plain.losses) :]  # type: ignore[operator, index, arg-type]
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    model = train(tmp_path, ssd(scratch), Model(), callbacks=[Mover(5)])
+    assert not list(scratch.iterdir())
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._forward_hooks
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+
+
+def test_what_is_wrong_is_said_before_anything_moves(tmp_path: Path) -> None:
+    class Wrong(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                with pytest.raises(ValueError, match="does not place the unit"):
+                    trainer.strategy.move_states(Plan({"embed": UnitPlan("host", "host", "keep", {})}, 0, 0))
+
+    model = Model()
+    assert_same(train(tmp_path, ssd(tmp_path), model, callbacks=[Wrong()]), train(tmp_path, "auto", model))
+
+
+def test_a_drive_that_fails_while_states_move(tmp_path: Path) -> None:
+    """The error names the file, and nothing is left there."""
+    backend = FaultyBackend()
+
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.strategy.model_states.drain()
+                backend.error["write"] = OSError(errno.EIO, "Input/output error")
+                move(trainer, {unit.name: SSD for unit in find_units(pl_module)})
+
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with pytest.raises(StorageError, match=str(scratch)):
+        train(tmp_path, ssd(scratch, states="host", backend=backend), Model(), callbacks=[Fails()])
+    assert not list(scratch.iterdir())
+
+
+def test_memory_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that found no room on the device stay where they were, and training goes on."""
+    from lightning_ssd.model_states import move as module
+
+    bring = module._Move._bring
+    brought = []
+
+    def one_only(self: Any, item: Any) -> Any:
+        if brought:
+            raise torch.OutOfMemoryError("no room")
+        brought.append(item)
+        return bring(self, item)
+
+    class Once(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 3 and not brought:
+                monkeypatch.setattr(module._Move, "_bring", one_only)
+                units = {unit.name: UnitPlan("gpu", "gpu", "keep", {}) for unit in find_units(pl_module)}
+                trainer.strategy.move_states(Plan(units, 2**20, 2**20))
+                assert trainer.strategy.model_states.stores
+
+    model = Model()
+    assert_same(train(tmp_path, ssd(tmp_path), model, callbacks=[Once()]), train(tmp_path, "auto", model))
+    assert brought
+
+
+def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were put in host memory as they came, the link is slow, and there is room on the device."""
+    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)  # a CPU's memory is the host's: nothing would
+    machine = tmp_path / "machine.json"
+    slow = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e6)
+    replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
+    swaps = planner(machine=machine)
+    model = Model()
+    watched: list[Any] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            watched.append((trainer.strategy.model_states, trainer.strategy.offloader))
+
+    auto: Any = {"min_bytes": 1, "host_memory": "32MiB"}
+    actual = train(
+        tmp_path, SSDOffloadStrategy(tmp_path, **auto), model, callbacks=[swaps, Watch()], limit_val_batches=0
+    )
+    assert actual.losses == train(tmp_path, "auto", model, limit_val_batches=0).losses
+    assert swaps.plan is not None
+    assert watched[0][0] is not watched[-1][0] and watched[0][1] is not watched[-1][1]
+    assert {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
+
+
+class Scalars(Model):
+    """With parameters of one element and no dimension."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale
+
+
+@pytest.mark.parametrize("start", [thorough("host"), "ssd"])
+def test_states_without_dimensions_go_along(tmp_path: Path, start: str) -> None:
+    model = Scalars(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1))  # counts on the CPU, whatever the device
+    how: Any = {"precision": "bf16-true"}
+    plain = train(tmp_path, ssd(tmp_path), model, **how)
+    assert_same(
+        train(tmp_path, ssd(tmp_path, states=start), model, callbacks=[Mover(6, [GPU, HOST, SSD])], **how), plain
+    )
+
+
+class OwnWindows(Model):
+    """Adds gradients up over three batches, which Lightning does not know."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if (batch_idx + 1) % 3:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad()
+
+
+def test_gradients_that_wait_for_a_step_are_not_lost(tmp_path: Path) -> None:
+    class Early(pl.Callback):
+        refused = moved = 0
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            where = {unit.name: HOST if batch_idx % 2 else SSD for unit in find_units(pl_module)}
+            if (batch_idx + 1) % 3:
+                assert not trainer.strategy.can_move_states()
+                with pytest.raises(ValueError, match="gradients wait for their step"):
+                    move(trainer, where)
+                self.refused += 1
+            else:
+                move(trainer, where)
+                self.moved += 1
+
+    early = Early()
+    plain = train(tmp_path, "auto", OwnWindows())
+    assert_same(train(tmp_path, ssd(tmp_path), OwnWindows(), callbacks=[early]), plain)
+    assert early.refused and early.moved
+
+
+def test_scratch_space_that_runs_out_on_the_way(tmp_path: Path) -> None:
+    """Units that change places need room for one of them: what finds none stays, and training goes on."""
+
+    class Swaps(pl.Callback):
+        found: set[Any] = set()
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            names = [unit.name for unit in find_units(pl_module)]
+            if trainer.global_step in (2, 4):
+                on_ssd = names[:3] if trainer.global_step == 2 else names[3:]
+                units = {name: UnitPlan(*(SSD if name in on_ssd else HOST), "keep", {}) for name in names}
+                trainer.strategy.move_states(Plan(units, 2**20, 2**20))
+                self.found.add(sum(store.on_ssd[0] for store in trainer.strategy.model_states.stores.values()))
+
+    small: Any = {"states": "host", "ssd_capacity": "80KiB", "tier": "ssd", "offload": "none"}
+    model, swaps = Model(), Swaps()
+    assert_same(train(tmp_path, ssd(tmp_path, **small), model, callbacks=[swaps]), train(tmp_path, "auto", model))
+    assert swaps.found
+
+
+def test_what_the_device_has_is_kept_until_it_is_elsewhere(tmp_path: Path) -> None:
+    backend = FaultyBackend()
+    kept: dict[str, Any] = {}
+
+    class Fails(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                move(trainer, {unit.name: GPU for unit in find_units(pl_module)})
+                kept["model"] = pl_module
+                kept["weights"] = {name: value.clone() for name, value in pl_module.state_dict().items()}
+                backend.error["write"] = OSError(errno.EIO, "Input/output error")
+                move(trainer, {unit.name: SSD for unit in find_units(pl_module)})
+
+    with pytest.raises(StorageError, match=str(tmp_path)):
+        train(tmp_path, ssd(tmp_path, backend=backend), Model(), callbacks=[Fails()])
+    for name, value in kept["model"].state_dict().items():
+        assert torch.equal(value, kept["weights"][name]), name
+
+
+class Written(Logger):
+    """Keeps what was logged of bytes written to SSDs."""
+
+    name = version = "written"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        assert all(value >= 0 for value in metrics.values())
+        if "OffloadMonitor/ssd_bytes_written" in metrics:
+            self.seen.append(metrics["OffloadMonitor/ssd_bytes_written"])
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def test_what_was_written_is_counted_on(tmp_path: Path) -> None:
+    """Over caches and scratch spaces that come and go with the moves."""
+    written = Written()
+    everything: Any = {"offload": 1.0, "spill": "ssd_first"}
+    callbacks = [OffloadMonitor(), Mover(7, [GPU, SSD])]
+    train(tmp_path, ssd(tmp_path, **everything), Model(), callbacks=callbacks, logger=written, log_every_n_steps=1)
+    assert len(written.seen) == 24 and written.seen == sorted(written.seen) and written.seen[0] < written.seen[-1]

@@ -1,0 +1,123 @@
+"""The order in which steps, their writes and their records are made: what a record names is there, and stays."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ssd.model_states.plain_data import decode, from_bytes
+from lightning_ssd.storage import Backend, BackendFile, PosixBackend
+from tests.support.endings import WIDTH, Toy, offload
+from tests.support.faults import Operation, WrappedFile
+from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
+
+
+class WatchedWrites(Backend):
+    """Tells of each write before it is made, and holds it while it is told to."""
+
+    name = "watched"
+    device_buffers = False
+
+    def __init__(self) -> None:
+        self.open_gate = threading.Event()
+        self.open_gate.set()
+        self.arrived = threading.Event()
+
+    def open(self, path: Path) -> BackendFile:
+        return WrappedFile(PosixBackend().open(path), self._transfer)
+
+    def _transfer(self, operation: Operation, call: Any, buffer: Tensor, offset: int) -> int:
+        if operation == "write":
+            self.arrived.set()
+            assert self.open_gate.wait(timeout=60)
+        return int(call(buffer, offset))
+
+
+def recorded_step(path: Path) -> int:
+    """Returns the last step that the journal has."""
+    content = (path / "lightning_ssd-kept-rank0" / "journal").read_bytes()
+    return int(decode(from_bytes(content)["training"])["global_step"])
+
+
+def train(path: Path, backend: Backend, callback: pl.Callback, model: type[Toy] = Toy, **arguments: Any) -> None:
+    rows = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(5))
+    strategy = offload(backend, recover=True)
+    make_trainer(path, strategy, callbacks=[callback], **arguments).fit(model(), DataLoader(rows, 4))
+
+
+def states_of(trainer: pl.Trainer) -> Any:
+    return trainer.strategy.model_states  # type: ignore[attr-defined]
+
+
+def test_a_record_is_written_when_the_bytes_are_that_it_names(tmp_path: Path) -> None:
+    """The writes of a step are held: until they have ended the record of the step before stays."""
+    backend, seen = WatchedWrites(), []
+
+    class Hold(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                states_of(trainer).finish()
+                assert recorded_step(tmp_path) == 2
+                backend.open_gate.clear()
+            if batch_idx == 3:  # the record of step 3 is asked for, and whatever is ready on its thread is done
+                states_of(trainer)._steps._journal._worker.submit(lambda: None).result()
+                seen.append(recorded_step(tmp_path))
+                backend.open_gate.set()
+                states_of(trainer).finish()
+                seen.append(recorded_step(tmp_path))
+
+    train(tmp_path, backend, Hold())
+    assert seen == [2, 3]
+
+
+def test_what_a_record_names_is_not_overwritten_before_the_next_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of a step is held while the next step is made, whose writes go where the record before has its own."""
+    backend, early = WatchedWrites(), []
+    held = threading.Event()
+    flush = os.fdatasync
+
+    def hold(file: int) -> None:
+        if held.is_set():
+            held.clear()
+            backend.arrived.clear()
+            early.append(backend.arrived.wait(timeout=0.5))  # it arrives at once where nothing stops it
+        flush(file)
+
+    class Hold(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                states_of(trainer).drain()
+                held.set()
+
+    monkeypatch.setattr(os, "fdatasync", hold)
+    train(tmp_path, backend, Hold())
+    assert early == [False]
+
+
+def test_bytes_are_flushed_before_they_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the record may survive a loss of power that they don't."""
+    events: list[str] = []
+    flush, rename = os.fdatasync, os.rename
+
+    def flushed(file: int) -> None:
+        flush(file)
+        events.append("flush")
+
+    def renamed(*arguments: Any, **options: Any) -> None:
+        rename(*arguments, **options)
+        events.append(str(arguments[1]))
+
+    monkeypatch.setattr(os, "fdatasync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    train(tmp_path, PosixBackend(), pl.Callback())
+    records = [index for index, event in enumerate(events) if event == "journal"]
+    assert len(records) == 5
+    assert all(events[index - 1] == "flush" for index in records)

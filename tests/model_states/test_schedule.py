@@ -1,0 +1,176 @@
+"""The order of events in a step: what the overlap, the order of jobs and the weight stream are known for."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.step import OptimizerStep
+from tests.support.access import loader
+from tests.support.models import Block
+
+UNITS = 4
+
+
+class Chain(pl.LightningModule):
+    """Blocks that tell when their forward begins, and when backward has come through them."""
+
+    def __init__(self, events: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8, 8, norm=False) for _ in range(UNITS))
+        self.events = events
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        for index, block in enumerate(self.blocks):
+            self.events.append(("forward", index))
+            x = block(x)
+            x.register_hook(lambda _, index=index: self.events.append(("backward", index)))
+        return x.square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.strategy.model_states.drain()  # type: ignore[union-attr]
+        self.events.append(("end", self.trainer.global_step))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def events_of(path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> list[list[tuple[str, int]]]:
+    """Returns the events of each training step; steps and fetches are told by the methods that make them."""
+    events: list[tuple[str, int]] = []
+
+    def told(cls: Any, name: str, tell: Callable[..., tuple[str, int]]) -> None:
+        function = getattr(cls, name)
+
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            events.append(tell(self, *args))
+            return function(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, name, run)
+
+    def unit(flat: Any) -> int:
+        return int(flat.slices[0].name.split(".")[1])
+
+    told(OptimizerStep, "_make", lambda step, *_: ("step", unit(step.store.flat)))
+    for kind in ("speculative", "deferred", "serial"):
+        told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.store.flat)))
+    told(ParamPrefetcher, "_fetch", lambda stream, index: ("want", index))
+    told(ParamPrefetcher, "release", lambda stream, flat: ("release", unit(flat)))
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1, **({"gpu_memory": "1B"} | arguments))
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, default_root_dir=path, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Chain(events), loader())
+    steps: list[list[tuple[str, int]]] = [[]]
+    for event in events:
+        steps[-1].append(event)
+        if event[0] == "end":
+            steps.append([])
+    return steps
+
+
+def test_units_are_stepped_during_backward_the_last_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = events_of(tmp_path, monkeypatch)[1]
+    submitted = [index for kind, index in step if kind == "speculative"]
+    assert submitted == [3, 2, 1, 0]
+    # The step of a unit is submitted before backward has come through the one in front of the next.
+    assert step.index(("speculative", 3)) < step.index(("backward", 1))
+    assert not any(kind in ("serial", "deferred") for kind, _ in step)
+
+
+def test_overlap_naive_and_none_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    naive = events_of(tmp_path, monkeypatch, overlap="naive")[1]
+    assert [index for kind, index in naive if kind == "serial"] == [3, 2, 1, 0]
+    monkeypatch.undo()
+    none = events_of(tmp_path, monkeypatch, overlap="none")[1]
+    last = none.index(("backward", 0))
+    assert all(none.index(("speculative", unit)) > last for unit in range(UNITS))
+
+
+def test_weights_are_fetched_ahead_and_released_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two units the next one is fetched before its forward begins, and the one before is released."""
+    step = events_of(tmp_path, monkeypatch, gpu_memory="2KiB")[1]
+    for unit in range(1, UNITS - 1):
+        assert step.index(("want", unit)) < step.index(("forward", unit))
+    assert step.index(("release", 0)) < step.index(("forward", 3))
+
+
+class Call(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.function()
+        return grad, None
+
+
+def in_backward(function: Callable[[], None], operations: int) -> None:
+    """Calls `function` in an autograd node of the calling thread, whose number depends on `operations`."""
+    x = torch.zeros(1, requires_grad=True)
+    for _ in range(operations):
+        x = x.sin()
+    Call.apply(x, function).sum().backward()
+
+
+class TwoThreads(pl.Callback):
+    """What two threads of one backward do: autograd's, and the training thread, which runs operations on the CPU."""
+
+    fetches = 0
+    resident = False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        states = trainer.strategy.model_states  # type: ignore[union-attr]
+        stream: ParamPrefetcher = states._prefetcher
+        stream.release_all()
+        first, *others = states.stores
+        into, again = states._copies.h2d, threading.Event()
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self.fetches += 1
+            if self.fetches == 1:
+                other.start()
+                again.wait(1)  # for a second fetch of the same weights, which must not begin
+            else:
+                again.set()
+            return into(*args, **kwargs)
+
+        other = threading.Thread(target=stream.unshard, args=(first,))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(states._copies, "h2d", held)
+            stream.unshard(first)
+            other.join()
+
+        def node() -> None:
+            stream.unshard(first)
+            thread = threading.Thread(target=in_backward, args=(lambda: [stream.unshard(flat) for flat in others], 5))
+            thread.start()
+            thread.join()
+            self.resident = first.resident  # this thread may still have to launch its kernels
+
+        in_backward(node, 1)
+
+
+def test_two_threads_fetch_weights_once_and_evict_none_that_the_other_uses(tmp_path: Path) -> None:
+    threads = TwoThreads()
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B"), max_steps=1,
+        default_root_dir=tmp_path, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[threads],
+    )  # fmt: skip
+    trainer.fit(Chain([]), loader())
+    assert threads.fetches == 1
+    assert threads.resident

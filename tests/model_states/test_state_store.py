@@ -1,0 +1,189 @@
+"""The store of one flat parameter: versions, staging, prefetch, tiers, and what a failing drive leaves."""
+
+import contextlib
+from concurrent.futures import Future
+from errno import EIO
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd.model_states.state_storage import make_buffer
+from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.storage import StorageError
+from tests.support.faults import FaultyBackend, GatedBackend
+from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
+
+TIERS: list[Tiers] = [("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
+FORMATS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+pytestmark = pytest.mark.timeout(60)
+
+
+def step(store: StateStore, weights: list[Tensor]) -> None:
+    """Makes a step whose new master weights are `weights`, and does not commit it."""
+    staged = store.stage(step=True).result(timeout=60)
+    masters = torch.zeros(store.flat.numel)
+    for item, values in zip(store.flat.slices, weights, strict=True):
+        item.of(masters).copy_(values)
+    staged.out.set_masters(masters)
+    store.unstage(staged, changed=True, step=True)
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "dtype", "split"),
+    [
+        pytest.param(tiers, *kind, marks=[pytest.mark.thorough] * (tiers in TIERS[1:3] and kind != FORMATS[0]))
+        for tiers, kind in product(TIERS, FORMATS)
+    ],
+)
+def test_a_step_counts_from_its_commit_and_can_be_reverted(
+    tmp_path: Path, tiers: Tiers, dtype: torch.dtype, split: bool
+) -> None:
+    layout = make_layout(2, dtype, split=split)
+    old, new = weights_of(layout), weights_of(layout, seed=1)
+    with open_store(tmp_path, tiers, layout) as (store, _):
+        assert same(masters_of(store), old)
+        step(store, new)
+        assert same(masters_of(store), old)
+        store.commit()
+        assert same(masters_of(store), new) and store.steps == 1
+        store.revert()
+        assert same(masters_of(store), old) and store.steps == 0
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_step_of_one_version_is_made_in_place(tmp_path: Path, tiers: Tiers) -> None:
+    layout = make_layout(1)
+    new = weights_of(layout, seed=1)
+    with open_store(tmp_path, tiers, layout) as (store, _):
+        step(store, new)
+        assert same(masters_of(store), new)
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_prefetch_waits_for_the_announced_step(tmp_path: Path, tiers: Tiers) -> None:
+    layout = make_layout(2, torch.bfloat16)
+    new = weights_of(layout, seed=1)
+    target = torch.zeros(layout.flat.nbytes, dtype=torch.uint8)
+    with open_store(tmp_path, tiers, layout) as (store, _):
+        stepped: Future[None] = Future()
+        store.announce_step(stepped)
+        issued = store.prefetch_to(target, None)
+        step(store, new)
+        store.commit()
+        assert not issued.done() and not target.any()
+        stepped.set_result(None)
+        issued.result(timeout=60)
+        weights = target.view(torch.bfloat16)
+        assert same([item.of(weights) for item in layout.flat.slices], [values.bfloat16() for values in new])
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_prefetch_after_a_failed_step_gets_its_error(tmp_path: Path, tiers: Tiers) -> None:
+    layout = make_layout(1)
+    with open_store(tmp_path, tiers, layout) as (store, _):
+        failed: Future[None] = Future()
+        store.announce_step(failed)
+        issued = store.prefetch_to(torch.zeros(layout.flat.nbytes, dtype=torch.uint8), None)
+        failed.set_exception(ArithmeticError("a job failed"))
+        with pytest.raises(ArithmeticError, match="a job failed"):
+            issued.result(timeout=60)
+
+
+MOVES = [(before, after) for before, after in product(TIERS, TIERS) if before != after]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [*MOVES[:3], *(pytest.param(*move, marks=pytest.mark.thorough) for move in MOVES[3:-3]), *MOVES[-3:]],
+)
+def test_values_are_the_same_in_other_tiers(tmp_path: Path, before: Tiers, after: Tiers) -> None:
+    """Optimizer states among them."""
+    layout = make_layout(1, torch.bfloat16)
+    with open_store(tmp_path, before, layout) as (store, scratch):
+        staged = store.stage().result(timeout=60)
+        staged.states["exp_avg"].fill_(0.25)
+        store.unstage(staged, changed=True)
+        sizes = (layout.flat.nbytes, layout.opt_state_bytes)
+        made = [
+            None if old == new else make_buffer(nbytes, new, scratch, contextlib.ExitStack(), versions=1, pin=False)
+            for nbytes, old, new in zip(sizes, before, after, strict=True)
+        ]
+        store.move(*made)
+        assert store.on_ssd == tuple(tier == "ssd" for tier in after)
+        assert same(masters_of(store), weights_of(layout))
+        staged = store.stage().result(timeout=60)
+        assert (staged.states["exp_avg"] == 0.25).all()
+        store.unstage(staged, changed=False)
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_master_weights_are_checked_out_and_in(tmp_path: Path, tiers: Tiers) -> None:
+    layout = make_layout(1, torch.bfloat16, split=True)
+    with open_store(tmp_path, tiers, layout) as (store, _):
+        masters = store.checkout()
+        assert store.is_unchanged(masters)
+        masters += 1
+        assert not store.is_unchanged(masters)
+        store.checkin(masters)
+        assert same(masters_of(store), [values + 1 for values in weights_of(layout)])
+
+
+def test_a_failed_read_is_the_stagings_error_and_returns_its_memory(tmp_path: Path) -> None:
+    """Staging memory has room for one flat parameter: a second request would wait for ever."""
+    backend, layout = FaultyBackend(), make_layout(1)
+    with open_store(tmp_path, ("ssd", "ssd"), layout, backend) as (store, _):
+        store.drain()
+        backend.error["read"] = OSError(EIO, "Input/output error")
+        for _ in range(3):
+            with pytest.raises(StorageError, match="Input/output error"):
+                store.stage().result(timeout=60)
+        with pytest.raises(StorageError, match="Input/output error"):
+            store.prefetch_to(torch.zeros(layout.flat.nbytes, dtype=torch.uint8), None).result(timeout=60)
+        backend.error.clear()
+        assert same(masters_of(store), weights_of(layout))
+
+
+def test_a_failed_write_is_the_error_of_every_later_use(tmp_path: Path) -> None:
+    backend, layout = FaultyBackend(), make_layout(1)
+    with open_store(tmp_path, ("ssd", "ssd"), layout, backend) as (store, _):
+        store.drain()
+        backend.error["write"] = OSError(EIO, "Input/output error")
+        step(store, weights_of(layout, seed=1))
+        for use in (store.drain, store.stage().result, store.written().result):
+            with pytest.raises(StorageError, match="Input/output error"):
+                use()
+
+
+def test_values_are_read_after_they_were_written(tmp_path: Path) -> None:
+    """The write of a step is held: the next stage reads nothing before, and then the new values."""
+    backend, layout = GatedBackend(), make_layout(1)
+    new = weights_of(layout, seed=1)
+    with open_store(tmp_path, ("ssd", "ssd"), layout, backend) as (store, _):
+        store.drain()
+        backend.hold()
+        staged = store.stage(step=True)
+        backend.wait_for_arrival()
+        backend.release()
+        values = staged.result(timeout=60)
+        backend.hold()
+        masters = torch.zeros(layout.flat.numel)
+        for item, value in zip(layout.flat.slices, new, strict=True):
+            item.of(masters).copy_(value)
+        values.set_masters(masters)
+        store.unstage(values, changed=True, step=True)
+        backend.wait_for_arrival()  # the write stands at the gate
+        again = store.stage()
+        assert not again.done() and backend.served == []
+        backend.release()
+        read = again.result(timeout=60)
+        store.unstage(read, changed=False)
+        assert same(masters_of(store), new)
+        operations = [operation for operation, _ in backend.served]
+        assert operations.index("read") > operations.index("write")

@@ -1,0 +1,129 @@
+"""The optimizer step of one flat parameter: whatever is known when, it is that of torch, once, or none."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd.device import Worker, finished
+from lightning_ssd.model_states.gradient import Gradient
+from lightning_ssd.model_states.optimizers import make_flat_optimizer
+from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.step import OptimizerStep
+from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
+
+ARRIVED = [True, False]  # the second parameter has no gradient, and is not stepped
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker("test")
+    yield made
+    made.close()
+
+
+class Stepped:
+    """A step of a store, and the work that it has reported."""
+
+    def __init__(
+        self, store: StateStore, worker: Worker, scale: "Future[float | None]", limit: float | None = None
+    ) -> None:
+        optimizer = torch.optim.AdamW([item.parameter for item in store.flat.slices], lr=0.1, fused=True)
+        options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+        self.gradient = Gradient(store.flat, pin=False, pool=None)
+        for item, values in zip(store.flat.slices, weights_of(store.layout, seed=2), strict=True):
+            item.of(self.gradient.host_grad).copy_(values)
+        self.jobs: list[int] = []
+        self.step = OptimizerStep(
+            store,
+            make_flat_optimizer(optimizer, store.flat),
+            options,
+            self.gradient,
+            ARRIVED,
+            scale,
+            limit,
+            worker,
+            lambda parameters, seconds: self.jobs.append(parameters),
+            priority=0,
+        )
+
+
+def torchs(store: StateStore, scale: float | None, limit: float | None = None) -> list[Tensor]:
+    """Returns the weights after torch's step of the gradients times `scale`."""
+    parameters = [nn.Parameter(values) for values in weights_of(store.layout)]
+    if scale is not None:
+        for parameter, values, arrived in zip(parameters, weights_of(store.layout, seed=2), ARRIVED, strict=True):
+            parameter.grad = values * scale if arrived else None
+        if limit is not None:
+            torch.nn.utils.clip_grad_value_(parameters, limit)
+        torch.optim.AdamW(parameters, lr=0.1, fused=True).step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.125, None])
+@pytest.mark.parametrize("kind", ["speculative", "deferred", "serial"])
+@pytest.mark.parametrize("tiers", [("host", "host"), ("ssd", "ssd")])
+def test_a_step_is_torchs_whatever_the_scale_turns_out_to_be(
+    tmp_path: Path, worker: Worker, tiers: Tiers, kind: str, scale: float | None
+) -> None:
+    """A speculated scale of 1 is right, or the step is made again, or it is rolled back."""
+    with open_store(tmp_path, tiers, make_layout(2)) as (store, _):
+        known: Future[float | None] = Future()
+        made = Stepped(store, worker, known)
+        done = made.step.speculative(1.0, finished(None), []) if kind == "speculative" else getattr(made.step, kind)([])
+        worker.submit(lambda: None, priority=1).result()  # jobs that are ready have run
+        assert not done.done() and store.steps == 0 and same(masters_of(store), weights_of(store.layout))
+        known.set_result(scale)
+        done.result(timeout=60)
+        store.drain()
+        assert same(masters_of(store), torchs(store, scale))
+        assert store.steps == (scale is not None)
+        jobs = (scale is not None) if kind != "speculative" else 1 + (scale == 0.125)
+        assert made.jobs == [15] * jobs
+        assert made.gradient.has_accum == [False, False]
+
+
+def test_gradients_are_clamped_after_they_are_scaled(tmp_path: Path, worker: Worker) -> None:
+    with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
+        made = Stepped(store, worker, finished(0.5), limit=0.25)
+        made.step.deferred([]).result(timeout=60)
+        assert same(masters_of(store), torchs(store, 0.5, limit=0.25))
+
+
+def test_accumulated_gradients_are_those_of_the_step(tmp_path: Path, worker: Worker) -> None:
+    """They are in another buffer, and dropped after the step."""
+    with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
+        made = Stepped(store, worker, finished(1.0))
+        made.gradient.add(ARRIVED)
+        made.gradient.host_grad.fill_(float("nan"))
+        object.__setattr__(made.step, "arrived", None)
+        made.step.deferred([]).result(timeout=60)
+        assert same(masters_of(store), torchs(store, 1.0))
+        assert made.gradient.has_accum == [False, False]
+
+
+@pytest.mark.parametrize("kind", ["speculative", "deferred", "serial"])
+@pytest.mark.parametrize("failing", ["gradient", "scale"])
+def test_a_step_that_fails_has_the_error_and_commits_nothing(
+    tmp_path: Path, worker: Worker, kind: str, failing: str
+) -> None:
+    with open_store(tmp_path, ("ssd", "ssd"), make_layout(2)) as (store, _):
+        failed: Future[Any] = Future()
+        failed.set_exception(ArithmeticError("the device is lost"))
+        scale = failed if failing == "scale" else finished(1.0)
+        on_host = failed if failing == "gradient" else finished(None)
+        made = Stepped(store, worker, scale)
+        done = made.step.speculative(1.0, on_host, []) if kind == "speculative" else getattr(made.step, kind)([on_host])
+        with pytest.raises(ArithmeticError, match="the device is lost"):
+            done.result(timeout=60)
+        assert store.steps == 0
+        assert same(masters_of(store), weights_of(store.layout))  # staging memory has room for one: it was released

@@ -1,0 +1,330 @@
+"""Whole trainings with weights, gradients and optimizer states in host memory, against plain Lightning."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd import ModelProfiler, SSDOffloadStrategy
+from lightning_ssd.activations import OffloadConfig
+from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, find_units, make_model_states
+from tests.support.compare import assert_same
+from tests.support.models import MakeOptimizer, Model
+from tests.support.states import host, loader, train
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("overlap", ["optimized", "none"])
+@pytest.mark.parametrize("gpu_memory", ["1B", "auto"])
+def test_numbers_are_plain_lightnings(
+    tmp_path: Path, accumulate: int, clip: float | None, overlap: Any, gpu_memory: str
+) -> None:
+    """Bit for bit in 32-true: losses, validation, weights; ragged windows, clipping, one unit on the device or all."""
+    arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+    model = Model()
+    expected = train(tmp_path, "auto", model, **arguments)
+    actual = train(tmp_path, host(overlap=overlap, gpu_memory=gpu_memory), model, **arguments)
+    assert_same(actual, expected)
+    assert expected.losses[-1] < expected.losses[0]  # type: ignore[operator, index]
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        pytest.param(lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True, amsgrad=True), id="amsgrad"),
+        pytest.param(lambda p: torch.optim.Adam(p, lr=1e-2, fused=True, weight_decay=0.1), id="adam"),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=1e-1, fused=True, momentum=0.9, nesterov=True), id="sgd"),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=1e-1, fused=True), id="sgd without momentum"),
+        pytest.param(lambda p: torch.optim.RMSprop(p, lr=1e-3), id="rmsprop"),
+        pytest.param(lambda p: torch.optim.Adagrad(p, lr=1e-2), id="adagrad"),
+    ],
+)
+@pytest.mark.parametrize("groups", [False, True])
+def test_optimizers(tmp_path: Path, make_optimizer: MakeOptimizer, groups: bool) -> None:
+    model = Model(make_optimizer, groups)
+    assert_same(train(tmp_path, host(), model), train(tmp_path, "auto", model))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_bf16_mixed(tmp_path: Path, accumulate: int) -> None:
+    """Products have their weights in bf16 on the device, and fp32 master weights: the numbers of autocast's casts."""
+    arguments = dict(precision="bf16-mixed", accumulate_grad_batches=accumulate)
+    model = Model()
+    assert_same(train(tmp_path, host(), model, **arguments), train(tmp_path, "auto", model, **arguments))
+
+
+class Manual(Model):
+    """Two backwards of different losses before each step, gradients scaled and clipped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch[0]))  # dropped
+        optimizer.zero_grad()
+        for part in batch[0].split(2):
+            loss = self.loss(part)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.5, "norm")
+        if batch_idx % 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Looking(Model):
+    """Hooks that look at gradients, and change them."""
+
+    def on_after_backward(self) -> None:
+        assert self.blocks[0].up.weight.grad is not None
+        self.rates.append(float(self.blocks[0].up.weight.grad.norm()))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+        self.rates.append(float(self.blocks[1].down.weight.norm()))
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+@pytest.mark.parametrize("make_model", [Manual, Looking])
+def test_user_code_between_backward_and_step(tmp_path: Path, make_model: Callable[[], Model]) -> None:
+    arguments: dict[str, Any] = {} if make_model is Manual else dict(accumulate_grad_batches=2, gradient_clip_val=0.5)
+    expected: Any = train(tmp_path, "auto", make_model(), **arguments)
+    actual: Any = train(tmp_path, host(), make_model(), **arguments)
+    assert_same(actual, expected)
+    assert actual.rates == expected.rates
+
+
+def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> None:
+    """Units are stepped during backward: no step waits for it."""
+    holds: list[bool] = []
+
+    class Extended(ModelProfiler):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            self.model = pl_module
+
+        def _end_backward(self) -> None:
+            holds.append(self.model.trainer.strategy.model_states.hold)
+            super()._end_backward()
+
+    train(tmp_path, host(), Model(), callbacks=[Extended(tmp_path / "profile.json")])
+    assert holds and not any(holds)
+
+
+class Frozen(Model):
+    """A block that is frozen, and one that is left out of every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            if index != 2 or not self.training or len(self.losses) % 2:
+                x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
+    assert_same(train(tmp_path, host(), Frozen()), train(tmp_path, "auto", Frozen()))
+
+
+class UsedOutside(Model):
+    """Parameters that are used where no forward of their module runs: transposed, as a head, in a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) @ self.more.weight
+        for block in self.blocks:
+            x = block(x)
+        return (x @ self.more.weight.t()) @ self.embed.weight.T
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        penalty = torch.stack([block.up.weight.square().mean() for block in self.blocks]).sum()  # type: ignore[union-attr, operator]
+        self.losses.append(float(penalty.detach()))
+        return super().training_step(batch, batch_idx) + 0.1 * penalty
+
+
+def test_parameters_used_outside_their_modules(tmp_path: Path) -> None:
+    expected = train(tmp_path, "auto", UsedOutside())
+    assert_same(train(tmp_path, host(gpu_memory="1B"), UsedOutside()), expected)
+
+
+class Compiled(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+def test_compiled_blocks(tmp_path: Path) -> None:
+    assert_same(train(tmp_path, host(), Compiled()), train(tmp_path, "auto", Compiled()))
+
+
+class Checkpointed(Model):
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reentrant: bool) -> None:
+    monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
+    expected = train(tmp_path, "auto", Checkpointed())
+    assert_same(train(tmp_path, host(gpu_memory="1B"), Checkpointed()), expected)
+
+
+@pytest.mark.parametrize("first", ["host", "auto"])
+@pytest.mark.parametrize("second", ["host", "auto"])
+def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:
+    """A checkpoint of either kind resumes under either, and the rest of the training is the same."""
+    expected = train(tmp_path, "auto", Model())
+    strategies: dict[str, Callable[[], Any]] = {"host": host, "auto": lambda: "auto"}
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
+    begun = train(
+        tmp_path, strategies[first](), Model(), max_epochs=1, enable_checkpointing=True, callbacks=[checkpoint]
+    )
+    saved = str(tmp_path / "saved" / "last.ckpt")
+    content = torch.load(saved, weights_only=False)
+    assert all(value.numel() and value.device.type == "cpu" for value in content["state_dict"].values())
+    assert len(content["optimizer_states"][0]["state"]) == len(list(begun.parameters()))
+    resumed = Model()
+    for parameter in resumed.parameters():
+        parameter.data.zero_()  # everything comes from the checkpoint
+    resumed_model: Any = train(tmp_path, strategies[second](), resumed, ckpt_path=saved)
+    resumed_model.losses = begun.losses + resumed_model.losses  # type: ignore[operator]
+    assert_same(resumed_model, expected)
+
+
+def test_weights_are_whole_after_a_training_that_failed(tmp_path: Path) -> None:
+    class Failing(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if len(self.losses) == 5:
+                raise KeyError("the user's own")
+
+    class Ending(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.should_stop = len(self.losses) == 5
+
+    failing = Failing()
+    trainer = pl.Trainer(accelerator="cpu", strategy=host(), default_root_dir=tmp_path, logger=False, max_epochs=2,
+                         enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0)  # fmt: skip
+    with pytest.raises(KeyError, match="the user's own"):
+        trainer.fit(failing, loader())
+    ending = Ending()
+    pl.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, max_epochs=2, enable_checkpointing=False,
+               enable_progress_bar=False).fit(ending, loader())  # fmt: skip
+    assert_same(failing, ending)
+
+
+def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None:
+    """The device never has more weights than the budget, or one unit; shapes are there all the time."""
+    most: list[int] = []
+
+    class Watching(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+                x.register_hook(self.look) if x.requires_grad else None
+                self.look()
+            return x @ self.embed.weight.t()
+
+        def look(self, *_: Any) -> None:
+            storages = {
+                parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in self.parameters()
+            }
+            most.append(sum(storage.nbytes() for storage in storages.values()))
+            assert self.blocks[0].up.weight.shape == (64, 16)  # type: ignore[union-attr]
+
+    one, embedding = 4 * 2240, 4 * 512
+    train(tmp_path, host(gpu_memory="1B"), Watching())
+    assert 0 < max(most) <= one + embedding
+    most.clear()
+    train(tmp_path, host(gpu_memory=f"{2 * one}B"), Watching())
+    assert one + embedding < max(most) <= 2 * one + embedding
+
+
+@pytest.mark.parametrize(
+    ("arguments", "trainer", "message"),
+    [
+        ({"states": "disk"}, {}, "`states='disk'` is not one of 'auto', 'gpu', 'host', 'ssd'"),
+        ({"clip": "late"}, {}, "`clip='late'` is not one of"),
+        ({"state_format": "bf16"}, {}, "`state_format='bf16'` is not one of"),
+        ({"overlap": "yes"}, {}, "`overlap='yes'` is not one of"),
+        ({"gpu_memory": "much"}, {}, "gpu_memory"),
+        ({"units": ["Blok"]}, {}, "`units` names Blok.*Block"),
+        ({}, {"precision": "64-true"}, "`states='host'` trains with .*64-true.*states='gpu'"),
+        (
+            {"states": "ssd", "recover": True},
+            {"callbacks": [pl.callbacks.StochasticWeightAveraging(1e-2)]},
+            "StochasticWeightAveraging changes weights.*recover=False",
+        ),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, arguments: Any, trainer: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path, SSDOffloadStrategy(**{"states": "host", "min_bytes": 1} | arguments), Model(), **trainer)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clipped: bool) -> None:
+    """A gradient that stays on the device is infinite, and those that leave are not."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    names = [unit.name for unit in find_units(model)]
+    states = make_model_states(
+        model,
+        [optimizer],
+        set(model.parameters()),
+        MetaTensors(set(), set()),
+        torch.device("cpu"),
+        Setup(
+            config=StatesConfig("host", "auto", None, "optimized", "fp32", "deferred", False),
+            storage=OffloadConfig(tmp_path),
+            default_path=tmp_path,
+            autocast=torch.float16,
+            clip_norm=clipped,
+            clip_value=None,
+            hold=False,
+        ),
+        given={name: ("host", "host") if index else ("gpu", "gpu") for index, name in enumerate(names)},
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model[0].weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states.begin("train")
+    states.begin_step(optimizer)
+    with torch.autocast("cpu", torch.float16):
+        loss = model(torch.randn(2, 4)).float().square().mean()
+    scaler.scale(loss).backward()
+    states.end_backward()
+    states.unscale(optimizer, scaler)
+    if clipped:
+        states.clip(optimizer, 1.0, "norm")
+    scaler.step(optimizer)
+    scaler.update()
+    states.end_step(optimizer)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert scaler.get_scale() == 2.0
+    states.close()
