@@ -12,7 +12,7 @@ from tests.support.recipes import ROOT
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(600)  # 26 runs, in about a minute of one core
+@pytest.mark.timeout(600)  # 20 runs
 def test_killed_recipes_end_with_the_same_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.killed_recipes", str(tmp_path), *TINY]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
