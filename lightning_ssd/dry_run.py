@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import GPU_SHARE, Unit, find_units
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile, Plan
-from lightning_ssd.planning.placement import default_window, unplanned
+from lightning_ssd.planning.placement import default_plan, default_window
 from lightning_ssd.profiling import TracingError, count_samples, fake_tensors, trace, unit_profiles
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.strategy import SSDOffloadStrategy
@@ -88,7 +88,7 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     left = hardware.host_bytes - (nbytes if states == "host" else 0)
     offloads = _strategy_argument(config, "offload") != "none"
     room: dict[InputChoice, int] = {"host": max(0, min(carried, int(left)))} if offloads else {}
-    return unplanned(model, FixedPlacement(tiers, tiers), room, default_window(model, tiers))
+    return default_plan(model, FixedPlacement(tiers, tiers), room, default_window(model, tiers))
 
 
 def parse_batch(hints: Sequence[str]) -> Any:

@@ -290,7 +290,7 @@ class TestPlan:
             (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "`planner='guess'` must be one of"),
             (["plan", RECIPE, "--machine", RECIPE], "is not JSON"),
             (["plan", "show", "missing.yaml"], "`plan show` takes one file"),
-            (["plan", "show", RECIPE], "means nothing|lacks the entry"),
+            (["plan", "show", RECIPE], "unknown entry|lacks the entry"),
         ],
     )
     def test_refuses(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

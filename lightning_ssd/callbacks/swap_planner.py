@@ -326,7 +326,7 @@ class SwapPlanner(StepProfiling):
         runner.apply(plan)
         if self._save is not None:
             plan.save(self._save)
-        report = make_report(runner.profile, runner.hardware, plan, settled=runner.placement)
+        report = make_report(runner.profile, runner.hardware, plan, fixed=runner.placement)
         log.info("plan from step %d on:\n%s\n%s", self._step, plan.describe(), render_report(report))
         pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
 

@@ -3,7 +3,7 @@
 from lightning_ssd.planning.endurance import large_write_endurance
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.placement import FixedPlacement, plan_with_coefficient, unplanned
+from lightning_ssd.planning.placement import FixedPlacement, default_plan, plan_with_coefficient
 from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, correct, correct_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
@@ -37,5 +37,5 @@ __all__ = [
     "resident_bytes",
     "simulate",
     "swap_coefficient",
-    "unplanned",
+    "default_plan",
 ]

@@ -1,4 +1,4 @@
-"""How long SSDs last under what training writes, and what that costs."""
+"""Lifetime of SSDs under the writes of a training, and its cost."""
 
 from lightning_ssd.planning.record import check_positive
 
@@ -15,7 +15,7 @@ def large_write_endurance(rated: float, rated_amplification: float = 2.5, amplif
     Ratings are for random writes after hard preconditioning (JESD218), which the drive amplifies.
 
     Args:
-        rated: bytes of the rating, TBW.
+        rated: rated endurance in bytes (TBW).
         rated_amplification: bytes that the drive wrote for each byte in the rating's test.
         amplification: bytes that it writes for each of ours.
     """
@@ -30,7 +30,7 @@ def lifetime_seconds(endurance: float, written: float, step_seconds: float) -> f
     Args:
         endurance: bytes that may be written to all drives together.
         written: bytes that a step writes.
-        step_seconds: of a step.
+        step_seconds: seconds of a step.
     """
     return endurance * step_seconds / written if written else float("inf")
 
@@ -40,7 +40,7 @@ def bytes_per_day(written: float, step_seconds: float) -> float:
 
     Args:
         written: bytes that a step writes.
-        step_seconds: of a step.
+        step_seconds: seconds of a step.
     """
     check_positive("step_seconds", step_seconds)
     return written * DAY / step_seconds
@@ -50,9 +50,9 @@ def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float, wea
     """Returns the cost of training on a million tokens, in the currency of the prices.
 
     Args:
-        tokens_per_second: trained.
-        price_per_hour: of the machine.
-        wear_per_hour: price of the drives over the hours that they last (see `lifetime_seconds`).
+        tokens_per_second: throughput of the training.
+        price_per_hour: price of the machine.
+        wear_per_hour: price of the drives divided by the hours of their lifetime (see `lifetime_seconds`).
     """
     check_positive("tokens_per_second", tokens_per_second)
     return (price_per_hour + wear_per_hour) / 3600 / tokens_per_second * 1e6

@@ -1,5 +1,7 @@
-"""Fuyou's cost model and its choice of what to swap ("Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning
-on a Single GPU", section 4.5)."""
+"""Fuyou's cost model and its choice of the activations to swap.
+
+The paper is "Adding NVMe SSDs to Enable and Accelerate 100B Model Fine-tuning on a Single GPU", section 4.5.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,13 +11,13 @@ from lightning_ssd.planning.phase import Phase
 
 
 def largest_swap(hardware: HardwareProfile, backward: Phase) -> float:
-    """Returns D_max in bytes: what could be swapped while the GPU is the one that is late (equations 9 and 10).
+    """Returns D_max: the bytes that can be swapped while the GPU is the bottleneck (equations 9 and 10).
 
     The bandwidths are those of all SSDs, BW N.
 
     Args:
-        hardware: gives the bandwidths.
-        backward: with nothing swapped but D_start, so with the longest computation.
+        hardware: the machine.
+        backward: the backward with D_start swapped and everything else recomputed.
     """
     times = backward.times(hardware)
     late = times["compute"] - max(times["copy_in"], times["copy_out"], times["ssd"])
@@ -32,9 +34,9 @@ class Candidate:
     """An activation that may be swapped instead of recomputed.
 
     Attributes:
-        nbytes: bytes of it.
+        nbytes: bytes of the activation.
         flops: FLOP to recompute it.
-        seconds: of GPU time to recompute it.
+        seconds: GPU seconds to recompute it.
     """
 
     nbytes: float
@@ -46,7 +48,7 @@ def priority_queues(candidates: Sequence[Candidate], bandwidth: float) -> tuple[
     """Returns the indices of the high-priority and of the low-priority queue, each in the order given.
 
     In the paper's table 2 one layer's factor stands out, 4 against 1, and its layers make the high queue. In general
-    the high queue has what reaches at least half of the best factor.
+    the high queue has the activations with at least half of the best factor.
 
     Args:
         candidates: activations, in the order of the forward.
@@ -66,7 +68,7 @@ def choose_swaps(
     bandwidth: float,
     iteration: Callable[[float, float], float],
 ) -> tuple[int, ...]:
-    """Returns the indices of what to swap: the first i of the queues with the least T_iter (end of section 4.5).
+    """Returns the indices of the activations to swap: the first i of the queues with the least T_iter (section 4.5).
 
     Where the text subtracts Tput x FLOP from the computation, FLOP / Tput is meant: seconds.
 

@@ -1,4 +1,4 @@
-"""What a machine does in a second, and how many bytes of it are ours."""
+"""The profile of a machine: throughput of its resources, memory budgets, and the host's overhead of a plan."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,15 +16,15 @@ from lightning_ssd.sizes import format_bytes
 
 @dataclass(frozen=True)
 class HostOverhead:
-    """What a plan costs the host's thread that gives the GPU its work, in seconds.
+    """Seconds that following a plan adds on the host thread that launches the GPU's work.
 
     Attributes:
-        follow: of each operation of a forward under a plan.
-        save: of each tensor that such a forward saves.
-        note: of each operation that is to run again in backward: what it needs is noted in forward.
-        repeat: of each, when it does.
-        send: of each tensor that leaves.
-        fetch: of each, when it comes back.
+        follow: seconds per dispatched operation of a forward under a plan.
+        save: seconds per saved tensor that is packed and unpacked.
+        note: seconds per recomputed operation to record its inputs in forward.
+        repeat: seconds per recomputed operation to replay it in backward.
+        send: seconds per tensor that is offloaded.
+        fetch: seconds per tensor that is prefetched.
     """
 
     follow: float = 0.0
@@ -39,7 +39,7 @@ class HostOverhead:
             check_not_negative(f"launch.{field.name}", getattr(self, field.name))
 
     def times(self, factor: float) -> "HostOverhead":
-        """Returns the costs on a host that takes `factor` times as long."""
+        """Returns the overhead multiplied by `factor`."""
         return HostOverhead(*(factor * getattr(self, field.name) for field in fields(self)))
 
 
@@ -48,7 +48,7 @@ class HardwareProfile:
     """Throughput and memory of a machine with one GPU, as measured.
 
     Attributes:
-        name: of the machine.
+        name: name of the machine.
         gpu_flops: FLOP/s of the GPU in large matrix products, as achieved.
         gpu_memory_bandwidth: bytes/s of the GPU's own memory.
         copy_out: bytes/s from the GPU to pinned host memory, alone.
@@ -57,15 +57,15 @@ class HardwareProfile:
         copy_in_both: bytes/s to the GPU while the other direction is busy.
         ssd_read: bytes/s of all SSDs together, reading alone.
         ssd_write: bytes/s of all SSDs together, writing alone.
-        ssd_mixed: bytes/s of reads and writes together while there are both.
+        ssd_mixed: bytes/s of all SSDs together, reading and writing at once.
         cpu_step_rate: parameters/s of the optimizer on the CPU while nothing else uses host memory.
-        gpu_bytes: bytes of GPU memory that a training may take.
-        host_bytes: bytes of host memory for us.
-        ssd_bytes: bytes on SSDs for us.
-        ssd_bytes_per_day: bytes that may be written to SSDs in a day of training; None: as many as it takes.
-        launch: what plans cost the host's thread that gives the GPU its work; nothing where that is not known.
-        host_memory_bandwidth: bytes/s of host memory, which the optimizer on the CPU and copies share; None: they are
-            not in each other's way.
+        gpu_bytes: budget of GPU memory.
+        host_bytes: budget of host memory for offloaded tensors.
+        ssd_bytes: budget of SSD space.
+        ssd_bytes_per_day: bytes that may be written to SSDs in a day of training; None: unlimited.
+        launch: the host's overhead of following a plan; zero if it was not measured.
+        host_memory_bandwidth: bytes/s of host memory, which copies and the CPU optimizer share; None: they do not
+            slow each other.
     """
 
     name: str
@@ -106,7 +106,7 @@ class HardwareProfile:
                 )
 
     def with_ssds(self, factor: float) -> "HardwareProfile":
-        """Returns the machine with SSDs that are `factor` times as fast."""
+        """Returns the machine with SSD bandwidths multiplied by `factor`."""
         return replace(
             self,
             ssd_read=factor * self.ssd_read,
@@ -115,11 +115,11 @@ class HardwareProfile:
         )
 
     def with_launches(self, factor: float) -> "HardwareProfile":
-        """Returns the machine with a host that takes `factor` times as long to follow a plan."""
+        """Returns the machine with the host's overhead multiplied by `factor`."""
         return replace(self, launch=self.launch.times(factor))
 
     def with_link(self, factor: float) -> "HardwareProfile":
-        """Returns the machine with a link to the GPU that is `factor` times as fast, each way."""
+        """Returns the machine with copy bandwidths multiplied by `factor`, in both directions."""
         return replace(
             self,
             copy_in=factor * self.copy_in,
@@ -134,11 +134,11 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "HardwareProfile":
-        """Returns the profile that the file `path` holds.
+        """Loads a profile from the JSON file `path`.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is wrong; the message names the file and the field.
+            ValueError: the file is invalid; the message names the file and the field.
         """
         where = f"the hardware profile {path}"
         machine = dict(as_mapping(load_json(path, where), where))
@@ -146,7 +146,7 @@ class HardwareProfile:
         return from_mapping(cls, machine, where)
 
     def describe(self) -> str:
-        """Returns the profile for a person to read."""
+        """Returns a readable summary of the profile."""
         return "\n".join(
             [
                 f"{self.name}",
@@ -160,7 +160,7 @@ class HardwareProfile:
                 + ("" if (memory := self.host_memory_bandwidth) is None else f" at {memory / 1e9:.0f} GB/s"),
                 f"  launch  {1e6 * self.launch.follow:.0f} us an operation under a plan, "
                 f"{1e6 * self.launch.save:.0f} us a tensor saved; "
-                f"{1e6 * (self.launch.note + self.launch.repeat):.0f} us more where it is computed again, "
-                f"{1e6 * (self.launch.send + self.launch.fetch):.0f} us more where it leaves",
+                f"{1e6 * (self.launch.note + self.launch.repeat):.0f} us more if it is recomputed, "
+                f"{1e6 * (self.launch.send + self.launch.fetch):.0f} us more if it is offloaded",
             ]
         )

@@ -11,11 +11,11 @@ from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
 from lightning_ssd.planning.placement import (
     FixedPlacement,
-    Tensor,
-    assemble_plan,
+    SavedGroup,
+    build_plan,
     default_window,
-    host_first,
-    tensors_of,
+    host_then_ssd,
+    saved_groups,
 )
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
@@ -23,34 +23,34 @@ from lightning_ssd.planning.simulator import Prediction, count_steps, cut_stages
 from lightning_ssd.types import ClipMode, InputChoice, Tier
 
 SHARES = tuple(step / 8 for step in range(9))
-"""Shares of the free GPU memory that are tried for units that stay there; the rest keeps activations."""
+"""Shares of the free GPU memory that are tried for resident units; the rest is for kept activations."""
 
 AMOUNTS = 32
-"""How many amounts of saved activations the bound is looked up for."""
+"""Number of amounts of saved activations for which the bound is computed."""
 
 PUBLISHED = (plan_ssdtrain, plan_fuyou, plan_lohan)
 """Planners whose plans are candidates."""
 
 RANKED = 3
-"""Candidates of the bound that are simulated."""
+"""Number of candidates with the least bound that are simulated."""
 
 SPREAD = 3
-"""Steps from the least that can be saved to all of it, which are simulated, too."""
+"""Number of candidates, from saving the least to saving everything, that are simulated in addition."""
 
 SIMULATED_STAGES = 8000
-"""Stages that are simulated in all, over candidates, steps and micro-batches: they bound the time of planning."""
+"""Largest number of simulated stages over all candidates, steps and micro-batches: it bounds the planning time."""
 
 MARGIN = 0.005
-"""Share of a tier's budget by which a candidate's memory is cut beyond what it exceeds, or left unused."""
+"""Share of a tier's budget that a cut leaves unused, in addition to the bytes that exceed the budget."""
 
 TRIES = 3
-"""Simulations of a candidate that exceeds its budgets, with less memory each time."""
+"""Number of simulations of a candidate that exceeds the budgets, each with less memory."""
 
 SAME = 1 + 1e-9
-"""Steps this near take equally long: their seconds were added up in another order."""
+"""Relative difference below which two step times are equal: rounding depends on the order of additions."""
 
 CLOSE = 1.001
-"""A step this near to one without stalls and recomputation is not worth another simulation."""
+"""Factor on the step time without stalls and recomputation below which the search ends."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Candidate:
     host_bytes: int
 
 
-def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: FixedPlacement | None = None) -> Plan:
-    """Returns the best plan found: one that fits if there is one, then the one of least simulated time.
+def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
+    """Returns the plan of least simulated time among those that fit; if none fits, the one of least excess.
 
     It is never worse than the published planners': they are candidates. Its own begin with everything out of the GPU,
     fill what memory is left with units, kept activations, weights, states and swapped activations, in shares that a
@@ -87,14 +87,14 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: Fixed
     Args:
         model: as profiled.
         hardware: as measured.
-        settled: where model states are; None: that is planned, too.
+        fixed: where model states are; None: that is planned, too.
     """
-    search = _Search(model, hardware, settled)
+    search = _Search(model, hardware, fixed)
     for plan in (
-        safest_plan(model, ssd_bytes=hardware.ssd_bytes),
+        min_memory_plan(model, ssd_bytes=hardware.ssd_bytes),
         *(published(model, hardware) for published in PUBLISHED),
     ):
-        search.consider(plan if settled is None else settled.apply(plan))
+        search.consider(plan if fixed is None else fixed.apply(plan))
     published = search.fastest
     ranked = search.ranked()
     wider = (replace(ranked[0], window_bytes=factor * ranked[0].window_bytes) for factor in (2, 4))
@@ -105,15 +105,15 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, settled: Fixed
     return search.choose(published)
 
 
-def safest_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: float = inf) -> Plan:
-    """Returns the plan that takes least memory: inter-block activations and states on SSDs, the rest recomputed.
+def min_memory_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: float = inf) -> Plan:
+    """Returns the plan of least memory: inter-block activations and states on SSDs, everything else recomputed.
 
     Args:
         model: what it is for.
         window_bytes: of the plan; 0: one transfer at a time; None: the default.
         ssd_bytes: what has no room in so many bytes is in host memory.
     """
-    certain = [item for item in tensors_of(model) if item.seconds is None]
+    certain = [item for item in saved_groups(model) if item.seconds is None]
     left = ssd_bytes - sum(item.nbytes for item in certain)
     where: InputChoice = "ssd" if left >= 0 else "host"
     left = left if left >= 0 else ssd_bytes
@@ -124,12 +124,12 @@ def safest_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: fl
         for tiers, nbytes in ((states, unit.state_bytes_read), (weights, unit.weight_bytes)):
             tiers.append("ssd" if nbytes <= left else "host")
             left -= nbytes if tiers[-1] == "ssd" else 0
-    return assemble_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes)
+    return build_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes)
 
 
 @dataclass(frozen=True)
 class _Considered:
-    """A plan that was simulated.
+    """A simulated plan.
 
     Attributes:
         score: what is to be least.
@@ -143,17 +143,17 @@ class _Considered:
 
 
 class _Search:
-    """The plans that were considered, and what the candidates share."""
+    """The search: its candidates, the simulated plans, and the numbers that all candidates share."""
 
-    def __init__(self, model: ModelProfile, hardware: HardwareProfile, settled: FixedPlacement | None) -> None:
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> None:
         self.model = model
         self.hardware = hardware
-        self.settled = settled
-        self._window = default_window(model, None if settled is None else settled.weights)
-        safest = safest_plan(model, window_bytes=self._window, ssd_bytes=hardware.ssd_bytes)
-        safest = safest if settled is None else settled.apply(safest)
-        # What saves most recomputation for each byte is saved first; what can't be recomputed always is.
-        tensors = tensors_of(model)
+        self.fixed = fixed
+        self._window = default_window(model, None if fixed is None else fixed.weights)
+        safest = min_memory_plan(model, window_bytes=self._window, ssd_bytes=hardware.ssd_bytes)
+        safest = safest if fixed is None else fixed.apply(safest)
+        # Tensors with the most recomputation seconds per byte are saved first, after those that can't be recomputed.
+        tensors = saved_groups(model)
         self.tensors = sorted(tensors, key=_seconds_per_byte, reverse=True)
         self._certain = sum(item.seconds is None for item in tensors)
         self._bytes = [0, *accumulate(item.nbytes for item in self.tensors)]
@@ -203,7 +203,7 @@ class _Search:
         return best.plan
 
     def try_candidate(self, candidate: Candidate) -> bool:
-        """Simulates a candidate; if it takes more memory than its tiers have, again with that much less.
+        """Simulates a candidate; one that exceeds a budget is simulated again with less memory.
 
         Returns:
             Whether it is better than all candidates before.
@@ -230,13 +230,13 @@ class _Search:
         return better
 
     def ranked(self) -> list[Candidate]:
-        """Returns candidates by their bound, the least first: one for each share of the GPU's memory."""
+        """Returns one candidate for each share of the GPU's memory, ordered by their bound, the least first."""
         clip: ClipMode = "deferred" if self.model.clip_norm else "off"
         best: dict[Candidate, float] = {}
         for share in SHARES:
             resident = self._count_resident(round(share * self._gpu_left))
             bounds: list[tuple[float, int, Candidate]] = []
-            # Where host memory suffices, it doesn't matter what gets it first: of equals, one is enough.
+            # If host memory suffices, its order of use does not matter: equal candidates are simulated once.
             for activations_first, saved in product((False, True), self._amounts()):
                 candidate = Candidate(
                     saved, resident, activations_first, self._window, clip, self._gpu_left, self._host_left
@@ -247,16 +247,16 @@ class _Search:
         return sorted(best, key=lambda candidate: best[candidate])
 
     def spread(self, candidate: Candidate) -> list[Candidate]:
-        """Returns candidates that save from little to all: the bound knows nothing of the room in the tiers."""
+        """Returns candidates that save from the least to everything, as the bound ignores the budgets of the tiers."""
         counts = list(self._amounts())
         return [replace(candidate, saved=counts[(len(counts) - 1) * step // SPREAD]) for step in range(SPREAD + 1)]
 
     def is_over(self) -> bool:
-        """Whether there were as many simulations as there may be, and a plan that fits was found."""
+        """Whether the limit of simulations is reached and a plan that fits was found."""
         return self._simulations >= self._most_simulations and self.fastest.score[0] == 0
 
     def refine(self) -> None:
-        """Moves the best candidate in one or two of its numbers while that makes it better, in ever smaller steps."""
+        """Improves the best candidate by changes of one or two of its numbers, in ever smaller steps."""
         amount, units = max(1, len(self.tensors) // 8), max(1, len(self.model.units) // 8)
         ideal = self.model.micro_batches * (self.model.forward_seconds + self.model.backward_seconds)
         while self._own is not None:
@@ -298,18 +298,18 @@ class _Search:
             yield replace(candidate, clip="speculative")
 
     def plan(self, candidate: Candidate) -> Plan:
-        """Returns the plan that a candidate stands for."""
+        """Returns the plan of a candidate."""
         units = self.model.units
         gpu, host = candidate.gpu_bytes, self._host_room(candidate)
-        # Who has nothing of its own, as a weight's second use, stays.
+        # Units without parameters of their own, such as the second call of a tied one, are resident.
         weights: list[Tier] = ["ssd" if unit.weight_bytes or unit.state_bytes_read else "gpu" for unit in units]
         states = list(weights)
-        if self.settled is not None:
-            weights, states = list(self.settled.weights), list(self.settled.states)
+        if self.fixed is not None:
+            weights, states = list(self.fixed.weights), list(self.fixed.states)
         for index in range(candidate.resident):
             weights[index] = states[index] = "gpu"
             gpu -= _resident_bytes(self.model, index)
-        # The last to be saved is the first to come back: it is kept. What has longest to travel goes to SSDs.
+        # The last saved tensors are read first in backward: they are kept. The first ones are offloaded to SSDs.
         saved: dict[tuple[int, int], InputChoice] = {}
         swapped = []
         for tensor in sorted(self.tensors[: candidate.saved], key=lambda tensor: tensor.key, reverse=True):
@@ -320,13 +320,13 @@ class _Search:
                 swapped.append(tensor)
 
         def place_activations(host: int) -> int:
-            placed, left = host_first(swapped, host)
+            placed, left = host_then_ssd(swapped, host)
             saved.update(placed)
             return left
 
-        def place_states(host: int) -> int:
+        def resident_by_kind(host: int) -> int:
             # A byte of weights in host memory spares the SSDs three transfers a step or more, one of states two.
-            if self.settled is not None:
+            if self.fixed is not None:
                 return host
             for tiers, size in ((weights, "weight_bytes"), (states, "state_bytes_read")):
                 for index, unit in enumerate(units):
@@ -336,10 +336,10 @@ class _Search:
                         host -= nbytes
             return host
 
-        places: tuple[Callable[[int], int], ...] = (place_states, place_activations)
+        places: tuple[Callable[[int], int], ...] = (resident_by_kind, place_activations)
         for place in reversed(places) if candidate.activations_first else places:
             host = place(host)
-        plan = assemble_plan(
+        plan = build_plan(
             self.model,
             weights=weights,
             states=states,
@@ -347,13 +347,13 @@ class _Search:
             clip=candidate.clip,
             window_bytes=candidate.window_bytes,
         )
-        return plan if self.settled is None else self.settled.apply(plan)
+        return plan if self.fixed is None else self.fixed.apply(plan)
 
     def _host_room(self, candidate: Candidate) -> int:
-        """Returns the bytes of host memory that are to be shared out."""
-        if self.settled is None or self.settled.host_room is None:
+        """Returns the bytes of host memory that activations and model states share."""
+        if self.fixed is None or self.fixed.host_room is None:
             return candidate.host_bytes
-        return min(candidate.host_bytes, self.settled.host_room)
+        return min(candidate.host_bytes, self.fixed.host_room)
 
     def _with_memory(self, candidate: Candidate, gpu_bytes: int, host_bytes: int) -> Candidate:
         gpu, host = max(0, gpu_bytes), max(0, host_bytes)
@@ -369,9 +369,9 @@ class _Search:
         yield from sorted(count for count in counts if count >= self._certain)
 
     def _count_resident(self, gpu_bytes: int) -> int:
-        """Returns how many units have room, of those that are not settled."""
+        """Returns the number of units that fit, among those that are not fixed."""
         count = 0
-        if self.settled is not None:
+        if self.fixed is not None:
             return count
         while count < len(self.model.units) and (needed := _resident_bytes(self.model, count)) <= gpu_bytes:
             gpu_bytes -= needed
@@ -379,11 +379,11 @@ class _Search:
         return count
 
     def _bound(self, candidate: Candidate) -> float:
-        """Returns the seconds of a micro-batch if everything overlaps in forward and in backward."""
+        """Returns the seconds of a micro-batch if all resources overlap perfectly in forward and in backward."""
         model, hardware = self.model, self.hardware
         streamed = model.units[candidate.resident :]
-        if (settled := self.settled) is not None:
-            streamed = tuple(unit for unit, where in zip(model.units, settled.weights, strict=True) if where != "gpu")
+        if (fixed := self.fixed) is not None:
+            streamed = tuple(unit for unit, where in zip(model.units, fixed.weights, strict=True) if where != "gpu")
         weights = sum(unit.weight_bytes for unit in streamed)
         states = sum(unit.state_bytes_read for unit in streamed)
         used = sum(_resident_bytes(model, index) for index in range(candidate.resident))
@@ -392,8 +392,8 @@ class _Search:
         host = self._host_room(candidate)
         in_host = {}
         wanted = [("weights", weights), ("states", states)]
-        if settled is not None:
-            places = list(zip(model.units, settled.weights, settled.states, strict=True))
+        if fixed is not None:
+            places = list(zip(model.units, fixed.weights, fixed.states, strict=True))
             in_host["weights"] = sum(unit.weight_bytes for unit, where, _ in places if where == "host")
             in_host["states"] = sum(unit.state_bytes_read for unit, _, where in places if where == "host")
             wanted = []
@@ -420,17 +420,17 @@ class _Search:
 
 
 def _score(prediction: Prediction, hardware: HardwareProfile) -> tuple[float, float]:
-    """Returns what is to be least: bytes over the budgets, then seconds."""
+    """Returns the score to minimize: bytes over the budgets, then seconds."""
     return float(prediction.excess_bytes(hardware)), prediction.step_seconds
 
 
 def _wear(prediction: Prediction) -> tuple[int, float, float]:
-    """Returns bytes written to SSDs, seconds of copies, and seconds of the GPU, of a step."""
+    """Returns a step's bytes written to SSDs, seconds of copies, and seconds of the GPU."""
     busy = prediction.busy_seconds
     return prediction.ssd_written_bytes, busy["copy_in"] + busy["copy_out"], busy["compute"]
 
 
-def _seconds_per_byte(tensor: Tensor) -> float:
+def _seconds_per_byte(tensor: SavedGroup) -> float:
     return float("inf") if tensor.seconds is None else tensor.seconds / tensor.nbytes
 
 

@@ -1,5 +1,7 @@
-"""LoHan's cost model and its choice of what to swap ("LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B
-Model on a Consumer GPU", section IV-D)."""
+"""LoHan's cost model and its choice of the activations to swap.
+
+The paper is "LoHan: Low-Cost High-Performance Framework to Fine-Tune 100B Model on a Consumer GPU", section IV-D.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ Case = Literal["transfers", "compute", "optimum"]
 
 @dataclass(frozen=True)
 class SwapChoice:
-    """What Algorithm 1 found.
+    """The result of Algorithm 1.
 
     Attributes:
         layers: indices of the layers to swap, in falling benefit.
@@ -56,7 +58,7 @@ def choose_swaps(layers: Sequence[Layer], base_bytes: float, iteration: Callable
     walk begins there, and ends at the first rise.
 
     Args:
-        layers: what may be swapped or recomputed.
+        layers: layers whose outputs are swapped or recomputed.
         base_bytes: bytes that are swapped in any case, A_interBlock.
         iteration: T_iter in seconds from the bytes swapped and the FLOP recomputed.
     """

@@ -1,4 +1,4 @@
-"""What a training step of a model does: times, FLOPs and bytes of its units and their operators."""
+"""The profile of a model's training step: times, FLOPs and bytes of its units and their operators."""
 
 import re
 from collections import Counter
@@ -23,21 +23,21 @@ class OperatorProfile:
     """One operator of a unit, for one micro-batch.
 
     Attributes:
-        name: unique in its unit.
-        forward_seconds: of GPU time.
-        backward_seconds: of GPU time, without recomputation.
+        name: name, unique in its unit.
+        forward_seconds: GPU seconds of the forward.
+        backward_seconds: GPU seconds of the backward, without recomputation.
         flops: FLOP of the forward.
-        saved_bytes: bytes that it leaves for backward: its outputs, where backward needs them.
+        saved_bytes: bytes of the outputs that are saved for backward.
         tensors: names of the saved tensors.
-        recompute_seconds: to compute the saved tensors again in backward; None: they can't be.
-        recompute_bytes: on the GPU while they are, beside what is made.
-        forward_bytes: most bytes on the GPU, beside weights and what is saved, from when it has made what it saves
-            until the next operator has.
-        wanted_bytes: on the GPU, beside gradients of weights, too, when backward first wants what it saved.
-        backward_bytes: most of them from then until backward wants what another one saved.
-        operations: of the forward, as the GPU is given them.
-        again_operations: of them and of earlier ones, that run again when the saved tensors are computed again.
-        launch_seconds: of the host's thread that gives the GPU its work, for the forward.
+        recompute_seconds: GPU seconds to recompute the saved tensors in backward; None if they can't be recomputed.
+        recompute_bytes: workspace bytes on the GPU during recomputation, without the recomputed tensors.
+        forward_bytes: peak transient bytes on the GPU until the next operator saves, without weights and saved tensors.
+        wanted_bytes: transient bytes on the GPU when backward first reads the saved tensors, without weights, weight
+            gradients and saved tensors.
+        backward_bytes: peak of these transient bytes until backward reads the saved tensors of another operator.
+        operations: operations that the forward launches.
+        again_operations: operations re-executed in backward to rematerialize (may include those of earlier operators).
+        launch_seconds: seconds in which the host launches the forward.
     """
 
     name: str
@@ -66,20 +66,20 @@ class OperatorProfile:
 
 @dataclass(frozen=True)
 class UnitProfile:
-    """One unit: what is fetched, released and stepped together.
+    """One unit: modules whose parameters are fetched, released and stepped together.
 
     Attributes:
-        name: unique in the model.
-        operators: in the order of the forward.
-        input_bytes: bytes of its saved input, the inter-block activation. Recomputing operators starts from it.
-        parameters: count of trained parameters.
+        name: name, unique in the model.
+        operators: operators in the order of the forward.
+        input_bytes: bytes of the unit's saved input, the inter-block activation, from which operators are recomputed.
+        parameters: number of trained parameters.
         weight_bytes: bytes of the compute weights.
-        gradient_bytes: bytes of its gradient that leave the GPU in each micro-batch.
-        state_bytes_read: bytes of master weights and optimizer states; a step reads all of them.
-        state_bytes_written: bytes of them that a step writes.
-        forward_bytes: most bytes on the GPU, beside weights, before an operator of it has made what is saved.
-        backward_bytes: the same of its backward, beside gradients of weights, too, before it wants anything of them,
-            and after all of them.
+        gradient_bytes: bytes of gradients that are offloaded in each micro-batch.
+        state_bytes_read: bytes of master weights and optimizer states, all of which a step reads.
+        state_bytes_written: bytes of master weights and optimizer states that a step writes.
+        forward_bytes: peak transient bytes on the GPU, without weights, before the first operator saves.
+        backward_bytes: peak transient bytes on the GPU, without weights and their gradients, before backward reads the
+            first saved tensor of the unit and after the last.
     """
 
     name: str
@@ -103,25 +103,25 @@ class UnitProfile:
 
     @cached_property
     def forward_seconds(self) -> float:
-        """GPU time of its forward in one micro-batch."""
+        """GPU seconds of the forward of one micro-batch."""
         return sum(operator.forward_seconds for operator in self.operators)
 
     @cached_property
     def backward_seconds(self) -> float:
-        """GPU time of its backward in one micro-batch, without recomputation."""
+        """GPU seconds of the backward of one micro-batch, without recomputation."""
         return sum(operator.backward_seconds for operator in self.operators)
 
 
 def visit_name(unit: str, time: int) -> str:
-    """Returns the name of a unit for the `time`-th time, from 0, that a forward runs it: weights may be tied.
+    """Returns the name of a unit's call number `time` (from 0) in a forward: a unit with tied weights is called again.
 
-    Its parameters and states belong to the first time.
+    Parameters and states of the unit belong to its first call.
     """
     return unit if time == 0 else f"{unit} ({time + 1})"
 
 
 def is_later_visit(name: str) -> bool:
-    """Whether `visit_name` returned `name` for another time than the first."""
+    """Whether `name` is what `visit_name` returns for a second or later call."""
     return _LATER.search(name) is not None
 
 
@@ -133,20 +133,21 @@ class ModelProfile:
     """A model's training step.
 
     Attributes:
-        name: of the model.
-        units: in the order of the forward.
-        micro_batches: in a step.
-        samples: in a micro-batch.
-        tokens: in a micro-batch.
-        clip_norm: gradients are clipped by their global norm, or scaled: what a step does is known only after backward.
-        between_seconds: of GPU time in a step that is neither forward nor backward, as measured: with what is stepped
-            on the GPU, and the GPU's waiting for the next batch. None: calculated from the bytes that are stepped.
-        other_gpu_bytes: on the GPU at the peak, as measured, beside what this profile accounts for.
-        between_gpu_bytes: on the GPU between backward and forward only, as measured: what steps are made with.
-        weight_room_bytes: of the GPU, that weights which come and go keep, used or not, as far as there are so many.
-            None: they are there around their use.
-        waits: the host's thread that gives the GPU its work waits for it in every step, as where a loss is shown; else
-            it is ahead by as much as it can.
+        name: name of the model.
+        units: units in the order of the forward.
+        micro_batches: micro-batches in a step.
+        samples: samples in a micro-batch.
+        tokens: tokens in a micro-batch.
+        clip_norm: whether gradients are clipped by their global norm, or scaled by a loss scaler, so that the gradient
+            scale of a step is known only after backward.
+        between_seconds: measured GPU seconds of a step outside forward and backward: steps of resident parameters, and
+            idle time until the next batch. None: calculated from the bytes of resident parameters.
+        other_gpu_bytes: measured GPU bytes at the peak that nothing else in this profile accounts for.
+        between_gpu_bytes: measured GPU bytes that are allocated between backward and forward only, by optimizer steps.
+        weight_room_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters
+            take GPU memory only around their use.
+        waits: whether the host synchronizes with the GPU in every step, as when a loss is shown. If not, it launches
+            work ahead of the GPU.
     """
 
     name: str
@@ -174,17 +175,17 @@ class ModelProfile:
 
     @cached_property
     def forward_seconds(self) -> float:
-        """GPU time of a micro-batch's forward."""
+        """GPU seconds of a micro-batch's forward."""
         return sum(unit.forward_seconds for unit in self.units)
 
     @cached_property
     def backward_seconds(self) -> float:
-        """GPU time of a micro-batch's backward, without recomputation."""
+        """GPU seconds of a micro-batch's backward, without recomputation."""
         return sum(unit.backward_seconds for unit in self.units)
 
     @property
     def parameters(self) -> int:
-        """Count of trained parameters."""
+        """Number of trained parameters."""
         return sum(unit.parameters for unit in self.units)
 
     @property
@@ -198,22 +199,22 @@ class ModelProfile:
         return self.input_bytes + sum(operator.saved_bytes for unit in self.units for operator in unit.operators)
 
     def with_samples(self, samples: int) -> "ModelProfile":
-        """Returns the profile with another micro-batch: times, FLOPs and activation bytes grow with the samples."""
+        """Returns the profile of a micro-batch of `samples`: times, FLOPs and activation bytes scale with them."""
         check_positive("samples", samples)
         factor = samples / self.samples
         return replace(self._scaled(time=factor, size=factor), samples=samples, tokens=round(factor * self.tokens))
 
     def with_time(self, factor: float) -> "ModelProfile":
-        """Returns the profile with everything on the GPU taking `factor` times as long."""
+        """Returns the profile with all GPU times multiplied by `factor`."""
         between = None if self.between_seconds is None else factor * self.between_seconds
         return replace(self._scaled(time=factor), between_seconds=between)
 
     def with_launches(self, factor: float) -> "ModelProfile":
-        """Returns the profile with the host taking `factor` times as long to give the GPU its work."""
+        """Returns the profile with the host's launch times multiplied by `factor`."""
         return self._scaled(launch=factor)
 
     def _scaled(self, *, time: float = 1.0, size: float = 1.0, launch: float = 1.0) -> "ModelProfile":
-        """Returns the profile with so many times the seconds on the GPU, the bytes, and the seconds of the host."""
+        """Returns the profile with GPU seconds, bytes and launch seconds multiplied by these factors."""
 
         def scale_operator(operator: OperatorProfile) -> OperatorProfile:
             again = operator.recompute_seconds
@@ -249,11 +250,11 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "ModelProfile":
-        """Returns the profile that the file `path` holds.
+        """Loads a profile from the JSON file `path`.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is wrong; the message names the file, the unit, the operator and the field.
+            ValueError: the file is invalid; the message names the file, the unit, the operator and the field.
         """
         where = f"the model profile {path}"
         model = dict(as_mapping(load_json(path, where), where))
@@ -274,7 +275,7 @@ class ModelProfile:
         return from_mapping(cls, model | {"units": tuple(units)}, where)
 
     def describe(self) -> str:
-        """Returns the profile for a person to read: one line for each unit."""
+        """Returns a table of the profile with one line for each unit."""
         lines = [
             f"{self.name}: {self.parameters / 1e9:.2f} G parameters, {self.micro_batches} micro-batches of "
             f"{self.samples} samples, {self.tokens} tokens each",
@@ -293,7 +294,7 @@ class ModelProfile:
 def _check_unique(what: str, names: Sequence[str]) -> None:
     for name, count in Counter(names).items():
         if count > 1:
-            raise ValueError(f"The name `{name}` is there twice among {what}. Rename one of them.")
+            raise ValueError(f"The name `{name}` occurs twice among {what}. Rename one of them.")
 
 
 def _sequence(value: object, where: str) -> Sequence[object]:

@@ -1,4 +1,4 @@
-"""What planners share: which tensors there are to place, and the plan that a placement makes."""
+"""Helpers of all planners: the groups of saved tensors, and the plan that follows from a choice for each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +14,15 @@ INPUT = -1
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """Saved tensors that share a decision: a unit's input, or what an operator saves.
+class SavedGroup:
+    """Saved tensors that share one choice: a unit's input, or the tensors that an operator saves.
 
     Attributes:
         unit: index of the unit.
-        operator: index of the operator in it, or INPUT.
-        nbytes: bytes.
-        flops: FLOP to compute them again.
-        seconds: of GPU time to compute them again; None: they can't be, and inputs aren't.
+        operator: index of the operator in the unit, or INPUT.
+        nbytes: bytes of the group.
+        flops: FLOP to recompute the group.
+        seconds: GPU seconds to recompute the group; None if it can't be recomputed. Inputs never are.
     """
 
     unit: int
@@ -33,25 +33,25 @@ class Tensor:
 
     @property
     def key(self) -> tuple[int, int]:
-        """The unit's and the operator's index."""
+        """Indices of the unit and of the operator."""
         return self.unit, self.operator
 
 
-def tensors_of(model: ModelProfile) -> list[Tensor]:
-    """Returns all that has bytes to place, in the order of the forward."""
+def saved_groups(model: ModelProfile) -> list[SavedGroup]:
+    """Returns all groups of one or more bytes, in the order of the forward."""
     tensors = []
     for index, unit in enumerate(model.units):
         if unit.input_bytes:
-            tensors.append(Tensor(index, INPUT, unit.input_bytes, 0.0, None))
+            tensors.append(SavedGroup(index, INPUT, unit.input_bytes, 0.0, None))
         for position, operator in enumerate(unit.operators):
             if operator.saved_bytes:
                 tensors.append(
-                    Tensor(index, position, operator.saved_bytes, operator.flops, operator.recompute_seconds)
+                    SavedGroup(index, position, operator.saved_bytes, operator.flops, operator.recompute_seconds)
                 )
     return tensors
 
 
-def assemble_plan(
+def build_plan(
     model: ModelProfile,
     *,
     weights: list[Tier],
@@ -60,22 +60,22 @@ def assemble_plan(
     clip: ClipMode | None = None,
     window_bytes: int | None = None,
 ) -> Plan:
-    """Returns a plan.
+    """Returns the plan of a choice for each group of saved tensors.
 
     Args:
-        model: what it is for.
-        weights: of each unit, where the compute weights are.
-        states: of each unit, where the rest is.
-        saved: of each tensor that is not recomputed, where it goes.
-        clip: None: "deferred" where gradients are clipped.
-        window_bytes: None: `default_window`.
+        model: the profile.
+        weights: tier of each unit's compute weights.
+        states: tier of each unit's master weights and optimizer states.
+        saved: choice for each group that is not recomputed, by its key.
+        clip: clip mode; None: "deferred" if gradients are clipped, else "off".
+        window_bytes: GPU bytes for prefetching; None: `default_window`.
     """
     units = {}
     for index, unit in enumerate(model.units):
         operators: dict[str, Choice] = {}
         for position, operator in enumerate(unit.operators):
             choice: Choice = saved.get((index, position), "recompute")
-            # Where there is nothing to save there is nothing to decide.
+            # Operators that save nothing have no choice.
             operators[operator.name] = choice if operator.saved_bytes else "keep"
         where = saved.get((index, INPUT), "keep")
         units[unit.name] = UnitPlan(weights[index], states[index], where, operators)
@@ -83,15 +83,15 @@ def assemble_plan(
     return Plan(units, window, 2 * window, clip or ("deferred" if model.clip_norm else "off"))
 
 
-def host_first(tensors: Iterable[Tensor], room: int) -> tuple[dict[tuple[int, int], InputChoice], int]:
-    """Returns where swapped tensors go: to host memory while there is room, then to SSDs.
+def host_then_ssd(tensors: Iterable[SavedGroup], room: int) -> tuple[dict[tuple[int, int], InputChoice], int]:
+    """Offloads groups to host memory as long as they fit, and to SSDs else.
 
     Args:
-        tensors: in the order in which they get room.
+        tensors: groups, in the order in which host memory is reserved for them.
         room: bytes of host memory.
 
     Returns:
-        Of each tensor, where it goes; and the bytes that are left.
+        The tier of each group by its key, and the bytes of host memory that are left.
     """
     saved: dict[tuple[int, int], InputChoice] = {}
     for tensor in tensors:
@@ -102,13 +102,13 @@ def host_first(tensors: Iterable[Tensor], room: int) -> tuple[dict[tuple[int, in
 
 @dataclass(frozen=True)
 class FixedPlacement:
-    """What is not to be planned.
+    """The part of a plan that a planner must not change: tiers of model states, and host memory.
 
     Attributes:
-        weights: of each unit, where the compute weights are.
-        states: of each unit, where the rest is.
-        staging_bytes: of the plan; None: that is planned.
-        host_room: bytes of host memory for activations; None: what nothing else takes.
+        weights: tier of each unit's compute weights.
+        states: tier of each unit's master weights and optimizer states.
+        staging_bytes: staging memory of the plan; None: the planner chooses it.
+        host_room: bytes of host memory for activations; None: all host memory that model states do not occupy.
     """
 
     weights: tuple[Tier, ...]
@@ -118,12 +118,12 @@ class FixedPlacement:
 
     @classmethod
     def of(cls, plan: Plan) -> "FixedPlacement":
-        """Returns where a plan has model states."""
+        """Returns the tiers that a plan has model states in."""
         units = plan.units.values()
         return cls(tuple(unit.weights for unit in units), tuple(unit.states for unit in units))
 
     def apply(self, plan: Plan) -> Plan:
-        """Returns the plan with what is settled."""
+        """Returns the plan with this placement of model states in place of its own."""
         units = {
             name: replace(unit, weights=weights, states=states)
             for (name, unit), weights, states in zip(plan.units.items(), self.weights, self.states, strict=True)
@@ -132,19 +132,23 @@ class FixedPlacement:
         return replace(plan, units=units, staging_bytes=staging)
 
 
-def unplanned(model: ModelProfile, settled: FixedPlacement, room: Mapping[InputChoice, int], window_bytes: int) -> Plan:
-    """Returns what happens where nobody plans: what is saved leaves, but for what backward wants first.
+def default_plan(
+    model: ModelProfile, fixed: FixedPlacement, room: Mapping[InputChoice, int], window_bytes: int
+) -> Plan:
+    """Returns the plan that is equivalent to offloading without a planner.
+
+    All saved tensors are offloaded, except the last ones, which backward reads first.
 
     Args:
-        model: as profiled.
-        settled: where model states are.
-        room: bytes of the tiers, which are filled in this order; none: everything is kept.
-        window_bytes: of the plan, and what stays for backward to begin with.
+        model: the profile.
+        fixed: tiers of model states.
+        room: bytes of each tier, filled in this order; empty: everything is kept.
+        window_bytes: GPU bytes for prefetching, and as many bytes of the last saved tensors are kept.
     """
     saved: dict[tuple[int, int], InputChoice] = {}
     left = dict(room)
     stays = window_bytes
-    tensors = tensors_of(model)
+    tensors = saved_groups(model)
     for tensor in reversed(tensors):
         if stays > 0:
             saved[tensor.key] = "keep"
@@ -156,24 +160,24 @@ def unplanned(model: ModelProfile, settled: FixedPlacement, room: Mapping[InputC
                 left[tier] -= tensor.nbytes if saved[tensor.key] == tier else 0
                 break
         saved.setdefault(tensor.key, "keep")
-    weights, states = list(settled.weights), list(settled.states)
-    return settled.apply(assemble_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes))
+    weights, states = list(fixed.weights), list(fixed.states)
+    return fixed.apply(build_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes))
 
 
 def plan_with_coefficient(
-    model: ModelProfile, hardware: HardwareProfile, coefficient: float, settled: FixedPlacement
+    model: ModelProfile, hardware: HardwareProfile, coefficient: float, fixed: FixedPlacement
 ) -> Plan:
-    """Returns the plan with a given swap coefficient (Fuyou 5.6): what is not swapped is computed again.
+    """Returns the plan with a given swap coefficient (Fuyou 5.6): activations that are not swapped are recomputed.
 
-    What takes longest to compute again for its bytes is swapped first; to host memory while there is room.
+    Groups with the most recomputation seconds per byte are swapped first, to host memory as long as they fit.
 
     Args:
-        model: as profiled.
-        hardware: gives the room.
-        coefficient: 0 to 1, the share of intra-block activations that is swapped at least.
-        settled: where model states are.
+        model: the profile.
+        hardware: the machine, whose host memory limits the bytes that are swapped to it.
+        coefficient: least share of the intra-block activation bytes that is swapped, from 0 to 1.
+        fixed: tiers of model states.
     """
-    tensors = tensors_of(model)
+    tensors = saved_groups(model)
     certain = [tensor for tensor in tensors if tensor.seconds is None]
     choices = [tensor for tensor in tensors if tensor.seconds is not None]
     choices.sort(key=lambda tensor: -(tensor.seconds or 0.0) / tensor.nbytes)
@@ -184,33 +188,33 @@ def plan_with_coefficient(
         if left > 0:
             swapped.append(tensor)
             left -= tensor.nbytes
-    places = list(zip(model.units, settled.weights, settled.states, strict=True))
+    places = list(zip(model.units, fixed.weights, fixed.states, strict=True))
     host = hardware.host_bytes - sum(
         unit.weight_bytes * (weights == "host") + unit.state_bytes_read * (states == "host") + unit.gradient_bytes
         for unit, weights, states in places
         if states != "gpu"
     )
-    if settled.host_room is not None:
-        host = min(host, settled.host_room)
-    saved, _ = host_first(sorted(swapped, key=lambda tensor: tensor.key), host)
-    weights, states = list(settled.weights), list(settled.states)
-    return settled.apply(assemble_plan(model, weights=weights, states=states, saved=saved))
+    if fixed.host_room is not None:
+        host = min(host, fixed.host_room)
+    saved, _ = host_then_ssd(sorted(swapped, key=lambda tensor: tensor.key), host)
+    weights, states = list(fixed.weights), list(fixed.states)
+    return fixed.apply(build_plan(model, weights=weights, states=states, saved=saved))
 
 
 def default_window(model: ModelProfile, weights: Sequence[Tier] | None = None) -> int:
-    """Returns bytes that hold the next two of what comes in: weights of units, and saved tensors.
+    """Returns the GPU bytes for prefetching: two of the largest units' weights, and two groups of saved tensors.
 
-    Tensors that are larger than most (a byte in two is in a smaller one) come alone.
+    The size of a group is the median over bytes. Larger groups are prefetched one at a time.
 
     Args:
-        model: as profiled.
-        weights: of each unit, where they are; None: not on the GPU.
+        model: the profile.
+        weights: tier of each unit's weights; None: no unit is on the GPU.
     """
     tiers = weights or ["host"] * len(model.units)
     largest = max(
         (unit.weight_bytes for unit, tier in zip(model.units, tiers, strict=True) if tier != "gpu"), default=0
     )
-    sizes = sorted(tensor.nbytes for tensor in tensors_of(model))
+    sizes = sorted(tensor.nbytes for tensor in saved_groups(model))
     half = sum(sizes) / 2
     middle = next((size for size, below in zip(sizes, accumulate(sizes), strict=True) if below >= half), 0)
     return 2 * largest + 2 * middle

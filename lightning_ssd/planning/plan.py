@@ -1,4 +1,4 @@
-"""The plan: where each unit's weights and states are, and what becomes of each saved tensor."""
+"""The plan: a tier for each unit's weights and states, and a choice for each saved tensor."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,13 +16,14 @@ from lightning_ssd.types import CHOICES, CLIP_MODES, INPUT_CHOICES, TIERS, Choic
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What becomes of one unit.
+    """The plan of one unit.
 
     Attributes:
-        weights: where its compute weights are between uses: on the GPU exactly if its states are.
-        states: where its master weights and optimizer states are, and so what steps it: the GPU, or the CPU.
-        input: of its saved input, the inter-block activation: kept on the GPU, or swapped to host memory or SSDs.
-        operators: of each operator's saved tensors: kept, swapped or recomputed.
+        weights: tier of the compute weights between uses; "gpu" if and only if `states` is.
+        states: tier of master weights and optimizer states. The GPU steps units whose states are on it, the CPU others.
+        input: choice for the saved input, the inter-block activation: kept on the GPU, or swapped to host memory or
+            SSDs.
+        operators: choice for each operator's saved tensors, by its name: kept, swapped or recomputed.
     """
 
     weights: Tier
@@ -33,14 +34,15 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a model.
+    """The plan of a model.
 
     Attributes:
-        units: by name, in the order of the forward.
-        window_bytes: GPU memory for what comes in ahead of its use, and as much for what has yet to leave.
-        staging_bytes: host memory for what is read from SSDs ahead, and as much for what has yet to be written.
-        clip: when steps are made whose gradients are clipped by norm, or scaled. "off": they aren't; "deferred": once
-            the norm is known, under the next forward; "speculative": during backward, into a second slot.
+        units: plans of the units by name, in the order of the forward.
+        window_bytes: GPU bytes for prefetched tensors, and as many for tensors that are being offloaded.
+        staging_bytes: host bytes for tensors read ahead from SSDs, and as many for tensors that are being written.
+        clip: when the optimizer steps if gradients are clipped by norm, or scaled. "off": they are not; "deferred":
+            under the next forward, as the norm is known then; "speculative": during backward, into a second version of
+            the states.
     """
 
     units: Mapping[str, UnitPlan]
@@ -50,7 +52,7 @@ class Plan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether everything that is saved stays on the GPU: nobody has to follow the forward."""
+        """Whether all saved tensors are kept on the GPU, so that the forward runs without dispatch modes."""
         return all({unit.input, *unit.operators.values()} == {"keep"} for unit in self.units.values())
 
     def check(self, model: ModelProfile) -> None:
@@ -81,7 +83,7 @@ class Plan:
                     raise ValueError(f"`{entry}` can't be recomputed. Choose `keep`, `host` or `ssd`.")
 
     def to_yaml(self) -> str:
-        """Returns the plan as YAML, to be read and edited by a person."""
+        """Returns the plan as YAML, which a user may edit."""
         content = {
             "window_bytes": self.window_bytes,
             "staging_bytes": self.staging_bytes,
@@ -101,10 +103,10 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, text: str) -> "Plan":
-        """Returns the plan that `text` holds. Byte counts may be written like `512MiB`.
+        """Parses a plan from YAML. Byte counts may be written like `512MiB`.
 
         Raises:
-            ValueError: it holds none; the message names the entry.
+            ValueError: `text` is not a plan; the message names the entry.
         """
         try:
             content = yaml.load(text, _Loader)
@@ -136,11 +138,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
-        """Returns the plan that the YAML file `path` holds.
+        """Loads a plan from the YAML file `path`.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it holds none; the message names the file and the entry.
+            ValueError: the file is not a plan; the message names the file and the entry.
         """
         text = read_text(path, f"the plan {path}")
         try:
@@ -149,7 +151,7 @@ class Plan:
             raise ValueError(f"the plan {path}: {error}") from error
 
     def describe(self) -> str:
-        """Returns the plan as a table, with one line for neighbours that are treated alike."""
+        """Returns the plan as a table, with one line for neighbouring units of equal plans."""
         lines = [
             f"window {format_bytes(self.window_bytes)}, staging {format_bytes(self.staging_bytes)}, clip {self.clip}",
             f"{'unit':<24} {'weights':<8} {'states':<8} {'input':<6} operators",
@@ -173,7 +175,7 @@ class Plan:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
-    """PyYAML's safe loader, which refuses keys that are there twice, of which it would drop one, or are no strings."""
+    """PyYAML's safe loader that refuses repeated keys, of which PyYAML would drop one, and keys that are no strings."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
         found: dict[str, Any] = super().construct_mapping(node, deep)
@@ -183,7 +185,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotatio
         keys = Counter(self.construct_object(key) for key, _ in node.value)
         for name, count in keys.items():
             if count > 1:
-                raise ValueError(f"the key {show_value(name)} is there twice")
+                raise ValueError(f"the key {show_value(name)} occurs twice")
         return found
 
 
@@ -205,12 +207,12 @@ def _check_names(where: str, given: list[str], expected: list[str]) -> None:
 
 
 def _take(value: object, where: str, names: tuple[str, ...]) -> Mapping[str, Any]:
-    """Returns the mapping `value`, which has these names and no others."""
+    """Returns the mapping `value` if it has exactly these names, and raises ValueError else."""
     value = as_mapping(value, where)
     for name in value:
         if name not in names:
             raise ValueError(
-                f"{where} has an entry `{name:.80}`, which means nothing. Remove it; there are: {', '.join(names)}."
+                f"{where} has an unknown entry `{name:.80}`. Remove it; valid entries are: {', '.join(names)}."
             )
     for name in names:
         if name not in value:

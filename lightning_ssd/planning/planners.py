@@ -16,39 +16,39 @@ Planner = Callable[[ModelProfile, HardwareProfile, FixedPlacement | None], Plan]
 
 
 def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Planner:
-    """Returns the planner of a paper, which has its own idea of where states are, for those that are elsewhere."""
+    """Returns a paper's planner that accepts a fixed placement of model states in place of the paper's."""
 
-    def planner(model: ModelProfile, hardware: HardwareProfile, settled: FixedPlacement | None) -> Plan:
+    def planner(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> Plan:
         made = plan(model, hardware)
-        return made if settled is None else settled.apply(made)
+        return made if fixed is None else fixed.apply(made)
 
     return planner
 
 
 SLACK = 0.02
-"""Share of a step's time that less memory may cost."""
+"""Share of a step's time that a plan for less memory may add."""
 
 CAUTION = 1.5
-"""Factor by which the host may take longer to follow plans, and one that takes less memory still costs no more: the
-host's pace comes and goes, and what stays on the GPU does not depend on it."""
+"""Factor on the host's overhead under which a plan for less memory must meet `SLACK`, too: the speed of the host varies
+during a training, and tensors that are kept on the GPU do not depend on it."""
 
 CLOSE_BYTES = 0.01
-"""Share of the memory that is not looked for any more."""
+"""Share of the memory at which the search for less memory ends."""
 
 CORRECTIONS = 8
-"""Attempts to explain a step's time."""
+"""Iterations of the search for a factor that explains a step's time."""
 
-MOST = 1.5
-"""Factor by which a step may be off for its time to be explained so."""
+MAX_CORRECTION = 1.5
+"""Largest factor between measured and predicted step time that is corrected."""
 
-QUICKEST, SLOWEST = 0.5, 3.0
-"""Of the host's time to follow a plan, what one correction may make it: it is the least certain of all times."""
+MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR = 0.5, 3.0
+"""Bounds of the factor on the host's overhead, the least certain of all times, in one correction."""
 
-FOLLOWING_DOUBT, BOUND_DOUBT = 2.0, 1.05
-"""Factors by which it, and what bounds a step, are as likely to be off."""
+OVERHEAD_DOUBT, BOUND_DOUBT = 2.0, 1.05
+"""Factors by which the host's overhead, and the resource that bounds a step, are equally likely to be wrong."""
 
 CLOSE_SECONDS = 0.005
-"""Share of a step's time that needs no explanation."""
+"""Relative error of a step's time that needs no correction."""
 
 PLANNERS: Mapping[str, Planner] = {
     "holistic": plan_holistic,
@@ -60,43 +60,43 @@ PLANNERS: Mapping[str, Planner] = {
 
 
 def make_plan(
-    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", settled: FixedPlacement | None = None
+    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", fixed: FixedPlacement | None = None
 ) -> Plan:
     """Returns the plan of a named planner.
 
     Args:
-        model: as profiled.
-        hardware: as measured.
+        model: the profile.
+        hardware: the machine.
         planner: "holistic", "lohan", "fuyou" or "ssdtrain".
-        settled: where model states are; None: that is planned, too.
+        fixed: tiers of model states; None: the planner chooses them, too.
 
     Raises:
         ValueError: there is no such planner.
     """
     if planner not in PLANNERS:
         raise ValueError(f"`planner={planner!r}` must be one of {', '.join(map(repr, PLANNERS))}.")
-    return PLANNERS[planner](model, hardware, settled)
+    return PLANNERS[planner](model, hardware, fixed)
 
 
 def plan_for_least_memory(
-    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", settled: FixedPlacement | None = None
+    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", fixed: FixedPlacement | None = None
 ) -> Plan:
-    """Returns the plan that takes least of the GPU's memory, of those that take no more than `SLACK` more time.
+    """Returns the plan with the least GPU memory among those that are slower than the fastest by at most `SLACK`.
 
     Args:
-        model: as profiled.
-        hardware: as measured.
+        model: the profile.
+        hardware: the machine.
         planner: as in `make_plan`.
-        settled: as in `make_plan`.
+        fixed: as in `make_plan`.
     """
-    best = make_plan(model, hardware, planner, settled)
+    best = make_plan(model, hardware, planner, fixed)
     slower = hardware.with_launches(CAUTION)
     prediction, cautious = (simulate(model, machine, best) for machine in (hardware, slower))
     limits = (1 + SLACK) * prediction.step_seconds, (1 + SLACK) * cautious.step_seconds
     low, high = 0, min(hardware.gpu_bytes, prediction.gpu_peak_bytes)
     while high - low > CLOSE_BYTES * high:
         budget = (low + high) // 2
-        plan = make_plan(model, replace(slower, gpu_bytes=max(1, budget)), planner, settled)
+        plan = make_plan(model, replace(slower, gpu_bytes=max(1, budget)), planner, fixed)
         prediction, cautious = (simulate(model, machine, plan) for machine in (hardware, slower))
         quick = prediction.step_seconds <= limits[0] and cautious.step_seconds <= limits[1]
         if prediction.gpu_peak_bytes <= budget and quick:
@@ -109,30 +109,30 @@ def plan_for_least_memory(
 def correct(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float
 ) -> tuple[ModelProfile, HardwareProfile] | None:
-    """Returns the profiles under which `plan` takes as long as it was measured to take.
+    """Returns profiles under which the simulated step of `plan` takes as long as the measured one.
 
-    What bounds the step is faster or slower than it was measured to be alone: the GPU, the link, the SSDs, the CPU, or
-    the host's thread that gives the GPU its work. Or that thread takes another time to follow the plan, where this is
-    the less surprising of the two.
+    The speed of the resource that bounds the step (GPU, link, SSDs, CPU or host) is corrected, or the host's overhead
+    of following the plan, whichever correction is the less surprising.
 
     Args:
-        model: as profiled.
-        hardware: as measured.
-        plan: that was in force.
-        step_seconds: of its steps.
+        model: the profile.
+        hardware: the machine.
+        plan: the plan of the measured steps.
+        step_seconds: measured seconds of a step.
 
     Returns:
-        None: that explains nothing, or there is nothing to explain, or too much.
+        The corrected profiles, or None if the prediction was right, if its error exceeds `MAX_CORRECTION`, or if no
+        correction explains it.
     """
-    foretold = simulate(model, hardware, plan)
-    off = step_seconds / foretold.step_seconds
-    if not 1 / MOST < off < MOST:
+    predicted = simulate(model, hardware, plan)
+    off = step_seconds / predicted.step_seconds
+    if not 1 / MAX_CORRECTION < off < MAX_CORRECTION:
         return None
     corrected = model, hardware
-    # Where the host bounds the step, it is slow in all that it does.
-    if abs(off - 1) > CLOSE_SECONDS and foretold.bound != "launch" and not plan.keeps_all:
+    # A host that bounds the step is slow in everything it does, not only in following the plan.
+    if abs(off - 1) > CLOSE_SECONDS and predicted.bound != "launch" and not plan.keeps_all:
         following = _following(model, hardware, plan, step_seconds)
-        if abs(log(following, FOLLOWING_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
+        if abs(log(following, OVERHEAD_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
             corrected = model, hardware.with_launches(following)
     for _ in range(CORRECTIONS):
         prediction = simulate(*corrected, plan)
@@ -146,20 +146,20 @@ def correct(
 def correct_step_rate(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_rate: float, step_seconds: float
 ) -> HardwareProfile:
-    """Returns the machine whose CPU's optimizer steps as quickly under `plan` as it was measured to.
+    """Returns the machine with the CPU optimizer's measured rate, without the copies that ran beside it.
 
-    Beside copies, that is: what they took of the host's memory while it stepped is not the optimizer's.
+    Copies that run while the optimizer steps share the bandwidth of host memory with it. Their part is subtracted.
 
     Args:
-        model: as profiled.
-        hardware: as measured.
-        plan: that was in force.
-        step_rate: parameters/s of the CPU's jobs meanwhile.
-        step_seconds: of steps. Copies are made all the time, jobs only for a part of it.
+        model: the profile.
+        hardware: the machine.
+        plan: the plan of the measured steps.
+        step_rate: measured parameters/s of the optimizer's jobs.
+        step_seconds: measured seconds of a step, over which the copies are spread evenly.
     """
     places = zip(model.units, plan.units.values(), strict=True)
     stepped = sum(profile.parameters for profile, unit in places if unit.states != "gpu")
-    if not stepped:  # single small tensors of units that stay
+    if not stepped:  # only small tensors of resident units are stepped on the CPU
         return hardware
     seconds = stepped / step_rate
     shared = 0.0
@@ -170,18 +170,18 @@ def correct_step_rate(
 
 
 def _following(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> float:
-    """Returns the factor by which the host takes longer to follow `plan` if a step takes so long; 1: it isn't that.
+    """Returns the factor on the host's overhead that explains a step of `step_seconds`; 1.0 if no factor does.
 
-    What its own forward takes the host was measured in training, what following a plan does, apart from it.
+    The overhead was measured on a small model apart from the training, unlike the launch times of the model itself.
     """
 
     def seconds(factor: float) -> float:
         return simulate(model, hardware.with_launches(factor), plan).step_seconds
 
-    most = seconds(SLOWEST)
-    if most < step_seconds or most - seconds(QUICKEST) < CLOSE_SECONDS * step_seconds:
+    most = seconds(MAX_OVERHEAD_FACTOR)
+    if most < step_seconds or most - seconds(MIN_OVERHEAD_FACTOR) < CLOSE_SECONDS * step_seconds:
         return 1.0
-    quick, slow = QUICKEST, SLOWEST
+    quick, slow = MIN_OVERHEAD_FACTOR, MAX_OVERHEAD_FACTOR
     while slow - quick > CLOSE_SECONDS:
         middle = (slow + quick) / 2
         if seconds(middle) > step_seconds:
@@ -204,7 +204,7 @@ def _slow_down(
         case "ssd":
             return model, hardware.with_ssds(1 / factor)
         case "launch":
-            # Where nothing is followed, nothing is learnt of what that takes.
+            # A plan that keeps everything has no overhead that could be corrected.
             return model.with_launches(factor), hardware if plan.keeps_all else hardware.with_launches(factor)
         case _:
             return model, hardware.with_link(1 / factor)

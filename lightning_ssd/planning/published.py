@@ -4,7 +4,7 @@ from lightning_ssd.planning import fuyou, lohan
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import Phase, iteration_seconds, step_phases
-from lightning_ssd.planning.placement import Tensor, assemble_plan, default_window, host_first, tensors_of
+from lightning_ssd.planning.placement import SavedGroup, build_plan, default_window, host_then_ssd, saved_groups
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import JOBS_AHEAD
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
@@ -25,11 +25,11 @@ def plan_ssdtrain(model: ModelProfile, hardware: HardwareProfile) -> Plan:
     )
     amount = offload_amounts(model.saved_bytes, model.forward_seconds, model.backward_seconds, {"ssd": speed})["ssd"]
     saved: dict[tuple[int, int], InputChoice] = {}
-    for tensor in tensors_of(model):
+    for tensor in saved_groups(model):
         saved[tensor.key] = "ssd" if tensor.nbytes <= amount else "keep"
         amount -= min(amount, tensor.nbytes)
     resident: list[Tier] = ["gpu"] * len(model.units)
-    return assemble_plan(model, weights=resident, states=resident, saved=saved)
+    return build_plan(model, weights=resident, states=resident, saved=saved)
 
 
 def plan_fuyou(model: ModelProfile, hardware: HardwareProfile) -> Plan:
@@ -78,7 +78,7 @@ def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
         return iteration_seconds(hardware, *phases)
 
     choice = lohan.choose_swaps(layers, start, iteration)
-    saved, _ = host_first(certain + [choices[index] for index in choice.layers], host)
+    saved, _ = host_then_ssd(certain + [choices[index] for index in choice.layers], host)
     return _swapping_plan(model, saved)
 
 
@@ -90,9 +90,9 @@ def free_host_bytes(model: ModelProfile, hardware: HardwareProfile) -> int:
     return max(0, hardware.host_bytes - gradients - sum(jobs) - staging)
 
 
-def _split(model: ModelProfile) -> tuple[list[Tensor], list[Tensor]]:
+def _split(model: ModelProfile) -> tuple[list[SavedGroup], list[SavedGroup]]:
     """Returns the tensors that are saved in any case, and those that might be recomputed."""
-    tensors = tensors_of(model)
+    tensors = saved_groups(model)
     return [item for item in tensors if item.seconds is None], [item for item in tensors if item.seconds is not None]
 
 
@@ -122,4 +122,4 @@ def _phases(
 
 def _swapping_plan(model: ModelProfile, saved: dict[tuple[int, int], InputChoice]) -> Plan:
     on_ssd: list[Tier] = ["ssd"] * len(model.units)
-    return assemble_plan(model, weights=on_ssd, states=on_ssd, saved=saved)
+    return build_plan(model, weights=on_ssd, states=on_ssd, saved=saved)

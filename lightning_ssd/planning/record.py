@@ -109,7 +109,7 @@ def load_json(path: str | Path, where: str) -> Any:
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in found if names.count(name) > 1)
-            raise ValueError(f"the key {show_value(twice)} is there twice")
+            raise ValueError(f"the key {show_value(twice)} occurs twice")
         return found
 
     text = read_text(path, where)

@@ -1,4 +1,4 @@
-"""What a person wants to know of a plan before the first step: fit, speed, what bounds it, wear and cost."""
+"""Reports on plans before the first step: fit, speed, bottleneck, wear of the SSDs, and cost."""
 
 from dataclasses import dataclass, replace
 
@@ -9,28 +9,28 @@ from lightning_ssd.planning.endurance import (
     lifetime_seconds,
 )
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.holistic import plan_holistic, safest_plan
+from lightning_ssd.planning.holistic import min_memory_plan, plan_holistic
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.placement import FixedPlacement
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.simulator import Prediction, cut_stages, place_states, simulate
+from lightning_ssd.planning.simulator import Prediction, cut_stages, resident_by_kind, simulate
 from lightning_ssd.planning.ssdtrain import required_write_bandwidth
 from lightning_ssd.sizes import format_bytes, format_seconds
 
-GAIN = 1.01
-"""What lifts the throughput by less than this is not worth a line."""
+MIN_GAIN = 1.01
+"""Least factor on the throughput for which a change of the hardware is reported."""
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Bytes of one class, by tier; those of activations for one micro-batch.
+class TierBytes:
+    """Bytes of one class of tensors in each tier; activations are those of one micro-batch.
 
     Attributes:
-        name: of the class.
-        gpu: bytes.
-        host: bytes.
-        ssd: bytes.
-        recomputed: bytes that are nowhere.
+        name: name of the class.
+        gpu: bytes on the GPU.
+        host: bytes in host memory.
+        ssd: bytes on SSDs.
+        recomputed: bytes that are dropped and recomputed.
     """
 
     name: str
@@ -42,35 +42,35 @@ class Placed:
 
 @dataclass(frozen=True)
 class Report:
-    """What is to be said of a plan.
+    """A report on a plan.
 
     Attributes:
-        prediction: of the simulation.
-        fits: every tier has the memory.
-        excess_bytes: by which the plan exceeds the memory of the tiers, or a step what may be written to SSDs.
-        over: of what, for a person.
-        placed: where each class of bytes is.
+        prediction: result of the simulation.
+        fits: whether the plan fits the budgets of all tiers.
+        excess_bytes: bytes by which the plan exceeds the budgets of the tiers, or the daily limit of SSD writes.
+        over: text that names the exceeded limit.
+        placed: bytes of each class in each tier.
         swap_coefficient: bytes of intra-block activations swapped over all of them (Fuyou 5.6).
-        tokens_per_second: of training.
-        lifts: (change, tokens per second with it), the largest gain first.
-        largest_samples: of a micro-batch that fits with the placement that takes least memory; 0: not even one sample.
-        hidden_tokens: of a step from which on the GPU takes longer than the SSDs; None: it never does.
+        tokens_per_second: predicted throughput.
+        what_ifs: pairs of a change of the hardware and the throughput with it, the largest gain first.
+        largest_samples: samples of the largest micro-batch that fits with the plan of least memory; 0: none fits.
+        breakeven_tokens: tokens per step from which on the GPU is busier than the SSDs; None: it never is.
         required_write_bandwidth: bytes/s at which all activations leave within half a step (SSDTrain III-D).
-        ssd_bytes_per_day: written.
-        ssd_years: that the drives last; None: their endurance is not given.
-        cost: of a million tokens, in the currency of the price; None: no price is given.
+        ssd_bytes_per_day: bytes written to SSDs in a day of training.
+        ssd_years: lifetime of the SSDs in years; None: their endurance is not given.
+        cost: cost of a million tokens in the currency of the price; None: no price is given.
     """
 
     prediction: Prediction
     fits: bool
     excess_bytes: int
     over: str
-    placed: tuple[Placed, ...]
+    placed: tuple[TierBytes, ...]
     swap_coefficient: float
     tokens_per_second: float
-    lifts: tuple[tuple[str, float], ...]
+    what_ifs: tuple[tuple[str, float], ...]
     largest_samples: int
-    hidden_tokens: float | None
+    breakeven_tokens: float | None
     required_write_bandwidth: float
     ssd_bytes_per_day: float
     ssd_years: float | None
@@ -82,21 +82,21 @@ def make_report(
     hardware: HardwareProfile,
     plan: Plan,
     *,
-    settled: FixedPlacement | None = None,
+    fixed: FixedPlacement | None = None,
     endurance: float | None = None,
     price_per_hour: float | None = None,
     ssd_price: float = 0.0,
 ) -> Report:
-    """Returns what is to be said of `plan`.
+    """Returns the report on `plan`.
 
     Args:
-        model: as profiled.
-        hardware: as measured.
-        plan: for the model.
-        settled: where model states are; None: they may be elsewhere with other memory.
-        endurance: bytes that may be written to all drives together, in large writes (see `large_write_endurance`).
-        price_per_hour: of the machine.
-        ssd_price: of the drives, in the same currency; shared out over the hours that they last.
+        model: the profile.
+        hardware: the machine.
+        plan: a plan for the model.
+        fixed: tiers of model states; None: a plan for more memory may choose others.
+        endurance: bytes that may be written to all SSDs together in large writes (see `large_write_endurance`).
+        price_per_hour: price of the machine.
+        ssd_price: price of the SSDs in the same currency, spread over their lifetime.
     """
     prediction = simulate(model, hardware, plan)
     throughput = _throughput(model, prediction)
@@ -116,9 +116,9 @@ def make_report(
         placed=placed,
         swap_coefficient=coefficient,
         tokens_per_second=throughput,
-        lifts=find_lifts(model, hardware, plan, settled),
+        what_ifs=find_what_ifs(model, hardware, plan, fixed),
         largest_samples=largest_samples(model, hardware),
-        hidden_tokens=hidden_tokens(model, hardware, plan),
+        breakeven_tokens=breakeven_tokens(model, hardware, plan),
         required_write_bandwidth=required_write_bandwidth(
             model.micro_batches * model.saved_bytes, prediction.step_seconds
         ),
@@ -129,19 +129,19 @@ def make_report(
 
 
 def largest_samples(model: ModelProfile, hardware: HardwareProfile) -> int:
-    """Returns the samples of the largest micro-batch that fits, with everything that can leave the GPU out of it."""
+    """Returns the samples of the largest micro-batch that fits when everything that can be offloaded is."""
 
     memory_alone = replace(hardware, ssd_bytes_per_day=None)
 
     def fits(samples: int) -> bool:
         scaled = model.with_samples(samples)
-        plan = safest_plan(scaled, ssd_bytes=hardware.ssd_bytes)
+        plan = min_memory_plan(scaled, ssd_bytes=hardware.ssd_bytes)
         return simulate(scaled, hardware, plan).excess_bytes(memory_alone) == 0
 
     if not fits(1):
         return 0
     low, high = 1, 2
-    # A profile whose activations take no bytes has no largest micro-batch; the search ends somewhere.
+    # Without activation bytes any micro-batch fits: the search is bounded.
     while fits(high) and high < 1 << 20:
         low, high = high, 2 * high
     while high - low > 1:
@@ -150,10 +150,10 @@ def largest_samples(model: ModelProfile, hardware: HardwareProfile) -> int:
     return low
 
 
-def hidden_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> float | None:
-    """Returns the tokens of a step from which on the SSDs are hidden behind the GPU; None: they never are.
+def breakeven_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> float | None:
+    """Returns the tokens per step from which on SSD transfers are hidden behind computation; None: they never are.
 
-    Model states move once a step, whatever its tokens; computation and activations grow with them.
+    Transfers of model states do not depend on the tokens of a step; computation and activations are proportional.
     """
     stages = cut_stages(model, plan)
     per_byte = 1 / hardware.ssd_read + 1 / hardware.ssd_write
@@ -171,12 +171,12 @@ def hidden_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan) ->
     return fixed / (compute - activations)
 
 
-def find_lifts(
-    model: ModelProfile, hardware: HardwareProfile, plan: Plan, settled: FixedPlacement | None = None
+def find_what_ifs(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, fixed: FixedPlacement | None = None
 ) -> tuple[tuple[str, float], ...]:
-    """Returns (change, tokens per second with it) of what would make the step faster, the largest gain first.
+    """Returns pairs of a change that makes training faster and the throughput with it, the largest gain first.
 
-    Faster hardware is simulated with the same plan; more memory, or a larger micro-batch, with one of its own.
+    Faster hardware is simulated with the same plan; more memory, or a larger micro-batch, with a new plan.
     """
     before = _throughput(model, simulate(model, hardware, plan))
     machines = {
@@ -191,15 +191,15 @@ def find_lifts(
         "twice the samples in a micro-batch": (model.with_samples(2 * model.samples), hardware),
     }
     for name, (other, machine) in others.items():
-        prediction = simulate(other, machine, plan_holistic(other, machine, settled))
+        prediction = simulate(other, machine, plan_holistic(other, machine, fixed))
         if prediction.excess_bytes(machine) == 0:
             changes[name] = _throughput(other, prediction)
-    gains = [(name, after) for name, after in changes.items() if after >= GAIN * before]
+    gains = [(name, after) for name, after in changes.items() if after >= MIN_GAIN * before]
     return tuple(sorted(gains, key=lambda gain: -gain[1]))
 
 
 def render_report(report: Report) -> str:
-    """Returns a report for a person to read."""
+    """Returns the report as text."""
     prediction = report.prediction
     busy = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in prediction.busy_seconds.items())
     lines = [
@@ -210,7 +210,7 @@ def render_report(report: Report) -> str:
         f"busy               {busy}",
         f"bound by           {prediction.bound}; the GPU waits for {format_seconds(prediction.stall_seconds)}",
     ]
-    for change, throughput in report.lifts:
+    for change, throughput in report.what_ifs:
         lines.append(f"  with {change}: {throughput:.0f} tokens/s ({throughput / report.tokens_per_second:.2f}x)")
     lines.append(f"{'':<18} {'GPU':>12} {'host':>12} {'SSD':>12} {'recomputed':>12}")
     for row in report.placed:
@@ -220,8 +220,8 @@ def render_report(report: Report) -> str:
         f"swap coefficient   {report.swap_coefficient:.2f}",
         f"largest micro-batch: {report.largest_samples} samples",
     ]
-    if report.hidden_tokens != 0:
-        hidden = "never" if report.hidden_tokens is None else f"from {report.hidden_tokens:.0f} tokens a step on"
+    if report.breakeven_tokens != 0:
+        hidden = "never" if report.breakeven_tokens is None else f"from {report.breakeven_tokens:.0f} tokens a step on"
         lines.append(f"SSDs hidden        {hidden}")
     lines.append(
         f"write bandwidth    {report.required_write_bandwidth / 1e9:.3g} GB/s would offload all activations within "
@@ -240,13 +240,13 @@ def render_report(report: Report) -> str:
 
 
 def render_summary(report: Report) -> str:
-    """Returns the most important of a report, in a few lines."""
+    """Returns a summary of the report in a few lines."""
     prediction = report.prediction
     shares = {
         "kept": sum(row.gpu for row in report.placed[-2:]),
         "to host memory": sum(row.host for row in report.placed[-2:]),
         "to SSDs": sum(row.ssd for row in report.placed[-2:]),
-        "computed again": sum(row.recomputed for row in report.placed[-2:]),
+        "recomputed": sum(row.recomputed for row in report.placed[-2:]),
     }
     where = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in shares.items() if nbytes)
     lines = [
@@ -255,7 +255,9 @@ def render_summary(report: Report) -> str:
         f"{format_bytes(prediction.gpu_peak_bytes)} of the device, {format_bytes(prediction.host_peak_bytes)} of host "
         "memory.",
     ]
-    lines += [f"  With {change}: {gain / report.tokens_per_second:.2f}x as fast." for change, gain in report.lifts[:2]]
+    lines += [
+        f"  With {change}: {gain / report.tokens_per_second:.2f}x as fast." for change, gain in report.what_ifs[:2]
+    ]
     return "\n".join(lines)
 
 
@@ -269,8 +271,8 @@ def swap_coefficient(model: ModelProfile, plan: Plan) -> float:
     return _place(model, plan)[1]
 
 
-def _place(model: ModelProfile, plan: Plan) -> tuple[tuple[Placed, ...], float]:
-    """Returns where each class of bytes is, and the swap coefficient."""
+def _place(model: ModelProfile, plan: Plan) -> tuple[tuple[TierBytes, ...], float]:
+    """Returns the bytes of each class in each tier, and the swap coefficient."""
     inputs, inner = ({"gpu": 0, "host": 0, "ssd": 0, "recomputed": 0} for _ in range(2))
     for profile in model.units:
         unit = plan.units[profile.name]
@@ -279,8 +281,8 @@ def _place(model: ModelProfile, plan: Plan) -> tuple[tuple[Placed, ...], float]:
             inner[_TIER_OF[unit.operators[operator.name]]] += operator.saved_bytes
     total = sum(inner.values())
     coefficient = (inner["host"] + inner["ssd"]) / total if total else 0.0
-    states = [Placed(name, **sizes) for name, sizes in place_states(model, plan).items()]
-    return (*states, Placed("inputs of units", **inputs), Placed("activations", **inner)), coefficient
+    states = [TierBytes(name, **sizes) for name, sizes in resident_by_kind(model, plan).items()]
+    return (*states, TierBytes("inputs of units", **inputs), TierBytes("activations", **inner)), coefficient
 
 
 _TIER_OF = {"keep": "gpu", "host": "host", "ssd": "ssd", "recompute": "recomputed"}

@@ -666,7 +666,7 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
     )
 
 
-def place_states(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
+def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
     """Returns, of compute weights, optimizer states and gradients, the bytes that are in each tier all the time."""
     placed: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
     weights, states, gradients = placed.values()
@@ -682,7 +682,7 @@ def place_states(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
 
 def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
     """Returns the bytes that are in each tier all the time: weights, states, gradients and memory of optimizer jobs."""
-    placed = place_states(model, plan).values()
+    placed = resident_by_kind(model, plan).values()
     gpu, host, ssd = (sum(of[tier] for of in placed) for tier in TIERS)
     passing: list[int] = []
     for profile in model.units:

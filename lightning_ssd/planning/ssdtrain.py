@@ -9,7 +9,7 @@ TierT = TypeVar("TierT", bound=str)
 
 @dataclass(frozen=True)
 class TierSpeed:
-    """What a tier can carry.
+    """Bandwidth and capacity of a tier.
 
     Attributes:
         write: bytes/s from the device into the tier.
@@ -25,16 +25,16 @@ class TierSpeed:
 def offload_amounts(
     saved_bytes: int, forward_seconds: float, backward_seconds: float, speeds: Mapping[TierT, TierSpeed]
 ) -> dict[TierT, int]:
-    """Returns how many bytes of a micro-batch each tier takes without slowing it.
+    """Returns the bytes of a micro-batch that can be offloaded to each tier without slowing it.
 
-    A tier takes what it can write during the forward and read during the backward, up to its capacity. The tiers share
-    the link to the device, which is as fast as the fastest of them.
+    These are the bytes that the tier can write during the forward and read during the backward, up to its capacity. The
+    tiers share the link to the device, which is as fast as the fastest of them.
 
     Args:
-        saved_bytes: bytes that could go out.
-        forward_seconds: of the micro-batch, without stalls.
-        backward_seconds: of the micro-batch, without stalls.
-        speeds: of each tier, in the order in which they are filled.
+        saved_bytes: bytes of all tensors that may be offloaded.
+        forward_seconds: seconds of the forward, without stalls.
+        backward_seconds: seconds of the backward, without stalls.
+        speeds: bandwidth of each tier, in the order in which they are filled.
 
     Returns:
         Bytes for each tier, at most `saved_bytes` in all.
@@ -52,10 +52,10 @@ def offload_amounts(
 
 
 def required_write_bandwidth(activation_bytes: float, step_seconds: float) -> float:
-    """Returns the bytes/s at which all activations leave within half a step (SSDTrain III-D): 2 S_act / t_step.
+    """Returns the bytes/s that offload all activations within half a step (SSDTrain III-D): 2 S_act / t_step.
 
     Args:
-        activation_bytes: of a step.
-        step_seconds: of the step.
+        activation_bytes: bytes of all activations of a step.
+        step_seconds: seconds of the step.
     """
     return 2 * activation_bytes / step_seconds

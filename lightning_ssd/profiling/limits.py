@@ -11,9 +11,9 @@ from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
     ModelProfile,
+    default_plan,
     resident_bytes,
     simulate,
-    unplanned,
 )
 from lightning_ssd.profiling.machine import measure_machine, mixed_bandwidth
 from lightning_ssd.profiling.model import Profiler
@@ -61,7 +61,7 @@ def limit_hardware(
         gpu_bytes: of the GPU, in all.
         ssd_bytes_per_day: that may be written; `None`: as the machine says.
     """
-    kept = simulate(profile, machine, unplanned(profile, placement, {}, 0))
+    kept = simulate(profile, machine, default_plan(profile, placement, {}, 0))
     return replace(
         machine,
         gpu_bytes=gpu_bytes,
@@ -93,7 +93,7 @@ def add_unseen_memory(
     if offloader.device.type != "cuda":
         return profile
     tiers: dict[InputChoice, int] = {name: tier.capacity for name, tier in offloader.tiers.items()}
-    plan = unplanned(profile, placement, tiers, offloader.policy.window_bytes)
+    plan = default_plan(profile, placement, tiers, offloader.policy.window_bytes)
     resident = resident_bytes(profile, plan)[0]
     # At least 0: late steps may have had less in flight than is possible.
     other = max(0, profiler.peak_bytes - simulate(profile, hardware, plan).gpu_peak_bytes)

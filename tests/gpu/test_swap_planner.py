@@ -15,7 +15,7 @@ from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import config
 from lightning_ssd.model_states import StatesConfig
 from lightning_ssd.models.gpt import GPT
-from lightning_ssd.planning import FixedPlacement, HardwareProfile, simulate, unplanned
+from lightning_ssd.planning import FixedPlacement, HardwareProfile, default_plan, simulate
 from tests.support.compare import assert_same
 from tests.support.delays import SlowCopies
 from tests.support.parity import SharedStorages, TinyGPT, exact, train
@@ -132,5 +132,5 @@ def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
         assert measured == pytest.approx(predicted, rel=0.1)
     # Not than "auto" took: where the CPU bounds the step, as with other tests beside this one, that may be as little.
     assert swaps.profile is not None and swaps.hardware is not None and swaps.plan is not None
-    kept = simulate(swaps.profile, swaps.hardware, unplanned(swaps.profile, FixedPlacement.of(swaps.plan), {}, 0))
+    kept = simulate(swaps.profile, swaps.hardware, default_plan(swaps.profile, FixedPlacement.of(swaps.plan), {}, 0))
     assert measured < 0.9 * kept.gpu_peak_bytes

@@ -74,7 +74,7 @@ def test_a_valid_file_loads(kind: Kind, tmp_path: Path) -> None:
         (b"[" * 20_000, "nested too deeply"),
         (b'{"a":' * 20_000, "nested too deeply"),
         (b"9" * 5_000, "is not (JSON|YAML)|must be a mapping"),
-        (b'{"a": 1, "a": 2}', "'a' is there twice"),
+        (b'{"a": 1, "a": 2}', "'a' occurs twice"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -159,7 +159,7 @@ def test_keys_that_are_missing_unknown_or_twice(kind: Kind, tmp_path: Path) -> N
         )  # fmt: skip
         if text != kind.text:
             message = check(kind, text, tmp_path / "file")
-            assert message is not None and f"'{name}' is there twice" in message
+            assert message is not None and f"'{name}' occurs twice" in message
 
 
 TOKENS = [

@@ -41,7 +41,7 @@ def test_wrong_values_are_named() -> None:
         replace(model, micro_batches=0)
     with pytest.raises(ValueError, match="`units` is empty. Give at least one"):
         replace(model, units=())
-    with pytest.raises(ValueError, match="The name `unit0` is there twice"):
+    with pytest.raises(ValueError, match="The name `unit0` occurs twice"):
         replace(model, units=(model.units[0], model.units[0]))
     with pytest.raises(ValueError, match="`unit0.parameters=-1`"):
         replace(model.units[0], parameters=-1)

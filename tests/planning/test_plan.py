@@ -86,7 +86,7 @@ def test_wrong_plans_for_a_model() -> None:
     ("change", "message"),
     [
         (lambda plan: plan.pop("clip"), "the plan lacks the entry `clip`. Add it"),
-        (lambda plan: plan.update(speed=3), "the plan has an entry `speed`, which means nothing"),
+        (lambda plan: plan.update(speed=3), "the plan has an unknown entry `speed`"),
         (lambda plan: plan.update(clip="maybe"), "`clip='maybe'` must be one of"),
         (lambda plan: plan.update(window_bytes="wide"), "`window_bytes='wide'` is not a number of bytes"),
         (lambda plan: plan.update(units=[]), "`units` must be a mapping"),

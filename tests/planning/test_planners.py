@@ -100,10 +100,10 @@ def test_the_window_is_no_wider_than_it_needs(hidden: int, layers: int, batch: i
     model = transformer_profile(
         H100, hidden=hidden, layers=layers, heads=hidden // 128, sequence=1024, batch=batch, vocabulary=50304
     )
-    settled = FixedPlacement(("gpu",) * len(model.units), ("gpu",) * len(model.units))
-    most = simulate(model, H100, make_plan(model, H100, settled=settled)).gpu_peak_bytes
-    plan = make_plan(model, replace(H100, gpu_bytes=int(share * most)), settled=settled)
-    default = default_window(model, settled.weights)
+    fixed = FixedPlacement(("gpu",) * len(model.units), ("gpu",) * len(model.units))
+    most = simulate(model, H100, make_plan(model, H100, fixed=fixed)).gpu_peak_bytes
+    plan = make_plan(model, replace(H100, gpu_bytes=int(share * most)), fixed=fixed)
+    default = default_window(model, fixed.weights)
     half = simulate(model, H100, replace(plan, window_bytes=plan.window_bytes // 2))
     assert plan.window_bytes <= default or half.step_seconds > simulate(model, H100, plan).step_seconds
 
@@ -155,13 +155,13 @@ def test_holistic_against_a_sweep(gpu_bytes: int, host_bytes: int, shape: tuple[
 def test_what_may_be_written_in_a_day() -> None:
     """What would wear the SSDs is computed again instead; where even that is too much, the plan does not fit."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, gpu_bytes=20 * GB, host_bytes=20 * GB, ssd_write=30e9, ssd_read=30e9, ssd_mixed=30e9)
-    free = simulate(model, machine, make_plan(model, machine, settled=settled))
+    free = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     assert free.ssd_written_bytes > 0 and free.excess_bytes(machine) == 0
     per_day = free.ssd_written_bytes * 86400 / free.step_seconds
     careful = replace(machine, ssd_bytes_per_day=per_day / 4)
-    plan = make_plan(model, careful, settled=settled)
+    plan = make_plan(model, careful, fixed=fixed)
     prediction = simulate(model, careful, plan)
     assert prediction.excess_bytes(careful) == 0
     assert prediction.ssd_written_bytes * 86400 / prediction.step_seconds <= per_day / 4
@@ -171,9 +171,9 @@ def test_what_may_be_written_in_a_day() -> None:
 def test_memory_that_holds_little_is_used() -> None:
     """Host memory too small to pass data through: what has room on the GPU is kept, the rest computed again."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, gpu_bytes=26 * GB, host_bytes=2 * GB)
-    prediction = simulate(model, machine, make_plan(model, machine, settled=settled))
+    prediction = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     assert prediction.excess_bytes(machine) == 0
     assert prediction.step_seconds < 24 + 5.1  # at least three of eight need not be computed again
 
@@ -181,9 +181,9 @@ def test_memory_that_holds_little_is_used() -> None:
 def test_least_memory() -> None:
     """It takes less, and next to no more time."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-    fastest = simulate(model, H100, make_plan(model, H100, settled=settled))
-    least = simulate(model, H100, plan_for_least_memory(model, H100, settled=settled))
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    fastest = simulate(model, H100, make_plan(model, H100, fixed=fixed))
+    least = simulate(model, H100, plan_for_least_memory(model, H100, fixed=fixed))
     assert fastest.gpu_peak_bytes == 40 * GB
     assert least.gpu_peak_bytes < 20 * GB
     assert least.step_seconds <= 1.02 * fastest.step_seconds
@@ -192,13 +192,13 @@ def test_least_memory() -> None:
 def test_a_host_that_is_busy_gets_no_more_to_do() -> None:
     """Where launches bound the step, less memory would take longer: all stays, unless it has no room."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=2.0, operations=9)
-    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, launch=HostOverhead(0.1, 0.1, 0.1, 0.1, 0.1, 0.1))
-    least = plan_for_least_memory(model, machine, settled=settled)
+    least = plan_for_least_memory(model, machine, fixed=fixed)
     assert simulate(model, machine, least).gpu_peak_bytes == 40 * GB
-    assert simulate(model, H100, plan_for_least_memory(model, H100, settled=settled)).gpu_peak_bytes < 20 * GB
+    assert simulate(model, H100, plan_for_least_memory(model, H100, fixed=fixed)).gpu_peak_bytes < 20 * GB
     small = replace(machine, gpu_bytes=20 * GB)
-    assert simulate(model, small, make_plan(model, small, settled=settled)).excess_bytes(small) == 0
+    assert simulate(model, small, make_plan(model, small, fixed=fixed)).excess_bytes(small) == 0
 
 
 @given(models(), machines(), st.floats(0.7, 1.4))
@@ -216,8 +216,8 @@ def test_a_slow_host_is_corrected() -> None:
     """Where the host bounds the step, it is the host that takes longer, also with what a plan adds, if it adds any."""
     model = make_model(4, parameters=0, launch=4.0)
     machine = replace(H100, launch=HostOverhead(1, 2, 3, 4, 5, 6))
-    settled = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
-    for plan, factor in ((make_plan(model, machine), 1.0), (plan_with_coefficient(model, machine, 0.0, settled), 1.2)):
+    fixed = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
+    for plan, factor in ((make_plan(model, machine), 1.0), (plan_with_coefficient(model, machine, 0.0, fixed), 1.2)):
         corrected = correct(model, machine, plan, 1.2 * simulate(model, machine, plan).step_seconds)
         assert corrected is not None
         assert corrected[0].forward_seconds == model.forward_seconds
@@ -228,10 +228,10 @@ def test_a_slow_host_is_corrected() -> None:
 def test_a_late_host_or_a_slow_gpu() -> None:
     """Whichever is less surprising: what following a plan costs the host is known least, but not by any factor."""
     model = make_model(4, parameters=0, launch=1.0, operations=9)
-    settled = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
+    fixed = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
     for cost, slow in ((0.05, "host"), (0.004, "gpu")):
         machine = replace(H100, launch=HostOverhead(*6 * [cost]))
-        plan = plan_with_coefficient(model, machine, 0.0, settled)
+        plan = plan_with_coefficient(model, machine, 0.0, fixed)
         before = simulate(model, machine, plan)
         assert before.bound == "compute"
         corrected = correct(model, machine, plan, 1.04 * before.step_seconds)
@@ -292,14 +292,14 @@ def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None
 def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
     """Where following a plan would just cost nothing, all stays: it would if the host took but a third longer."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
-    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
 
     def least(cost: float) -> tuple[Prediction, Prediction]:
         machine = replace(H100, launch=HostOverhead(follow=cost))
-        plan = plan_for_least_memory(model, machine, settled=settled)
+        plan = plan_for_least_memory(model, machine, fixed=fixed)
         return simulate(model, machine, plan), simulate(model, machine.with_launches(CAUTION), plan)
 
-    limit = 1.02 * simulate(model, H100, make_plan(model, H100, settled=settled)).step_seconds
+    limit = 1.02 * simulate(model, H100, make_plan(model, H100, fixed=fixed)).step_seconds
     for cost in (0.0, 0.1, 0.15, 0.2, 0.4):
         nominal, slower = least(cost)
         assert nominal.step_seconds <= slower.step_seconds <= limit
@@ -310,10 +310,10 @@ def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
 def test_less_memory_where_not_all_fits() -> None:
     """The plan that is quickest is followed, too: less memory is compared with that, on a host as slow."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
-    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, launch=HostOverhead(follow=0.15), gpu_bytes=38 * GB)
-    best = simulate(model, machine, make_plan(model, machine, settled=settled))
-    least = simulate(model, machine, plan_for_least_memory(model, machine, settled=settled))
+    best = simulate(model, machine, make_plan(model, machine, fixed=fixed))
+    least = simulate(model, machine, plan_for_least_memory(model, machine, fixed=fixed))
     assert least.gpu_peak_bytes < 20 * GB < 30 * GB < best.gpu_peak_bytes
     assert least.step_seconds <= 1.02 * best.step_seconds
 
@@ -337,20 +337,20 @@ def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
 
 def test_settled_states_stay() -> None:
     model = make_model(4)
-    settled = FixedPlacement(("host", "ssd", "gpu", "host"), ("ssd", "ssd", "gpu", "host"))
+    fixed = FixedPlacement(("host", "ssd", "gpu", "host"), ("ssd", "ssd", "gpu", "host"))
     for planner in PLANNERS:
-        plan = make_plan(model, H100, planner, settled)
+        plan = make_plan(model, H100, planner, fixed)
         plan.check(model)
-        assert FixedPlacement.of(plan) == settled
+        assert FixedPlacement.of(plan) == fixed
 
 
 def test_coefficients_are_kept_to() -> None:
     """What is swapped is at least the share that was asked for, and no more than an operator beyond it."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
-    settled = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, host_bytes=10 * GB)
     for count in range(9):
-        plan = plan_with_coefficient(model, machine, count / 8, settled)
+        plan = plan_with_coefficient(model, machine, count / 8, fixed)
         plan.check(model)
         swapped = [unit for unit in plan.units.values() if unit.operators["work"] != "recompute"]
         assert len(swapped) == count

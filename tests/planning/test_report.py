@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_ssd.planning import make_plan, make_report, render_report, simulate
-from lightning_ssd.planning.holistic import safest_plan
-from lightning_ssd.planning.report import find_lifts, hidden_tokens, largest_samples
+from lightning_ssd.planning.holistic import min_memory_plan
+from lightning_ssd.planning.report import breakeven_tokens, find_what_ifs, largest_samples
 from lightning_ssd.planning.simulator import cut_stages
 from tests.support.profiles import GB, GIB, H100, make_model
 from tests.support.transformer import transformer_profile
@@ -59,7 +59,9 @@ def test_largest_samples() -> None:
     assert most > 8
     for samples, fits in ((most, True), (most + 1, False)):
         model = GPT.with_samples(samples)
-        assert (simulate(model, SMALL, safest_plan(model, ssd_bytes=SMALL.ssd_bytes)).excess_bytes(SMALL) == 0) == fits
+        assert (
+            simulate(model, SMALL, min_memory_plan(model, ssd_bytes=SMALL.ssd_bytes)).excess_bytes(SMALL) == 0
+        ) == fits
     model = GPT.with_samples(most)
     assert simulate(model, SMALL, make_plan(model, SMALL)).excess_bytes(SMALL) == 0
     assert largest_samples(GPT, replace(SMALL, gpu_bytes=GB // 10)) == 0
@@ -69,30 +71,30 @@ def test_hidden_tokens() -> None:
     """At that many tokens the GPU and the SSDs take the same time."""
     plan = make_plan(GPT, SMALL, "fuyou")
     machine = replace(SMALL, ssd_read=20e9, ssd_write=20e9, ssd_mixed=20e9)
-    tokens = hidden_tokens(GPT, machine, plan)
+    tokens = breakeven_tokens(GPT, machine, plan)
     assert tokens is not None
     stages = cut_stages(GPT, plan)
     compute = tokens / GPT.tokens * sum(stage.forward + stage.backward + stage.remat_seconds for stage in stages)
     activations = tokens / GPT.tokens * sum(stage.to_ssd for stage in stages)
     assert compute == pytest.approx((30 * GPT.parameters + 2 * activations) / 20e9)
     # Nothing on SSDs is hidden at once; activations that take longer than the computation never are.
-    assert hidden_tokens(GPT, machine, make_plan(GPT, SMALL, "ssdtrain")) == 0
+    assert breakeven_tokens(GPT, machine, make_plan(GPT, SMALL, "ssdtrain")) == 0
     slow = replace(SMALL, ssd_read=1e6, ssd_write=1e6, ssd_mixed=1e6)
-    assert hidden_tokens(GPT, slow, plan) is None
+    assert breakeven_tokens(GPT, slow, plan) is None
 
 
 def test_lifts_name_the_bound() -> None:
     """SSDs bound the step: faster ones lift it. What computes all the time is lifted by nothing of that."""
-    bound = find_lifts(GPT, SMALL, make_plan(GPT, SMALL, "fuyou"))
+    bound = find_what_ifs(GPT, SMALL, make_plan(GPT, SMALL, "fuyou"))
     assert "SSDs twice as fast" in dict(bound)
     assert [gain for _, gain in bound] == sorted((gain for _, gain in bound), reverse=True)
     model = make_model(8)
-    assert find_lifts(model, H100, make_plan(model, H100)) == ()
+    assert find_what_ifs(model, H100, make_plan(model, H100)) == ()
 
 
 def test_rendered() -> None:
     """What a person asks for is in it."""
-    text = render_report(make_report(GPT, SMALL, safest_plan(GPT), endurance=1e15, price_per_hour=2.0))
+    text = render_report(make_report(GPT, SMALL, min_memory_plan(GPT), endurance=1e15, price_per_hour=2.0))
     for words in (
         "It fits",
         "tokens/s",

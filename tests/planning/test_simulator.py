@@ -370,12 +370,12 @@ def test_what_comes_and_goes_is_not_there_all_the_time() -> None:
 @pytest.mark.parametrize("weights", ["gpu", "host", "ssd"])
 @pytest.mark.parametrize("activation", ["keep", "host", "ssd"])
 def test_many_micro_batches_are_like_few(weights: Any, activation: Any) -> None:
-    """What is foretold from a few is what the simulation of all of them says."""
+    """What is predicted from a few is what the simulation of all of them says."""
     model = make_model(12, saved=GB, inputs=GB // 8, parameters=10**8, micro_batches=9)
     model = model.with_time(0.05)
     plan = plan_of(model, weights, weights, activation, activation)
-    foretold, simulated = simulate(model, H100, plan), _simulate(model, H100, plan)
-    assert foretold.step_seconds == pytest.approx(simulated.step_seconds, rel=0.02)
-    assert foretold.gpu_peak_bytes == pytest.approx(simulated.gpu_peak_bytes, rel=0.02)
-    assert foretold.ssd_written_bytes == simulated.ssd_written_bytes
-    assert foretold.ssd_read_bytes == simulated.ssd_read_bytes
+    predicted, simulated = simulate(model, H100, plan), _simulate(model, H100, plan)
+    assert predicted.step_seconds == pytest.approx(simulated.step_seconds, rel=0.02)
+    assert predicted.gpu_peak_bytes == pytest.approx(simulated.gpu_peak_bytes, rel=0.02)
+    assert predicted.ssd_written_bytes == simulated.ssd_written_bytes
+    assert predicted.ssd_read_bytes == simulated.ssd_read_bytes
