@@ -130,7 +130,7 @@ class FlatParameter:
         self.attached = True
 
     def adopt(self) -> None:
-        """Makes the parameters views of the flat, whose store has their values; other tensors may share their memory."""
+        """Makes the parameters views of the flat, whose store has their values; user code may share their memory."""
         memories = {index: SharedMemory(item.parameter) for index, item in enumerate(self.slices)}
         before = {index: item.parameter.device for index, item in enumerate(self.slices)}
         self.attach()
