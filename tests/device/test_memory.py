@@ -71,3 +71,14 @@ def test_every_automatic_budget_follows_the_fraction(gpu: Any) -> None:
     whole = budgets()
     gpu.fraction = 0.3
     assert budgets() == pytest.approx([value * 24 / 78 for value in whole], rel=1e-6)
+
+
+def test_the_allocators_state_is_what_torch_reports(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`CUDAMemory` reads the statistics that `memory_allocated` and `max_memory_allocated` flatten."""
+    pools = {pool: {"current": 3 * n, "peak": 7 * n} for n, pool in enumerate(("all", "small_pool", "large_pool"), 1)}
+    monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_get_device_index", lambda device, optional: 0)
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda index: {"allocated_bytes": pools}, raising=False)
+    memory = CUDAMemory(GPU)
+    assert (memory.allocated(), memory.peak()) == (3, 7)
+    assert (torch.cuda.memory_allocated(GPU), torch.cuda.max_memory_allocated(GPU)) == (3, 7)
