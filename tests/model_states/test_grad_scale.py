@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
+from tests.support.models import BlocksModel
 from tests.support.trainings import batches, make_trainer, offloading, small_model
 
 CPU = torch.device("cpu")
@@ -78,6 +80,22 @@ def test_a_device_that_is_lost_at_any_copy_ends_training_with_its_error(
     trainer: pl.Trainer = make_trainer(tmp_path, strategy, gradient_clip_val=None if clip is None else 0.01)
     with pytest.raises(RuntimeError, match="the device is lost"):
         trainer.fit(small_model(), batches())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("clip", [None, "deferred", "speculative"])
+@pytest.mark.parametrize("after", [0, 3, 9, 20])
+def test_steps_without_a_gradient_release_their_staging_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any, after: int
+) -> None:
+    """16 blocks on SSD share the staging memory of a few: the end of training waits for none of them."""
+    monkeypatch.setattr(build, "make_copy_engine", lambda device: LostDevice(device, after))
+    arguments = {} if clip is None else {"clip": clip}
+    strategy = SSDOffloadStrategy(states="ssd", min_bytes=1, offload="none", gpu_memory="1B", **arguments)
+    trainer: pl.Trainer = make_trainer(tmp_path, strategy, gradient_clip_val=None if clip is None else 0.01)
+    rows = torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        trainer.fit(BlocksModel(depth=16), rows)
 
 
 def steps_of(decision: GradScaleDecision, norms: list[float]) -> list[float | None]:
