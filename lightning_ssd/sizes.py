@@ -71,7 +71,7 @@ class SizeArgument:
             if value in self.words:
                 return value
             # No more digits than any machine has bytes.
-            match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})\s*(%|[a-z]*)\s*", value.lower())
+            match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})\s*(%|[a-z]*)\s*", value.lower(), re.ASCII)
             if match is None or match[2] not in {*_UNITS, "%"}:
                 self._refuse(value, "is not a number of bytes")
             number, unit = Fraction(match[1]), match[2]

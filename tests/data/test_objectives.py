@@ -188,14 +188,14 @@ def test_sentinels(tmp_path: Path, text: Path) -> None:
     [
         (masked, {"tokenizer": "tokenizer"}, r"data\.tokenizer=.*tokenizer has no mask token.*`mask_token`"),
         (masked, {"mask_share": 1.0}, r"data\.mask_share=1\.0 is not a share"),
-        (masked, {"path": "empty.txt"}, r"0 samples.*data\.path"),
+        (masked, {"path": "empty.txt"}, r"data\.path=.*holds no text"),
         (masked, {"path": "a.jsonl"}, r"a\.jsonl:1 has no text under 'text' \(it has 'body'\): set data\.field"),
         (spans, {"tokenizer": "tokenizer"}, r"data\.tokenizer=.*tokenizer has no `<extra_id_0>`.*data\.block_size"),
         (spans, {"noise_share": 0.0}, r"data\.noise_share=0\.0 is not a share"),
         (spans, {"noise_share": 0.8, "mean_span": 1.0}, r"data\.noise_share=0\.8 in \d+ spans.*data\.mean_span"),
         (spans, {"mean_span": 0.5}, r"data\.mean_span=0\.5"),
         (spans, {"block_size": 2}, r"data\.block_size=2 is too short.* 3 or more"),
-        (spans, {"path": "empty.txt"}, r"0 samples.*data\.path"),
+        (spans, {"path": "empty.txt"}, r"data\.path=.*holds no text"),
     ],
 )
 def test_errors_name_the_argument(tmp_path: Path, make: Any, arguments: dict[str, Any], message: str) -> None:
