@@ -99,9 +99,9 @@ class MicroBatch:
         self._wanted: dict[int, None] = {}  # a set that keeps its order
         self._candidates = list(dict.fromkeys(patterns))
         """Earlier micro-batches that this one may repeat, the newest first; the first one is known to match so far."""
-        self._window_bytes = window_bytes
-        self._wanted_early = self._candidates[0].wanted_early(window_bytes) if self._candidates else frozenset()
+        self._wanted_early: frozenset[int]
         """Indices of storages of the first candidate."""
+        self.set_window(window_bytes)
         self._expected: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._cursor = 0
@@ -115,6 +115,11 @@ class MicroBatch:
         self._begun: Any = clock.now()
         self._turned: Any = None
         self._ended: Any = None
+
+    def set_window(self, window_bytes: int) -> None:
+        """Has storages that backward wants in its first `window_bytes` stay on the device from now on."""
+        self._window_bytes = window_bytes
+        self._wanted_early = self._candidates[0].wanted_early(window_bytes) if self._candidates else frozenset()
 
     def stays_again(self, nbytes: int) -> bool:
         """Whether the next saved storage may stay on the device without a record, if the placement leaves it there.
@@ -146,8 +151,8 @@ class MicroBatch:
         self._records.append(record)
         if self._candidates and not self._candidates[0].has(index, nbytes):
             self._candidates = [pattern for pattern in self._candidates[1:] if pattern.begins_with(self.sizes)]
-            early = self._candidates[0].wanted_early(self._window_bytes) if self._candidates else frozenset()
-            self._repeated, self._wanted_early = None, early
+            self._repeated = None
+            self.set_window(self._window_bytes)
 
     def keeps(self, record: SavedStorage) -> bool:
         """Whether backward will want `record` so early that it would be fetched back at once: it never leaves."""

@@ -151,6 +151,8 @@ class ActivationOffloader:
         self._window_depth = policy.window_depth
         self._on_saved = policy.on_saved
         self._on_unpacked = policy.on_unpacked
+        if self._batch is not None:  # a micro-batch begins before callbacks of its batch change the policy
+            self._batch.set_window(policy.window_bytes)
 
     def begin_micro_batch(self) -> None:
         """Begins a micro-batch: the following saved tensors belong to a new record of their order."""
