@@ -195,6 +195,8 @@ class ActivationOffloader:
         if self._batch is not None:
             while self._window:
                 self._pop_window()
+            if self._batch.in_backward and not self._batch.ended:
+                self._placement.end()
             self._batch.end()
             self._collect()
 

@@ -36,6 +36,10 @@ class Placement(ABC):
     def begin(self, expected_bytes: int) -> None:
         """Begins a micro-batch; the last one saved `expected_bytes` that could be offloaded (0: unknown)."""
 
+    def end(self) -> None:
+        """The backward of the micro-batch has ended."""
+        return None
+
     @abstractmethod
     def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         """Returns the tiers to try, in this order, for the next storage; none: it is kept on the device."""
@@ -204,6 +208,10 @@ class SSDTrainAuto(Placement):
         if self._limit is not None:
             stays = max(0.0, 1.0 - sum(shares.values())) * expected_bytes
             self._excess = _Share(self._limit.excess(stays))
+
+    def end(self) -> None:
+        if self._limit is not None:
+            self._limit.end()
 
     def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         if self._amounts is None or (self._limit is not None and self._limit.measuring):

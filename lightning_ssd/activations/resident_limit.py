@@ -27,9 +27,9 @@ class ResidentLimit:
     As long as the peak of a micro-batch leaves room for another one's saved storages, nothing is limited. Else the next
     micro-batch is measured: all saved storages that can are offloaded, and copies are waited for. Its peak is what
     everything else takes: weights, gradients, optimizer states, transient tensors, and the copies in flight. Saved
-    storages may stay in the rest of the memory. A micro-batch is measured again if more is allocated before it than
-    before the measured one: optimizer states are made in the first step, gradients in the first micro-batch of an
-    accumulation. A peak that exceeds the limit nevertheless lowers the number of bytes by the excess.
+    storages may stay in the rest of the memory. Micro-batches that begin unlike the measured ones are measured, too:
+    optimizer states are made in the first step, gradients in the first micro-batch of an accumulation, and batches
+    grow. A peak that exceeds the limit nevertheless lowers the number of bytes by the excess.
 
     The allocator's peak is reset before each measured micro-batch, and after one that exceeded the limit.
 
@@ -37,8 +37,10 @@ class ResidentLimit:
         meter: the device's allocator.
     """
 
-    #: Growth of the allocated bytes, as a share of the limit, that asks for another measured micro-batch.
-    GROWTH = 0.005
+    #: Difference of allocated bytes, as a share of the limit, up to which two micro-batches begin alike.
+    TOLERANCE = 0.005
+    #: Micro-batches that are measured because they begin unlike others.
+    MOST_LEVELS = 8
     #: How many more bytes than the last one a micro-batch may save.
     SPARE = 1.1
     #: Share of the limit from which on the first micro-batch waits for copies: its backward's memory is not known yet.
@@ -50,13 +52,18 @@ class ResidentLimit:
         self.scarce = False
         """Whether the present micro-batch may save more than there is room for."""
         self._meter = meter
-        self._micro_batches = 0
-        self._measured = False
-        """Whether `_others` was measured, else it has saved storages in it."""
         self._others = 0.0
-        """What a micro-batch takes without the saved storages that stay by `keep`."""
-        self._base = 0
-        """The bytes that were allocated before the micro-batch that showed `_others`."""
+        """What a micro-batch takes without the saved storages that stay by `keep`; 0: none has ended."""
+        self._levels: list[int] = []
+        """Bytes that were allocated before each measured micro-batch; none: `_others` has saved storages in it."""
+        self._measured_bytes = 0
+        """Bytes that were expected of the last measured micro-batch."""
+        self._level = 0
+        """Bytes that were allocated before the present micro-batch."""
+        self._lowest = 2**63
+        """The least of these."""
+        self._peak = 0
+        """The allocator's peak at the end of the present micro-batch's backward; 0: none has ended."""
         self._room = float("inf")
         """Bytes of saved storages that may still stay in the present micro-batch."""
 
@@ -66,29 +73,44 @@ class ResidentLimit:
         Args:
             expected_bytes: of the saved storages that may be offloaded, in the last micro-batch; 0: unknown.
         """
-        limit, allocated, peak = self._meter.limit(), self._meter.allocated(), self._meter.peak()
-        self._micro_batches += 1
-        if self._micro_batches == 1:
-            self._base = allocated
-            return
-        if self._micro_batches == 2 or self.measuring:
-            self._others, self._measured = peak, self.measuring
-        elif peak > limit:
-            self._others += peak - limit
+        limit, allocated = self._meter.limit(), self._meter.allocated()
+        if self._peak and self.measuring:
+            self._others = max(self._others if self._levels else 0.0, self._peak)
+            self._levels.append(self._level)
+            self._measured_bytes = expected_bytes
+        elif self._peak and not self._others:
+            self._others = self._peak
+        elif self._peak > limit:
+            self._others += self._peak - limit
             self._meter.reset_peak()
-        growth = max(0, allocated - self._base)
+        if self.scarce and self._meter.peak() > self._peak:  # an optimizer step, a validation or user code has
+            self._meter.reset_peak()
+        self._level = allocated
+        self._lowest = min(self._lowest, allocated)
+        if self._others:
+            self._limit_room(limit, expected_bytes)
+        self._peak = 0
+
+    def _limit_room(self, limit: float, expected_bytes: int) -> None:
+        like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in self._levels)
+        growth = 0 if like_a_measured_one else self._level - self._lowest
         self._room = max(0.0, limit - self._others - growth)
-        unknown = not self._measured or growth > self.GROWTH * limit
         self.scarce = self._room < self.SPARE * expected_bytes
-        self.measuring = unknown and self.scarce
+        unknown = not like_a_measured_one and len(self._levels) < self.MOST_LEVELS
+        larger = expected_bytes > self.SPARE * self._measured_bytes
+        # A measured micro-batch without a backward has shown nothing: the next one is measured.
+        self.measuring = self.scarce and (unknown or larger or (self.measuring and not self._peak))
         if self.measuring:
             self._meter.reset_peak()
-            self._base, self._room = allocated, 0.0
+            self._room = 0.0
+
+    def end(self) -> None:
+        """The backward of the micro-batch has ended: later peaks are no longer those of its saved storages."""
+        self._peak = max(self._peak, self._meter.peak())
 
     def waits(self) -> bool:
         """Whether copies out are to be waited for, so that their storages leave the device now."""
-        first = self._micro_batches == 1
-        return self.scarce or (first and self._meter.allocated() > self.UNKNOWN * self._meter.limit())
+        return self.scarce or (not self._others and self._meter.allocated() > self.UNKNOWN * self._meter.limit())
 
     def excess(self, nbytes: float) -> float:
         """Returns the share of `nbytes`, of storages that would stay, for which there is no room."""

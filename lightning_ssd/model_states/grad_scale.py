@@ -148,14 +148,18 @@ class GradScaleDecision:
         if scale is None and not self.loss_scaled:
             decided.set_result(1.0)
             return None
-        data = torch.cat((torch.ones_like(self._not_finite) if scale is None else scale, self._not_finite))
-        if len(self._on_the_way) == self.SLOTS:
-            wait([self._on_the_way.popleft()])
-        self._on_the_way.append(decided)
-        slot = self._host.tensor[self._slot * _SLOT_BYTES :][:_SLOT_BYTES]
-        self._slot = (self._slot + 1) % self.SLOTS
-        mark = self._copies.d2h(data.view(torch.uint8), slot, self._copies.mark(), awaited=True)
-        self.reset_checks()
+        try:
+            data = torch.cat((torch.ones_like(self._not_finite) if scale is None else scale, self._not_finite))
+            if len(self._on_the_way) == self.SLOTS:
+                wait([self._on_the_way.popleft()])
+            self._on_the_way.append(decided)
+            slot = self._host.tensor[self._slot * _SLOT_BYTES :][:_SLOT_BYTES]
+            self._slot = (self._slot + 1) % self.SLOTS
+            mark = self._copies.d2h(data.view(torch.uint8), slot, self._copies.mark(), awaited=True)
+            self.reset_checks()
+        except BaseException as error:  # jobs wait for the scale, and the end of training for the jobs
+            decided.set_exception(error)
+            raise
 
         def on_host(copied: "Future[None]") -> None:  # on the d2h-done thread
             try:

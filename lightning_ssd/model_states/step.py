@@ -113,13 +113,13 @@ class OptimizerStep:
     def _make(self, staged: StagedState, scale: float) -> None:
         """Computes the step, and submits the writes of the new values."""
         begun = perf_counter()
-        whole = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
-        assert whole is not None
-        if self.limit is not None:
-            whole, scale = (whole.float() * scale).clamp_(-self.limit, self.limit), 1.0
         changed = False
-        has_grad = self._has_grad()
         try:
+            whole = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
+            assert whole is not None
+            if self.limit is not None:
+                whole, scale = (whole.float() * scale).clamp_(-self.limit, self.limit), 1.0
+            has_grad = self._has_grad()
             with span(OPTIMIZER + self.store.flat.name):
                 self.rule.step(self.options, staged, whole, has_grad, scale)
             changed = True

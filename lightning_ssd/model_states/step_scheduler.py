@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ssd.device import WorkCounter, Worker, all_of, finished, then
+from lightning_ssd.device import WorkCounter, Worker, all_of, error_of, finished, then
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
@@ -102,9 +102,10 @@ class StepScheduler:
         """Accumulations that those steps use; their norms are known when they are done."""
         self._steps_before: dict[FlatParameter, int] = {}
         """Number of committed steps of the flat parameters in `_submitted` when they were submitted."""
-        self._ended_steps_before: deque[dict[FlatParameter, int]] = deque(maxlen=2)
-        """The same of the last two optimizer steps that `end` has ended. The jobs of the second one wait until the
-        first one is committed and written: one of an earlier step can't fail any more."""
+        self._ended_steps_before: deque[tuple[dict[FlatParameter, int], Future[None]]] = deque()
+        """The same of the last two optimizer steps that `end` has ended, and of earlier ones that may still fail; each
+        with a future that is done when the step is committed and written. Steps of several optimizers end one after
+        the other without waiting."""
         self._committed: Future[None] = finished(None)
         """Done when the last optimizer step is committed and written in all flat parameters with two versions."""
         self._recorded: Future[None] = finished(None)
@@ -259,16 +260,20 @@ class StepScheduler:
         """Closes the books of the step that ends, and returns the futures of its jobs."""
         with self._lock:
             submitted, self._submitted = self._submitted, {}
-            self._ended_steps_before.append(self._steps_before)
-            self._steps_before = {}
+            steps_before, self._steps_before = self._steps_before, {}
             self._accumulations = {}
             if self._journal is not None:
                 self._unrecorded |= submitted
         stores = {flat: store for flat in submitted if (store := self._stores[flat]).layout.versions == 2}
-        if stores:
-            committed = all_of(then(submitted[flat], store.written) for flat, store in stores.items())
-            with self._lock:
+        committed = all_of(then(submitted[flat], store.written) for flat, store in stores.items())
+        done = committed if stores else all_of(submitted.values())
+        with self._lock:
+            if stores:
                 self._committed = committed
+            if steps_before:
+                self._ended_steps_before.append((steps_before, done))
+            while len(self._ended_steps_before) > 2 and _is_committed(self._ended_steps_before[0][1]):
+                self._ended_steps_before.popleft()
         return submitted
 
     def _options(self, flat: FlatParameter) -> Options:
@@ -401,7 +406,7 @@ class StepScheduler:
         with self._lock:
             begun, ended = self._steps_before, list(self._ended_steps_before)
         ahead = self._revert(begun, ended=False)
-        for steps_before in reversed(ended):
+        for steps_before, _ in reversed(ended):
             ahead += self._revert(steps_before, ended=True)
         return list(dict.fromkeys(ahead))
 
@@ -464,3 +469,7 @@ class StepScheduler:
         """Ends the worker's thread after the submitted jobs."""
         wait(self._gradients.consumed())
         self._worker.close()
+
+
+def _is_committed(done: "Future[None]") -> bool:
+    return done.done() and error_of(done) is None

@@ -52,17 +52,34 @@ class Training:
     transients: list[int]
     gradients: list[int]
     accumulate: int
+    beyond: int = 0
+    """Bytes beyond the limit that validation takes."""
 
     @property
     def states(self) -> int:
         return 2 * sum(self.gradients)
 
-    def run(self, auto: SSDTrainAuto | None, memory: Allocator, micro_batches: int) -> list[int]:
-        """Trains on `memory`, and returns the peak of each micro-batch; None: all storages are offloaded at once."""
+    def run(
+        self, auto: SSDTrainAuto | None, memory: Allocator, micro_batches: int, events: Sequence[str] = ()
+    ) -> list[int]:
+        """Trains on `memory`, and returns the peak of each micro-batch; None: all storages are offloaded at once.
+
+        `events` happen before each micro-batch after the first: a validation that takes all the memory there is, user
+        code that resets the allocator's peak, a forward without a backward.
+        """
         peaks = []
         memory.change(self.weights)
         allocated = [False] * len(self.sizes)
         for number in range(micro_batches):
+            event = events[number - 1] if 0 < number <= len(events) else ""
+            if event == "validation":
+                free = int(memory.most) + self.beyond - memory.level
+                memory.change(free)
+                memory.change(-free)
+            elif event == "reset":
+                memory.reset_peak()
+            elif event == "forward" and auto is not None:
+                auto.begin(sum(self.sizes))
             memory.highest_of_micro_batch = 0
             if auto is not None:
                 auto.begin(sum(self.sizes) if number else 0)
@@ -83,6 +100,7 @@ class Training:
                 memory.change(-self.transients[index] - self.sizes[index])
             peaks.append(memory.highest_of_micro_batch)
             if auto is not None:
+                auto.end()
                 saved = sum(self.sizes)
                 stalls = {"host": (0.1, 0.1), "ssd": (0.0, 0.0)}
                 auto.observe(MicroBatchProfile(1.0, 2.0, stalls, saved, auto.plan))  # type: ignore[arg-type]
@@ -103,6 +121,7 @@ TRAININGS = st.integers(1, 12).flatmap(
         transients=st.lists(SIZES, min_size=count, max_size=count),
         gradients=st.lists(st.integers(0, 300), min_size=count, max_size=count),
         accumulate=st.integers(1, 3),
+        beyond=st.integers(0, 100),
     )
 )
 
@@ -112,14 +131,21 @@ def limited(memory: Allocator) -> SSDTrainAuto:
 
 
 @settings(max_examples=150, deadline=None)
-@given(TRAININGS, st.floats(1.0, 3.0), st.integers(0, 30))
-def test_never_takes_more_than_the_limit_where_offloading_all_fits(training: Training, room: float, speed: int) -> None:
+@given(
+    TRAININGS,
+    st.floats(1.0, 3.0),
+    st.integers(0, 30),
+    st.lists(st.sampled_from(["", "validation", "reset", "forward"]), max_size=12),
+)
+def test_never_takes_more_than_the_limit_where_offloading_all_fits(
+    training: Training, room: float, speed: int, events: list[str]
+) -> None:
     """From the second micro-batch on: in the first one nobody knows what backward allocates."""
     least = max(training.run(None, Allocator(), 8))
     memory = Allocator()
     memory.most = least * room
     auto = SSDTrainAuto({"host": TierSpeed(speed, speed)}, ResidentLimit(memory))
-    peaks = training.run(auto, memory, 12)
+    peaks = training.run(auto, memory, 12, events)
     assert max(peaks[1:]) <= memory.most
 
 
@@ -175,6 +201,7 @@ class _FirstOnly(Placement):
     def __init__(self, scarce: bool) -> None:
         self._scarce = scarce
         self._first = True
+        self.ended = 0
 
     @property
     def memory_is_scarce(self) -> bool:
@@ -182,6 +209,9 @@ class _FirstOnly(Placement):
 
     def begin(self, expected_bytes: int) -> None:
         self._first = True
+
+    def end(self) -> None:
+        self.ended += 1
 
     def place(self, nbytes: int) -> Sequence[OffloadTierName]:
         first, self._first = self._first, False
@@ -192,7 +222,8 @@ class _FirstOnly(Placement):
 def test_storages_leave_at_once_where_memory_is_scarce(tmp_path: Path, scarce: bool) -> None:
     """The forward holds its first storage while that is saved: the next saved one has it offloaded, or a later one."""
     with open_cache(tmp_path) as offloader:
-        change_policy(offloader, placement=_FirstOnly(scarce))
+        placement = _FirstOnly(scarce)
+        change_policy(offloader, placement=placement)
         for _ in range(2):  # storages of the second micro-batch that stay have no record
             offloader.begin_micro_batch()
             leaf = torch.randn(1000, requires_grad=True)
@@ -206,4 +237,30 @@ def test_storages_leave_at_once_where_memory_is_scarce(tmp_path: Path, scarce: b
                 loss = x.sin().sin().sin().sum()
             loss.backward()
             offloader.end_backward()
+        offloader.begin_micro_batch()
+        assert placement.ended == 2
     assert stored == (4000 if scarce else 0)
+
+
+@pytest.mark.parametrize("event", ["validation", "reset", "forward"])
+def test_other_peaks_do_not_change_what_stays(event: str) -> None:
+    training = Training(500, [100] * 10, [100] * 10, [0] * 10, 1, beyond=50)
+    memory = Allocator()
+    least = max(training.run(None, Allocator(), 8))
+    memory.most = least + 650
+    auto = SSDTrainAuto({"host": TierSpeed(0, 0)}, ResidentLimit(memory))
+    peaks = training.run(auto, memory, 20, [event] * 15)
+    assert peaks[-1] == least + 600
+
+
+def test_a_longer_batch_is_measured_again() -> None:
+    """Its transient tensors are larger, and nothing else tells of it."""
+    memory = Allocator()
+    short, long = (Training(0, [size] * 10, [3 * size] * 10, [0] * 10, 1) for size in (50, 100))
+    memory.change(500)
+    memory.most = 500 + 100 + 300 + 250
+    auto = SSDTrainAuto({"host": TierSpeed(0, 0)}, ResidentLimit(memory))
+    short.run(auto, memory, 12)
+    before = memory.resets
+    assert max(long.run(auto, memory, 6)[1:]) <= memory.most
+    assert memory.resets > before

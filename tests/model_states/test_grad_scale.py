@@ -82,6 +82,26 @@ def test_a_device_that_is_lost_at_any_copy_ends_training_with_its_error(
         trainer.fit(small_model(), batches())
 
 
+class RefusingCopies(CPUCopyEngine):
+    """The device is lost before a copy is issued."""
+
+    def d2h(self, *args: Any, **kwargs: Any) -> Mark:
+        raise RuntimeError("CUDA error: the device is lost")
+
+
+def test_a_scale_whose_copy_is_not_issued_fails_the_jobs_that_wait_for_it() -> None:
+    """Else the end of training would wait for these jobs forever."""
+    decision = GradScaleDecision(RefusingCopies(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    decision.begin(hold=False)
+    decision.clip([parameter], {parameter: torch.tensor(2.0)}, limit=1.0)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        decision.decide()
+    decision.fail()
+    assert str(decision.scale.exception(timeout=0)) == "CUDA error: the device is lost"
+    decision.close()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("clip", [None, "deferred", "speculative"])
 @pytest.mark.parametrize("after", [0, 3, 9, 20])
