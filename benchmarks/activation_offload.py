@@ -108,8 +108,8 @@ def parse_shape(shape: str) -> tuple[int, int, int]:
 class RandomTokens(Dataset[torch.Tensor]):
     """Blocks of random token ids."""
 
-    def __init__(self, blocks: int) -> None:
-        self.ids = torch.randint(0, VOCABULARY, (blocks, TOKENS), generator=torch.Generator().manual_seed(0))
+    def __init__(self, blocks: int, tokens: int = TOKENS, vocabulary: int = VOCABULARY) -> None:
+        self.ids = torch.randint(0, vocabulary, (blocks, tokens), generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -29,29 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.activation_offload import quiet_trainer
+from benchmarks.activation_offload import RandomTokens, quiet_trainer
+from benchmarks.processes import cap_gpu_memory
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader
 
 MODES = ("plain-eager", "plain", "ours-eager", "ours")
 VOCABULARY = 32000
-
-
-class RandomTokens(Dataset[torch.Tensor]):
-    """Samples of random token ids."""
-
-    def __init__(self, samples: int, tokens: int) -> None:
-        self._ids = torch.randint(0, VOCABULARY, (samples, tokens), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._ids[index]
 
 
 class Llama(pl.LightningModule):
@@ -177,7 +165,7 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
                 layers=arguments.layers,
                 tokens=arguments.tokens,
             )
-        data = RandomTokens(arguments.batch * total, arguments.tokens)
+        data = RandomTokens(arguments.batch * total, arguments.tokens, VOCABULARY)
         try:
             trainer.fit(model, DataLoader(data, batch_size=arguments.batch))
         except torch.OutOfMemoryError:
@@ -223,8 +211,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write a trace of the last steps of mode `ours` there")
     arguments = parser.parse_args()
     if arguments.gpu:
-        size = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(arguments.gpu * 2**30 / size)
+        cap_gpu_memory(arguments.gpu)
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in arguments.modes}
     for number in range(arguments.rounds):
         for mode in arguments.modes:

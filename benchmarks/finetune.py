@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import run_alone
+from benchmarks.processes import cap_gpu_memory, run_alone
 
 CASES = ["full:8b", "lora:8b", "long:1.2b", "long:8b"]
 CONFIGS = Path(__file__).parents[1] / "configs" / "models"
@@ -50,8 +50,7 @@ def train(case: dict[str, Any], path: str) -> None:
 
     cuda = torch.cuda.is_available()
     if cuda and case["gpu"]:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(case["gpu"] * 2**30 / total)
+        cap_gpu_memory(case["gpu"])
     sizes = yaml.safe_load((CONFIGS / f"llama-{case['shape']}.yaml").read_text())["model"]["init_args"]["config"]
     if case["tiny"]:
         sizes |= TINY

@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import run_alone
+from benchmarks.processes import cap_gpu_memory, run_alone
 
 SHAPES = {"gpt": ("2048x24", "2560x32", "3072x34"), "t5": ("1024x24,clip",), "llama": ("3072x28,clip",)}
 """Cases of each model, unless others are given."""
@@ -56,8 +56,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     from lightning_ssd.model_states import adam
     from lightning_ssd.models.gpt import GPT
 
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(case["gpu"] * 2**30 / total)
+    cap_gpu_memory(case["gpu"])
     if case["plain_kernel"]:
         adam.adam_library = lambda: None
 

@@ -6,7 +6,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from lightning_ssd.device import available_memory
+
+
+def cap_gpu_memory(gib: float) -> None:
+    """Limits what this process may allocate on the first GPU to `gib` GiB."""
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
 
 
 def run_alone(command: Sequence[str]) -> dict[str, Any]:

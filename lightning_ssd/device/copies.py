@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_ssd.device.cuda_events import Event, Events, Mark
 from lightning_ssd.device.futures import finished
-from lightning_ssd.device.memory import process_gpu_memory
+from lightning_ssd.device.memory import allocated_gpu_memory, process_gpu_memory
 from lightning_ssd.spans import COPY_IN, COPY_OUT, span
 
 
@@ -191,7 +191,7 @@ class CUDACopyEngine(CopyEngine):
         return self._out.busy(), self._in.busy()
 
     def memory_is_short(self, nbytes: int) -> bool:
-        return torch.cuda.memory_allocated(self.device) + nbytes > self._short_from
+        return allocated_gpu_memory(self.device) + nbytes > self._short_from
 
     def drain(self) -> None:
         for lane in (self._out, self._in):

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CUDAMemory", "available_memory", "process_gpu_memory", "usable_gpu_memory", "usable_memory"]
+__all__ = [
+    "CUDAMemory",
+    "allocated_gpu_memory",
+    "available_memory",
+    "process_gpu_memory",
+    "usable_gpu_memory",
+    "usable_memory",
+]
 
 _SHARE = 0.85
 """Share of the available RAM that is planned with. Other allocations of the process take the rest."""
@@ -54,6 +61,17 @@ def usable_gpu_memory(device: torch.device) -> int:
     return max(0, min(int(GPU_USABLE * nbytes), nbytes - FRAGMENTS))
 
 
+def allocated_gpu_memory(device: torch.device) -> int:
+    """Returns the bytes of a CUDA device that torch's allocator has allocated in this process."""
+    return _allocator_bytes(device, "current")
+
+
+def _allocator_bytes(device: torch.device, statistic: str) -> int:
+    # `torch.cuda.memory_allocated` flattens all statistics, about a hundred, to return one of them.
+    nested = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(nested["allocated_bytes"]["all"][statistic]) if nested else 0
+
+
 def _memory_fraction(device: torch.device) -> float:
     # Versions of torch that have no getter hide the fraction: users repeat it there in the `gpu_memory` arguments.
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
@@ -75,17 +93,12 @@ class CUDAMemory:
 
     def allocated(self) -> int:
         """Returns the bytes that are allocated now."""
-        return self._bytes("current")
+        return allocated_gpu_memory(self._device)
 
     def peak(self) -> int:
         """Returns the peak of allocated bytes since the last `reset_peak`."""
-        return self._bytes("peak")
+        return _allocator_bytes(self._device, "peak")
 
     def reset_peak(self) -> None:
         """Begins a new peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
-
-    def _bytes(self, statistic: str) -> int:
-        # `torch.cuda.memory_allocated` flattens all statistics, some hundred, which takes several times as long.
-        nested = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return int(nested["allocated_bytes"]["all"][statistic]) if nested else 0
