@@ -6,16 +6,16 @@ __all__ = ["AllocatorMeter", "ResidentLimit"]
 
 
 class AllocatorMeter(Protocol):
-    """The allocator of a device; all numbers are bytes."""
+    """Statistics of a device's allocator."""
 
     def limit(self) -> float:
-        """Returns what this process may allocate."""
+        """Returns the bytes that this process may allocate."""
 
     def allocated(self) -> int:
-        """Returns what is allocated now."""
+        """Returns the bytes that are allocated now."""
 
     def peak(self) -> int:
-        """Returns the most that was allocated since `reset_peak`, or ever."""
+        """Returns the peak of allocated bytes since the last `reset_peak`."""
 
     def reset_peak(self) -> None:
         """Begins a new peak."""
@@ -25,13 +25,14 @@ class ResidentLimit:
     """Learns from the allocator's peaks how many bytes of saved storages fit beside everything else of a step.
 
     As long as the peak of a micro-batch leaves room for another one's saved storages, nothing is limited. Else the next
-    micro-batch is measured: all saved storages that can are offloaded, and copies are waited for. Its peak is what
-    everything else takes: weights, gradients, optimizer states, transient tensors, and the copies in flight. Saved
+    micro-batch is measured: all saved storages that can are offloaded, and copies are waited for. Its peak is the
+    memory of everything else: weights, gradients, optimizer states, transient tensors, and the copies in flight. Saved
     storages may stay in the rest of the memory. Micro-batches that begin unlike the measured ones are measured, too:
     optimizer states are made in the first step, gradients in the first micro-batch of an accumulation, and batches
     grow. A peak that exceeds the limit nevertheless lowers the number of bytes by the excess.
 
-    The allocator's peak is reset before each measured micro-batch, and after one that exceeded the limit.
+    The allocator's peak is reset before each measured micro-batch, after one that exceeded the limit, and, while memory
+    is scarce, after a higher peak of an optimizer step, a validation or user code.
 
     Args:
         meter: the device's allocator.
@@ -53,9 +54,9 @@ class ResidentLimit:
         """Whether the present micro-batch may save more than there is room for."""
         self._meter = meter
         self._others = 0.0
-        """What a micro-batch takes without the saved storages that stay by `keep`; 0: none has ended."""
+        """Peak bytes of a micro-batch without the saved storages that stay by `keep`; 0: none has ended."""
         self._levels: list[int] = []
-        """Bytes that were allocated before each measured micro-batch; none: `_others` has saved storages in it."""
+        """Bytes that were allocated before each measured micro-batch. If empty, `_others` includes saved storages."""
         self._measured_bytes = 0
         """Bytes that were expected of the last measured micro-batch."""
         self._level = 0
@@ -83,7 +84,7 @@ class ResidentLimit:
         elif self._peak > limit:
             self._others += self._peak - limit
             self._meter.reset_peak()
-        if self.scarce and self._meter.peak() > self._peak:  # an optimizer step, a validation or user code has
+        if self.scarce and self._meter.peak() > self._peak:  # of an optimizer step, a validation or user code
             self._meter.reset_peak()
         self._level = allocated
         self._lowest = min(self._lowest, allocated)
@@ -105,7 +106,7 @@ class ResidentLimit:
             self._room = 0.0
 
     def end(self) -> None:
-        """The backward of the micro-batch has ended: later peaks are no longer those of its saved storages."""
+        """Ends the micro-batch, after its backward: later peaks have none of its saved storages in them."""
         self._peak = max(self._peak, self._meter.peak())
 
     def waits(self) -> bool:

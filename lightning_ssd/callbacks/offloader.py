@@ -1,4 +1,4 @@
-"""How a callback finds the activation offloader of a training, whoever owns it."""
+"""Finds the activation offloader of a training: the strategy's, or that of an `ActivationOffload` callback."""
 
 from typing import Any
 

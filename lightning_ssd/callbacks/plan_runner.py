@@ -159,7 +159,7 @@ class PlanRunner:
         self._discard_steps()
 
     def close(self) -> None:
-        """Removes hooks from the model. What was measured can still be read."""
+        """Removes the hooks from the model. `measured` still returns the measurements."""
         self._close_mode()
 
     # ---- steps ----

@@ -393,7 +393,7 @@ class SwapPlanner(StepProfiling):
             self._compared_plan = runner.plan
             self._compared_steps, self._usual, self._drifting = 0, None, 0
         if self.calibrating:
-            # Of few steps the minimum says most: a host that is interrupted now and then is no slower for that.
+            # With few steps the minimum is the best estimate: interruptions of the host lengthen single steps.
             count = self._steps if self._profiling_budget.allows(1) else 1
             comparison = runner.measured(min(count, HISTORY), min)
             if comparison is not None:

@@ -597,7 +597,7 @@ _STATISTICS = {
     torch.batch_norm: slice(3, 5),
     torch.instance_norm: slice(3, 5),
 }
-"""Of functions that write running statistics, their positions among the arguments."""
+"""Functions that write running statistics, and the positions of these statistics among the arguments."""
 
 
 def _alias(tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> OffloadedView:

@@ -212,7 +212,7 @@ class StateStaging:
         return scratch
 
     def with_memory(self, param_staging: int, staging: int, *, pin: bool) -> "StateStaging":
-        """Returns the same with memory of other sizes, as in `make`, and frees the old memory, which nobody uses."""
+        """Returns the same buffers with memory of other sizes, as in `make`, and frees the old, unused memory."""
         pools = _make_pools(param_staging, staging, pin=pin)  # first: an error leaves the old memory in place
         self.param_staging.close()
         self.staging.close()

@@ -158,7 +158,7 @@ def assemble(
         masters: the master weights that are known; others are made from the parameters.
         places: tiers of the flat parameters.
         setup: settings of the training.
-        undo: frees what is made here.
+        undo: gets the callbacks that free the objects made here.
         device_bytes: budget of the device for resident weights.
         ssd_bytes: scratch space taken.
         journal: as in `ModelStates`.

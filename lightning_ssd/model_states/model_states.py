@@ -449,7 +449,7 @@ class ModelStates:
         self._prefetcher.check(flat)
         self.state_dicts.before_change()
 
-    # ---- what is offloaded, and measured ----
+    # ---- counters and sizes ----
 
     @property
     def parameters(self) -> set[nn.Parameter]:

@@ -145,8 +145,8 @@ class StateStore:
 
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
-    then to the copy to the device or to the caller, then to the writes until all have ended. All that one caller needs
-    is allocated at once, so that nobody holds a part and waits for another.
+    then to the copy to the device or to the caller, then to the writes until all have ended. All memory that
+    one caller needs is allocated at once, so that no caller holds a part of it and waits for the rest.
 
     Weights in host memory may be overwritten while the device computes: a step begins when the last gradient has
     arrived, which the compute stream produced after its last read of the weights, and that after their prefetch.

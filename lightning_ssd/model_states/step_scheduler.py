@@ -103,8 +103,8 @@ class StepScheduler:
         self._steps_before: dict[FlatParameter, int] = {}
         """Number of committed steps of the flat parameters in `_submitted` when they were submitted."""
         self._ended_steps_before: deque[tuple[dict[FlatParameter, int], Future[None]]] = deque()
-        """The same of the last two optimizer steps that `end` has ended, and of earlier ones that may still fail; each
-        with a future that is done when the step is committed and written. Steps of several optimizers end one after
+        """For each of the last two ended optimizer steps, and any earlier one that may still fail: `_steps_before`, and
+        a future that is done when the step is committed and written. Steps of several optimizers end one after
         the other without waiting."""
         self._committed: Future[None] = finished(None)
         """Done when the last optimizer step is committed and written in all flat parameters with two versions."""

@@ -166,7 +166,7 @@ class LoRACausalLM(CausalLM):
         model: Any = self.model
         trained = {name.removeprefix("model."): value(name).detach().cpu().clone() for name in self._trained_names()}
         with replaced_folder(folder) as part:
-            # Of a head with adapters, peft would save the frozen weight, too.
+            # By default peft saves the frozen weight of a head that has adapters, too.
             model.save_pretrained(part, state_dict=trained, save_embedding_layers=False)
 
     def _make(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
