@@ -7,7 +7,8 @@ Each command is one case:
     full:8b      the 8B shape trained whole, the GPU capped at 24 GiB: bf16 weights with fp32 masters, batch 8 x 1024,
                  clipping 1.0; states where there is room, `states="auto"`
     lora:8b      adapters of rank 16 over it, the GPU capped at 12 GiB: bf16-mixed over a bf16 base, batch 8 x 1024
-    long:1.2b    the 1.2B shape trained whole, batch 1: the step at 32,768 tokens, and the longest sequence that trains
+    long:1.2b    the 1.2B shape trained whole, batch 1, the GPU capped at the 79 GiB of an H100 80GB: the step at 32,768
+                 tokens, and the longest sequence that trains
     long:8b      the same by adapters over the 8B shape
 
 `long` runs with and without this package: `plain` is Lightning's own strategy with gradient checkpointing and whole
@@ -138,7 +139,7 @@ def runs_of(text: str, *, tiny: bool) -> list[dict[str, Any]]:
         return [case | {"gpu": 12}]
     if kind != "long":
         raise ValueError(f"{text!r} is no case: give one of {', '.join(CASES)}")
-    case |= {"batch": 1, "length": 64 if tiny else FIRST_LENGTH, "adapters": shape == "8b"}
+    case |= {"batch": 1, "length": 64 if tiny else FIRST_LENGTH, "adapters": shape == "8b", "gpu": 79}
     return [case | {"mode": mode} for mode in ("plain", "ours")]
 
 
