@@ -1,7 +1,7 @@
-"""Streams, events, copies, threads and futures, and how much memory there is. Knows torch's devices and nothing else.
+"""Streams, events, copies, threads, futures and memory sizes. Knows torch's devices and nothing else.
 
-`CopyEngine` moves bytes between the training device and host memory, `Clock` measures spans of the compute stream,
-`Worker` runs jobs once the futures that they need are done.
+`CopyEngine` copies bytes between the training device and host memory, `Clock` measures spans of the compute stream,
+and `Worker` runs jobs when the futures that they depend on are done.
 """
 
 from lightning_ssd.device.clock import Clock, Stopwatch, make_clock

@@ -1,4 +1,4 @@
-"""Time as the training device sees it: spans of the compute stream, read without a host sync."""
+"""Time on the training device: spans of the compute stream, read without synchronizing the host."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -11,22 +11,22 @@ from lightning_ssd.device.cuda_events import Event, Events, Mark
 
 
 class Clock(ABC):
-    """Measures spans on the device's compute stream, host waits that leave it idle included."""
+    """Measures spans on the device's compute stream, including idle time in which the stream waits for the host."""
 
     @abstractmethod
     def now(self) -> Any:
-        """Returns a point in time; `elapsed` of two of them is known once the device has passed both."""
+        """Returns the present end of the compute stream, as a point in time for `elapsed`."""
 
     @abstractmethod
     def elapsed(self, start: Any, end: Any) -> float | None:
-        """Returns the seconds between two points, or `None` while the device has not passed them.
+        """Returns the seconds between two points, or `None` while the device has not passed both.
 
-        On a CUDA device the marks that its copies return are points, too.
+        On a CUDA device the marks that `CopyEngine` returns are points, too.
         """
 
 
 class HostClock(Clock):
-    """The clock of a CPU device: what runs is what the host runs."""
+    """The clock of a CPU device, whose computation is the host's."""
 
     def now(self) -> float:
         return perf_counter()
@@ -49,28 +49,28 @@ class CUDAClock(Clock):
 
 
 class Stopwatch:
-    """Adds up spans of one clock. Spans are read when the device has passed them, so `seconds` lags behind a little."""
+    """Adds up spans of one clock. A span counts once the device has passed its end, so `seconds` lags a little."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._open: deque[tuple[Any, Any]] = deque()
         self._seconds = 0.0
         self.now = clock.now
-        """Returns the compute stream's present end, to give to `add`."""
+        """Returns the present end of the compute stream, the `start` of a span for `add`."""
 
     def add(self, start: Any, awaited: Mark = None) -> None:
         """Adds the time that the compute stream has waited since `start`.
 
         Args:
-            start: what `now` returned before the wait.
-            awaited: the mark that the stream was told to wait for, of a copy; None: the wait is over at the stream's
-                present end. A mark that is reached before `start` adds nothing.
+            start: result of `now` before the wait.
+            awaited: mark of the copy that the stream waits for; None: the wait is over at the stream's present end. A
+                mark that is reached before `start` adds nothing.
         """
         self._open.append((start, self.now() if awaited is None else awaited))
 
     @property
     def seconds(self) -> float:
-        """Seconds in all the spans that the device has passed."""
+        """Sum of the spans that the device has passed, seconds."""
         while self._open and (span := self._clock.elapsed(*self._open[0])) is not None:
             self._seconds += max(0.0, span)
             self._open.popleft()

@@ -1,9 +1,9 @@
 """Copies between the training device and host memory, ordered on the device's own clock.
 
 `CopyEngine` allocates on the device, copies device to host (d2h) and host to device (h2d), and records *marks*. A mark
-stands for everything issued so far on one stream: the compute stream waits for it (`wait`, no host wait), or a future
-is done once it is reached (`on_d2h`, `on_h2d`; a thread completes these futures). On a GPU a mark is a CUDA event; on a
-CPU copies are done when the call returns, and a mark is `None`.
+stands for all work issued on one stream so far. The compute stream can wait for a mark (`wait`, which does not block
+the host), or a future is done once it is reached (`on_d2h`, `on_h2d`; a thread completes these futures). On a GPU a
+mark is a CUDA event. On a CPU, copies are done when the call returns, and a mark is `None`.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from lightning_ssd.spans import COPY_IN, COPY_OUT, span
 
 
 class WorkCounter(NamedTuple):
-    """What a direction has carried, in bytes, or an optimizer stepped, in parameters; and the seconds that it took."""
+    """Work done (bytes copied or parameters stepped) and the busy time in seconds, for throughput."""
 
     amount: int
     seconds: float
@@ -34,14 +34,14 @@ class WorkCounter(NamedTuple):
         return WorkCounter(self.amount + amount, self.seconds + seconds)
 
     def since(self, earlier: "WorkCounter") -> "WorkCounter":
-        """Returns what was done after `earlier`."""
+        """Returns the work done and busy time since `earlier`."""
         return WorkCounter(self.amount - earlier.amount, self.seconds - earlier.seconds)
 
 
 class CopyEngine(ABC):
-    """Moves bytes between one device and host memory.
+    """Copies bytes between one device and host memory.
 
-    All tensors are one-dimensional `uint8`. "Compute stream" means the stream that is current when the call is made.
+    All tensors are one-dimensional `uint8`. "Compute stream" means the current stream of the calling thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,60 +53,65 @@ class CopyEngine(ABC):
 
     @abstractmethod
     def mark(self, *, awaited: bool = False) -> Mark:
-        """Returns a mark for everything issued on the compute stream so far.
+        """Returns a mark for all work issued on the compute stream so far.
 
         Args:
-            awaited: it is given to `on_d2h` or `on_h2d`, whose thread sleeps until it is reached. Few may be ahead
-                of the device at once (see `Events.record`).
+            awaited: the mark will be passed to `on_d2h` or `on_h2d`, whose thread sleeps until it is reached. Only few
+                such marks may be pending at once (see `Events.record`).
         """
 
     @abstractmethod
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
-        """Copies device bytes `src` to the beginning of host bytes `dst` once `after` is reached.
+        """Copies device bytes `src` to the beginning of host bytes `dst`, and returns the mark of the copy.
 
-        `after` is `None` for everything issued on the compute stream so far: cheaper than a mark used once.
-        The caller keeps both buffers until the returned mark, the copy's, is reached. `awaited`: as in `mark`.
+        The caller keeps both buffers alive until the returned mark is reached.
+
+        Args:
+            src: bytes on the device.
+            dst: host bytes, at least as many as `src` has.
+            after: mark that the copy waits for; None: all work issued on the compute stream so far (cheaper than a
+                mark that is used once).
+            awaited: as in `mark`, for the returned mark.
         """
 
     @abstractmethod
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
-        """Fills device bytes `dst` from the beginning of host bytes `src` once `after` is reached.
+        """Copies the beginning of host bytes `src` to device bytes `dst`, and returns the mark of the copy.
 
-        The caller keeps both buffers until the returned mark, the copy's, is reached. `after` and `awaited`: as in
-        `d2h`.
+        The caller keeps both buffers alive until the returned mark is reached. `after` and `awaited`: as in `d2h`.
         """
 
     @abstractmethod
     def wait(self, mark: Mark) -> None:
-        """Makes the compute stream wait for `mark`; the host goes on."""
+        """Makes the compute stream wait for `mark`, without blocking the host."""
 
     @abstractmethod
     def on_d2h(self, mark: Mark) -> "Future[None]":
-        """Returns a future that is done once the copy-out (or compute) `mark` is reached.
+        """Returns a future that is done once `mark`, of a d2h copy or of the compute stream, is reached.
 
-        Futures are done in the order of the calls, and run their callbacks on one thread, which later ones wait for.
-        A device that is lost is their error: the bytes that the mark stands for are not there then.
+        One thread completes these futures, in the order of the calls, and runs their callbacks: a callback delays all
+        later futures. If the device is lost, a future has the CUDA error instead, and the copied bytes are invalid.
         """
 
     @abstractmethod
     def on_h2d(self, mark: Mark) -> "Future[None]":
-        """Returns the same for the copy-in (or compute) `mark`, with a thread of its own."""
+        """Returns a future as `on_d2h` does, for a mark of an h2d copy or the compute stream, on its own thread."""
 
     @abstractmethod
     def busy(self) -> tuple[WorkCounter, WorkCounter]:
-        """Returns what the copies out and the copies in have carried so far."""
+        """Returns bytes and busy seconds of all d2h copies and of all h2d copies so far."""
 
     def memory_is_short(self, nbytes: int) -> bool:
-        """Whether the device may not have room for `nbytes` more of what a step allocates."""
+        """Returns True if `nbytes` more could leave too little device memory for the rest of a step."""
         return False
 
     @abstractmethod
     def drain(self) -> None:
-        """Returns when every copy is done, and every future with its callbacks."""
+        """Blocks until all copies are done, and all futures and their callbacks."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the threads, when they are through with what they were given."""
+        """Ends the threads after all pending futures are done."""
 
 
 class CPUCopyEngine(CopyEngine):
@@ -114,7 +119,7 @@ class CPUCopyEngine(CopyEngine):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # Copies in run on I/O threads, several at a time: each thread's sum is added under the lock.
+        # h2d copies run on several I/O threads at once: they update the sums under the lock.
         self._lock = threading.Lock()
         self._out_busy = self._in_busy = WorkCounter(0, 0.0)
 
@@ -123,7 +128,7 @@ class CPUCopyEngine(CopyEngine):
 
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = perf_counter()
-        # No part of the forward that it may be called in.
+        # The copy is no operator of the model: dispatch modes that are active in a forward must not see it.
         with torch._C._DisableTorchDispatch(), span(COPY_OUT):
             dst[: src.numel()].copy_(src)
         with self._lock:
@@ -162,7 +167,7 @@ class CUDACopyEngine(CopyEngine):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # Backward allocates the other fifth: gradients, workspaces, fragments.
+        # The other fifth is for gradients, workspaces and fragments of backward.
         self._short_from = 0.8 * process_gpu_memory(device)
         self._events = Events(device)
         self._out = _CopyStream("d2h-done", device, self._events)
@@ -206,7 +211,7 @@ class CUDACopyEngine(CopyEngine):
 class _CopyStream:
     """One direction: a stream, and a thread that completes the futures of its copies."""
 
-    #: Bytes from which a copy's time is measured: shorter ones say little of the bandwidth.
+    #: Bytes of the smallest copy that is timed: the time of smaller copies is mostly latency, not bandwidth.
     TIMED = 4 * 2**20
 
     def __init__(self, name: str, device: torch.device, events: Events) -> None:
@@ -218,14 +223,14 @@ class _CopyStream:
         self._busy = WorkCounter(0, 0.0)
 
     def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark, awaited: bool) -> Event:
-        # The stream keeps its order, so the marks of earlier copies on it are reached before this one's.
+        # The stream executes in order, so the marks of earlier copies on it are reached before this one's.
         stream, events = self._handle, self._events
         if after is None:
             events.follow_compute(stream)
         else:
             events.wait(stream, after)
         start = events.record(stream, timed=True) if nbytes >= self.TIMED else None
-        # The driver's call and not `copy_`: it needs no current stream and no views, a third of the host's time.
+        # The driver's call instead of `copy_` needs no current stream and no views, and a third of the host's time.
         events.copy(dst.data_ptr(), src.data_ptr(), nbytes, stream)
         end = events.record(stream, timed=True, awaited=awaited)
         if start is not None:
@@ -240,15 +245,15 @@ class _CopyStream:
 
 
 class _EventThread:
-    """Completes futures once their CUDA events are reached, in the order given.
+    """Completes futures on a thread, in order, once their CUDA events are reached.
 
-    Callbacks of a future own the buffers that they close over until they have run, here.
+    The callbacks of a future own the buffers that they close over until they have run on this thread.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._queue: queue.SimpleQueue[tuple[Mark, Future[None]] | None] = queue.SimpleQueue()
         self._device = device
-        # Daemon: it must not keep an interpreter alive whose training thread died without closing.
+        # Daemon: it must not keep the interpreter alive if the training thread died without closing the engine.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -272,11 +277,11 @@ class _EventThread:
                 reached.set_exception(error)
             else:
                 reached.set_result(None)
-            del item, mark, reached  # an idle thread holds no buffer
+            del item, mark, reached  # an idle thread must not keep buffers alive
 
 
 def make_copy_engine(device: torch.device) -> CopyEngine:
-    """Returns the copies for `device`.
+    """Returns the copy engine for `device`.
 
     Raises:
         ValueError: `device` is neither a CPU nor a CUDA device.
@@ -284,7 +289,7 @@ def make_copy_engine(device: torch.device) -> CopyEngine:
     if device.type == "cpu":
         return CPUCopyEngine(device)
     if device.type == "cuda":
-        # Threads of its own would have another current device.
+        # With an explicit index: the engine's threads would have another current device.
         return CUDACopyEngine(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
     raise ValueError(
         f"activations can be offloaded from CPU and CUDA devices, not from {device}. "

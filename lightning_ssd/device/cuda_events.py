@@ -1,7 +1,7 @@
-"""CUDA events by way of the driver, recycled.
+"""Recycled CUDA events, by calls of the driver.
 
-The activation offloader records some ten events for every tensor that is offloaded and prefetched, on the thread that
-launches kernels: the driver's calls and a free list take a fifth of the time of new `torch.cuda.Event`s there.
+The activation offloader records about ten events for every tensor that is offloaded and prefetched, on the thread that
+launches kernels. The driver's calls with a free list take a fifth of the time that new `torch.cuda.Event`s take there.
 """
 
 import ctypes
@@ -16,9 +16,9 @@ Stream = int | ctypes.c_void_p
 
 
 class Event:
-    """A point on a stream. Its driver event is recorded anew when the last reference to this one has gone.
+    """A point on a stream. Its driver event is reused after the last reference to this object is dropped.
 
-    Streams that were told to wait for it keep waiting for this point (the driver captures it with the call).
+    Streams that wait for the event keep waiting for this point: the driver captures it when `Events.wait` is called.
     """
 
     __slots__ = ("_events", "_free", "_handle")
@@ -32,7 +32,7 @@ class Event:
         self._free.append(self._handle)  # atomic: finalisers run on any thread
 
     def reached(self) -> bool:
-        """Whether the device has passed it."""
+        """Returns True if the device has passed the event."""
         result = self._events._driver.cuEventQuery(self._handle)
         if result == _NOT_READY:
             return False
@@ -40,11 +40,14 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Returns when the device has passed it; the thread sleeps if it was recorded as awaited, else it spins."""
+        """Blocks until the device has passed the event: sleeping if it was recorded as awaited, else spinning."""
         _check(self._events._blocking.cuEventSynchronize(self._handle), "cuEventSynchronize")
 
     def seconds_until(self, end: "Event") -> float:
-        """Returns the seconds from this to `end`, both timed and reached; negative if `end` was reached first."""
+        """Returns the seconds from this event to `end`, negative if `end` was reached first.
+
+        Both events must be timed and reached.
+        """
         milliseconds = ctypes.c_float()
         driver = self._events._driver
         _check(
@@ -55,11 +58,11 @@ class Event:
 
 
 Mark = Event | None
-"""Everything that was issued on one stream up to a point; `None` on a CPU, where it is done already."""
+"""An event behind all work that was issued on one stream so far; `None` on a CPU, where the work is done already."""
 
 
 class Events:
-    """The events of one CUDA device, and the few driver calls that go with them. Thread-safe.
+    """Makes, records and awaits events of one CUDA device. Thread-safe.
 
     Streams are given as handles: an `int`, or a `ctypes.c_void_p`, which is not converted in each call.
     """
@@ -78,13 +81,13 @@ class Events:
         return torch._C._cuda_getCurrentRawStream(self._index)
 
     def record(self, stream: Stream, *, timed: bool = False, awaited: bool = False) -> Event:
-        """Returns the present end of `stream`.
+        """Records an event at the present end of `stream`.
 
         Args:
-            stream: to record on.
-            timed: `seconds_until` will be asked.
-            awaited: a thread will wait for it, and may sleep. Who records some 56 of these ahead of the device is held
-                up until it has passed the first (driver 580, H100): others are recorded as not awaited.
+            stream: the stream.
+            timed: allow `seconds_until`.
+            awaited: a thread that calls `synchronize` sleeps instead of spinning. Only events that a thread waits for
+                are recorded so: recording blocks while about 56 of them are not reached yet (driver 580, H100).
         """
         if not self._thread.entered:
             self._enter()
@@ -100,20 +103,20 @@ class Events:
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Makes `stream` wait for `event`; the host goes on."""
+        """Makes `stream` wait for `event`, without blocking the host."""
         if not self._thread.entered:
             self._enter()
         if result := self._driver.cuStreamWaitEvent(stream, event._handle, 0):
             _check(result, "cuStreamWaitEvent")
 
     def follow_compute(self, stream: Stream) -> None:
-        """Makes `stream` wait for what the compute stream of this thread was given so far; the host goes on."""
+        """Makes `stream` wait for all work issued on this thread's compute stream so far, without blocking the host."""
         thread = self._thread
         if not thread.entered:
             self._enter()
         if thread.order is None:
             thread.order = self._new(_DISABLE_TIMING)
-        # The event is recorded anew in the next call: `stream` waits for the point that it stands for now.
+        # The next call records the event again; `stream` waits for its present point all the same.
         if result := self._driver.cuEventRecord(thread.order, self.compute_stream()):
             _check(result, "cuEventRecord")
         if result := self._driver.cuStreamWaitEvent(stream, thread.order, 0):
@@ -134,7 +137,7 @@ class Events:
     def _enter(self) -> None:
         """Makes the device's context current on this thread: I/O threads have none at first."""
         torch.cuda.set_device(self._device)
-        torch.cuda.current_stream().query()  # some call that the runtime passes on to the driver
+        torch.cuda.current_stream().query()  # any call that makes the runtime use the driver sets the context
         self._thread.entered = True
 
 
@@ -142,10 +145,10 @@ class _Thread(threading.local):
     """State of each thread."""
 
     entered = False
-    """Whether the device's context is current."""
+    """True if the device's context is current on the thread."""
 
     order: ctypes.c_void_p | None = None
-    """The event of `Events.follow_compute`."""
+    """The thread's event for `Events.follow_compute`."""
 
 
 _NOT_READY = 600

@@ -1,4 +1,4 @@
-"""Small things that concurrent.futures lacks."""
+"""Combinators of futures that concurrent.futures lacks."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -16,14 +16,14 @@ def finished(result: T) -> "Future[T]":
 
 
 def error_of(future: "Future[Any]") -> BaseException | None:
-    """Returns the error of a future that is done: a CancelledError if it was cancelled, None if it has a result."""
+    """Returns the error of a done future: a CancelledError if it was cancelled, None if it has a result."""
     return CancelledError() if future.cancelled() else future.exception()
 
 
 def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]":
-    """Returns a future of the result of the future that `make`, called with the result of `first`, returns.
+    """Chains futures: calls `make` with the result of `first`; the returned future completes as the one from `make`.
 
-    An error of either, or the CancelledError of one that was cancelled, is the returned future's.
+    If either future fails or is cancelled, the returned future fails with its error or a CancelledError.
     """
     result: Future[T] = Future()
 
@@ -44,20 +44,20 @@ def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]
 
 
 def ended(future: "Future[Any]") -> "Future[None]":
-    """Returns a future that is done when `future` is, whatever came of it."""
+    """Returns a future that is done without an error when `future` is done, failed or cancelled."""
     result: Future[None] = Future()
     future.add_done_callback(lambda _: result.set_result(None))
     return result
 
 
 def all_of(futures: Iterable["Future[Any]"]) -> "Future[None]":
-    """Returns a future that is done when all are, with the first error of theirs if there is one.
+    """Returns a future that is done when all `futures` are. It fails with their first error, if there is one.
 
-    Its callbacks run on the thread that ends the last of them.
+    Its callbacks run on the thread that completes the last of them.
     """
     waiting = list(futures)
     result: Future[None] = Future()
-    lock = threading.Lock()  # guards the two below
+    lock = threading.Lock()  # guards `left` and `failure`
     left = len(waiting) + 1
     failure: BaseException | None = None
 

@@ -1,4 +1,4 @@
-"""Memory that this process may use: of the host, and of a GPU."""
+"""Host memory and GPU memory that this process may use, in bytes."""
 
 from pathlib import Path
 
@@ -14,17 +14,17 @@ __all__ = [
 ]
 
 _SHARE = 0.85
-"""Share of the available RAM that is planned with. Other allocations of the process take the rest."""
+"""Share of the available RAM that budgets may use. The rest is for other allocations of the process."""
 
 GPU_USABLE = 0.92
-"""Share of this process's GPU memory that is planned with. Fragments and libraries that allocate take the rest."""
+"""Share of this process's GPU memory that budgets may use. The rest is for fragments and allocations of libraries."""
 
 FRAGMENTS = 2**28
-"""Bytes that the allocator's fragments take at least: a share of a small GPU would be less than a few segments."""
+"""Least bytes to leave for the allocator's fragments: on a small GPU `GPU_USABLE` would leave only a few segments."""
 
 
 def usable_memory() -> int:
-    """Returns the bytes of RAM that may be planned with: `_SHARE` of the available ones."""
+    """Returns the bytes of RAM that budgets may use: `_SHARE` of the available bytes."""
     return int(_SHARE * available_memory())
 
 
@@ -34,7 +34,7 @@ def available_memory() -> int:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        # The page cache counts as used, and is released when memory is needed.
+        # The kernel counts the page cache as used, but frees it when memory is needed.
         stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
         cached = int(stat["active_file"]) + int(stat["inactive_file"])
         available = min(available, int(text) - int(used.read_text()) + cached)
@@ -42,20 +42,20 @@ def available_memory() -> int:
 
 
 def process_gpu_memory(device: torch.device) -> int:
-    """Returns the bytes of a CUDA device that torch's allocator may have in this process.
+    """Returns the bytes of a CUDA device that torch's allocator may reserve in this process.
 
-    That is the least of two: the bytes that are free on the device or reserved by this process's allocator, and the
-    process's fraction of the device (`torch.cuda.set_per_process_memory_fraction`).
+    This is the smaller of two numbers: the bytes that are free on the device or already reserved by this process's
+    allocator, and the process's fraction of the device (`torch.cuda.set_per_process_memory_fraction`).
     """
     free, total = torch.cuda.mem_get_info(device)
     return min(free + torch.cuda.memory_reserved(device), int(_memory_fraction(device) * total))
 
 
 def usable_gpu_memory(device: torch.device) -> int:
-    """Returns the bytes of a CUDA device that this process may plan with.
+    """Returns the bytes of a CUDA device that this process's budgets may use.
 
-    That is `GPU_USABLE` of `process_gpu_memory`, or less where fragments would take more than the rest. Every budget of
-    GPU memory that is "auto" is this number or a share of it.
+    This is `GPU_USABLE` of `process_gpu_memory`, or less if that would leave less than `FRAGMENTS`. Every "auto" budget
+    of GPU memory is this number or a share of it.
     """
     nbytes = process_gpu_memory(device)
     return max(0, min(int(GPU_USABLE * nbytes), nbytes - FRAGMENTS))
@@ -67,13 +67,13 @@ def allocated_gpu_memory(device: torch.device) -> int:
 
 
 def _allocator_bytes(device: torch.device, statistic: str) -> int:
-    # `torch.cuda.memory_allocated` flattens all statistics, about a hundred, to return one of them.
+    # `torch.cuda.memory_allocated` would flatten about a hundred statistics to return one of them.
     nested = torch.cuda.memory_stats_as_nested_dict(device)
     return int(nested["allocated_bytes"]["all"][statistic]) if nested else 0
 
 
 def _memory_fraction(device: torch.device) -> float:
-    # Versions of torch that have no getter hide the fraction: users repeat it there in the `gpu_memory` arguments.
+    # Versions of torch without the getter do not tell the fraction: their users set the `gpu_memory` arguments, too.
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     if fraction is None:
         return 1.0
@@ -88,7 +88,7 @@ class CUDAMemory:
         self._limit = usable_gpu_memory(device)  # asks the driver, which takes longer than the allocator
 
     def limit(self) -> float:
-        """Returns the bytes that this process may allocate, as they were when this object was made."""
+        """Returns `usable_gpu_memory` as it was when this object was made."""
         return self._limit
 
     def allocated(self) -> int:
@@ -100,5 +100,5 @@ class CUDAMemory:
         return _allocator_bytes(self._device, "peak")
 
     def reset_peak(self) -> None:
-        """Begins a new peak."""
+        """Resets the peak to the bytes that are allocated now."""
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -1,7 +1,7 @@
 """A thread that runs jobs in the order of their priority, each after the futures that it depends on.
 
-The CPU optimizer runs on such a thread (flat parameters that the next forward uses first are stepped first). Others
-request staging memory and reads of saved tensors and of model states, and write the journal.
+The CPU optimizer runs on such a thread (flat parameters that the next forward uses first are stepped first). Other
+workers request staging memory, submit reads of saved tensors and model states, and write the journal.
 
 A job is owned by the futures that it depends on until they are done, then by the queue, then by the thread. `close`
 fails every job that the thread has not begun, including jobs whose futures are not done, so that each job's future
@@ -37,7 +37,7 @@ class Worker:
         self._ready: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._sequence = itertools.count()
         self._lock = threading.Lock()
-        """Guards the next two. It is not held while a future is completed, since callbacks may submit jobs."""
+        """Guards `_closed` and `_waiting`. Not held while a future is completed, since callbacks may submit jobs."""
         self._closed = False
         self._waiting: set[_Job] = set()
         """Jobs that the thread has not begun, whether queued or still depending on futures."""
@@ -105,7 +105,7 @@ class Worker:
             if self._begin(job):
                 try:
                     job.run()
-                except BaseException as error:  # raised again where the job's future is read
+                except BaseException as error:  # raised on the thread that reads the job's future
                     job.done.set_exception(error)
                 else:
                     job.done.set_result(None)

@@ -1,6 +1,6 @@
 """Bytes on SSDs and in pinned host memory. Knows no module, no autograd and no Lightning.
 
-What others use: `BlobStore` for the SSDs, `PinnedPool` for host memory, and the errors.
+Other rooms use `BlobStore` for the SSDs, `PinnedPool` for host memory, and the errors.
 """
 
 from lightning_ssd.storage.backend import Backend, BackendFile

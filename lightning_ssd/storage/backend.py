@@ -1,4 +1,4 @@
-"""A backend: how bytes get between memory and a file. Two exist, POSIX and kvikio; tests add failing ones."""
+"""The interface of I/O backends. Two exist, POSIX and kvikio; tests add failing ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class BackendFile(ABC):
     """One open file. Thread-safe: several I/O threads transfer at once.
 
     Buffers are contiguous one-dimensional uint8 tensors. The caller keeps them alive and unchanged during a
-    call; the file keeps nothing after it.
+    call; the file keeps no reference after it.
     """
 
     @abstractmethod
     def write(self, buffer: torch.Tensor, offset: int) -> int:
-        """Writes `buffer` at `offset` (bytes); returns the bytes really written, where fewer is an error.
+        """Writes `buffer` at `offset` (bytes) and returns the bytes written. The caller treats fewer as an error.
 
         Raises:
             OSError: the transfer failed.
@@ -27,7 +27,7 @@ class BackendFile(ABC):
 
     @abstractmethod
     def read(self, buffer: torch.Tensor, offset: int) -> int:
-        """Fills `buffer` from `offset` (bytes); returns the bytes really read, where fewer is an error.
+        """Fills `buffer` from `offset` (bytes) and returns the bytes read. The caller treats fewer as an error.
 
         Raises:
             OSError: the transfer failed.
@@ -39,11 +39,11 @@ class BackendFile(ABC):
 
 
 class Backend(ABC):
-    """A way to do I/O.
+    """An I/O library or set of system calls.
 
     Attributes:
-        name: what logs and benchmarks call it.
-        device_buffers: whether it reads into and writes from CUDA memory, besides host memory.
+        name: name of the backend in logs and benchmarks.
+        device_buffers: whether CUDA buffers can be transferred, besides host buffers.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Backend(ABC):
         """Opens an existing file for reading and writing.
 
         Args:
-            path: the file, named by a descriptor of this process (`/proc/self/fd/...`), which no other user can
-                redirect; `path.resolve()` is its name, for messages.
+            path: path of the file by a descriptor of this process (`/proc/self/fd/...`), which no other user can
+                redirect. `path.resolve()` is its name, for messages.
 
         Raises:
             OSError: the file cannot be opened.

@@ -33,18 +33,18 @@ _REPETITIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class IOBenchRow:
-    """One comparison. All bandwidths in bytes/s, medians of the repetitions.
+    """A comparison of the store with a raw I/O loop. Bandwidths are in bytes/s, medians of the repetitions.
 
     Attributes:
         backend: backend of the store.
-        memory: where the store's buffers lie; the raw loop's are always host memory.
-        direction: what was measured.
-        raw: the raw loop with as many threads as the store has.
-        raw_best: the raw loop with the thread count that was fastest.
-        raw_best_threads: that count, per path.
-        engine: the store.
-        engine_low: its slowest repetition.
-        engine_high: its fastest repetition.
+        memory: memory of the store's buffers; the raw loop's buffers are always host memory.
+        direction: direction of the transfers.
+        raw: bandwidth of the raw loop with as many threads as the store has.
+        raw_best: bandwidth of the raw loop with the fastest number of threads.
+        raw_best_threads: fastest number of threads of the raw loop, per path.
+        engine: bandwidth of the store.
+        engine_low: bandwidth of the store's slowest repetition.
+        engine_high: bandwidth of the store's fastest repetition.
     """
 
     backend: str
@@ -59,19 +59,19 @@ class IOBenchRow:
 
     @property
     def ratio(self) -> float:
-        """The store's bandwidth as a part of the best raw one."""
+        """Bandwidth of the store / best bandwidth of the raw loop."""
         return self.engine / max(self.raw, self.raw_best)
 
 
 def bench_io(paths: Sequence[Path], size: int, device: torch.device) -> list[IOBenchRow]:
-    """Measures write and read, per backend that works here, with host and, where it can, CUDA memory.
+    """Measures writes and reads of every backend that works here, with host and, if supported, CUDA memory.
 
-    Files are preallocated and written once before anything is timed. Raw and store take turns, so that both
-    see the drive in the same moods. Every file is removed, whatever happens.
+    Files are preallocated and written once before anything is timed. Repetitions of the raw loop and of the store
+    alternate, so that variations of the drive's speed affect both. All files are removed, also after an error.
 
     Args:
         paths: directories, one per SSD.
-        size: bytes per transfer; each path needs twice its share of it free.
+        size: bytes per measurement, on all paths together. Each path needs twice its share of them free.
         device: the GPU, or the CPU.
 
     Raises:
@@ -105,7 +105,7 @@ def format_table(rows: Sequence[IOBenchRow]) -> str:
 
 
 _Direction = Literal["write", "read"]
-_Run = Callable[[_Direction], float]  # moves everything once and returns bytes/s
+_Run = Callable[[_Direction], float]  # transfers all bytes once and returns bytes/s
 
 
 def _combinations(device: torch.device) -> list[tuple[Literal["posix", "kvikio"], Literal["host", "cuda"]]]:
@@ -144,7 +144,7 @@ def _compare(
     for _ in range(_REPETITIONS):
         for measure in turns:
             measure()
-        turns.append(turns.pop(0))  # nobody always comes after the same one
+        turns.append(turns.pop(0))  # so that none always follows the same one
     return IOBenchRow(
         backend=backend,
         memory=memory,
@@ -160,7 +160,7 @@ def _compare(
 
 @contextmanager
 def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direction, int], float]]:
-    """The baseline: threads that each loop over their own part of a file, with buffers of their own."""
+    """Yields the baseline: threads that each transfer a part of a file, with buffers of their own."""
     with ExitStack() as stack:
         fds: list[int] = []
         for path in paths:
@@ -175,8 +175,8 @@ def _raw_files(paths: Sequence[Path], blocks: int) -> Iterator[Callable[[_Direct
                 raise from_os_error(error, f"make a file of {blocks * _BLOCK} bytes with O_DIRECT", file) from error
             fds.append(fd)
         most = max(_THREADS, *_OTHER_THREADS)
-        # Owned by this function to its end. Each thread has two buffers to itself, which it takes in turn: as many per
-        # thread as the store is given, so that the processor's caches help neither more.
+        # Owned by this function until it returns. Each thread alternates between two buffers of its own: as many per
+        # thread as the store has, so that the processor's caches help neither more.
         slab = _noise(2 * len(fds) * most)
 
         def run(direction: _Direction, threads: int) -> float:
@@ -221,19 +221,20 @@ def _store(
     device: torch.device,
     memory: Literal["host", "cuda"],
 ) -> Iterator[_Run]:
-    checksum = memory == "host"  # the default, which device memory can't have
+    checksum = memory == "host"  # the default; buffers in device memory can't be hashed
     store = BlobStore(paths, device=device, backend=backend, piece_bytes=_BLOCK, threads=_THREADS, checksum=checksum)
     try:
         size = len(paths) * blocks * _BLOCK
         store.reserve(align_up(size))
         blob = store.allocate(size)
-        # Twice as many buffers as threads: first come, first served, so no two running transfers share one.
+        # Twice as many buffers as threads: transfers run in the order of their submission, so no two running ones
+        # share a buffer.
         count = 2 * _THREADS * len(paths)
         slab = _noise(count)
         whole = slab.tensor.to(device) if memory == "cuda" else slab.tensor
         buffers = [whole[begin : begin + _BLOCK] for begin in range(0, whole.numel(), _BLOCK)]
         if memory == "cuda":
-            torch.cuda.synchronize(device)  # the store does not order itself after our stream
+            torch.cuda.synchronize(device)  # the store's transfers do not wait for the current stream
 
         def run(direction: _Direction) -> float:
             begin = perf_counter()
@@ -252,7 +253,7 @@ def _store(
 
 
 def _noise(blocks: int) -> Slab:
-    """Blocks of bytes that a drive cannot compress."""
+    """Returns blocks of bytes that a drive cannot compress."""
     slab = Slab(blocks * _BLOCK, pin=False)
     noise = torch.frombuffer(bytearray(os.urandom(_BLOCK)), dtype=torch.uint8)
     slab.tensor.view(blocks, _BLOCK).copy_(noise)

@@ -9,13 +9,13 @@ __all__ = ["Blob", "Piece"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a blob: what one transfer moves.
+    """A part of a blob on one volume, the unit of a transfer.
 
     Attributes:
-        volume: index of the volume it lies on.
-        offset: where it begins in the volume's file, in bytes; a multiple of 4096.
-        start: where it begins in the blob, in bytes; a multiple of 4096.
-        nbytes: its bytes. Its slot is this rounded up to 4096.
+        volume: index of the volume.
+        offset: byte offset in the volume's file, a multiple of 4096.
+        start: byte offset in the blob, a multiple of 4096.
+        nbytes: bytes of the piece. Its slot has these rounded up to 4096.
     """
 
     volume: int
@@ -26,11 +26,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Room for `nbytes` bytes, cut into pieces that together cover it in order.
+    """SSD space for `nbytes` bytes, divided into consecutive pieces.
 
     Attributes:
         nbytes: bytes of the blob.
-        pieces: its pieces, ordered by `start`.
+        pieces: pieces of the blob, ordered by `start`.
     """
 
     nbytes: int

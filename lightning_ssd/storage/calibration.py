@@ -22,17 +22,17 @@ __all__ = ["Calibration", "calibrate"]
 
 _MOST_BYTES = 64 * 2**20
 _MOST_BLOCKS = 64
-_MOST_SECONDS = 0.5  # per pass: a slow drive is measured on fewer bytes
+_MOST_SECONDS = 0.5  # of a pass: a slow drive is measured on fewer bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was measured.
+    """Measured bandwidths of a store's volumes.
 
     Attributes:
-        weights: bandwidth of each volume alone, write and read in equal parts, bytes/s.
-        write_bandwidth: all volumes together, bytes/s.
-        read_bandwidth: all volumes together, bytes/s.
+        weights: bandwidth of each volume alone, with equal bytes written and read, bytes/s.
+        write_bandwidth: write bandwidth of all volumes together, bytes/s.
+        read_bandwidth: read bandwidth of all volumes together, bytes/s.
     """
 
     weights: tuple[float, ...]
@@ -41,16 +41,16 @@ class Calibration:
 
 
 def calibrate(volumes: Sequence[Volume], *, piece_bytes: int, threads: int, capacity: int) -> Calibration:
-    """Measures with the engine itself, pieces and threads as in the run; nobody else uses the volumes then.
+    """Measures the volumes by an `Engine` with the run's piece size and number of threads.
 
     Args:
-        volumes: the volumes; each grows by up to 64 MiB.
+        volumes: volumes without other transfers. Each grows by up to 64 MiB.
         piece_bytes: bytes of a transfer.
         threads: I/O threads per volume.
-        capacity: most bytes that all volumes together may grow by.
+        capacity: most bytes by which all volumes together may grow.
 
     Raises:
-        StorageFullError: there is no room for it.
+        StorageFullError: a volume cannot grow by a page.
         StorageError: a transfer failed.
     """
     share = align_down(min(capacity // len(volumes), *(volume.disk_free() for volume in volumes)))
@@ -72,13 +72,13 @@ def calibrate(volumes: Sequence[Volume], *, piece_bytes: int, threads: int, capa
         assert offset is not None
         blocks.append([Piece(index, offset + start, start, block) for start in range(0, size, block)])
     with closing(Engine([(volume.path, volume.file) for volume in volumes], threads=threads)) as engine:
-        # Untimed first: fresh extents are slower than those that were written once, which a run soon works
-        # on.
+        # The first pass is not timed: fresh extents are slower than extents that were written before, which a run
+        # mostly writes.
         written = [_transfer(engine, pieces, slab.tensor, write=True)[0] for pieces in blocks]
         speeds = [_measure(engine, pieces, slab.tensor) for pieces in written]
         weights = tuple(2 / (1 / write + 1 / read) for write, read in speeds)
         if len(volumes) > 1:
-            # Together they may be slower than their sum: two paths on one drive, or on one PCIe link.
+            # Together they may be slower than the sum: two paths on one drive, or on one PCIe link.
             together = [piece for pieces in zip(*written, strict=False) for piece in pieces]
             speeds = [_measure(engine, together, slab.tensor)]
     for volume, pieces in zip(volumes, blocks, strict=True):
@@ -95,7 +95,7 @@ def _measure(engine: Engine, pieces: Sequence[Piece], memory: torch.Tensor) -> t
 def _transfer(
     engine: Engine, pieces: Sequence[Piece], memory: torch.Tensor, *, write: bool
 ) -> tuple[list[Piece], float]:
-    """Returns the pieces moved before the time was up, at least one, and the seconds it took."""
+    """Transfers pieces for up to `_MOST_SECONDS`. Returns the transferred pieces, at least one, and the seconds."""
     begin = perf_counter()
     futures = [engine.submit(piece, memory[piece.start : piece.start + piece.nbytes], write=write) for piece in pieces]
     wait(futures, timeout=_MOST_SECONDS, return_when=FIRST_EXCEPTION)
@@ -113,7 +113,7 @@ def _nbytes(pieces: Sequence[Piece]) -> int:
 
 
 def _fill(memory: torch.Tensor) -> None:
-    """Fills with bytes that a drive cannot compress; leaves the user's random number generators alone."""
+    """Fills memory with bytes that a drive cannot compress. The user's random number generators are not used."""
     noise = torch.frombuffer(bytearray(os.urandom(min(memory.numel(), 2**20))), dtype=torch.uint8)
     for start in range(0, memory.numel(), noise.numel()):
         part = memory[start : start + noise.numel()]

@@ -1,4 +1,4 @@
-"""Checksums: what every written piece hashed to, checked when it is read."""
+"""Checksums: a hash of every written piece, compared when the piece is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_ssd.storage.errors import ChecksumError
 __all__ = ["Checksums", "Hashes"]
 
 Hashes = dict[tuple[int, int], int]
-"""Of pieces, by volume and offset."""
+"""Hashes of pieces, by (volume, offset)."""
 
 
 class Checksums:
@@ -22,7 +22,7 @@ class Checksums:
     Thread-safe: every call is one operation on one dict.
 
     Args:
-        hashes: of pieces that were written already.
+        hashes: hashes of pieces that were written by an earlier store.
     """
 
     def __init__(self, hashes: Hashes) -> None:
@@ -33,14 +33,14 @@ class Checksums:
         return dict(self._hashes)
 
     def record(self, piece: Piece, buffer: torch.Tensor) -> None:
-        """Remembers the hash of the piece's bytes in `buffer`, before they are written."""
+        """Records the hash of the piece's bytes in `buffer`, before they are written."""
         self._hashes[piece.volume, piece.offset] = self._digest(piece, buffer)
 
     def verify(self, piece: Piece, buffer: torch.Tensor, path: Path) -> None:
-        """Compares what was read into `buffer` with what was written.
+        """Compares the hash of the bytes read into `buffer` with the hash at the piece's last write.
 
         Raises:
-            ChecksumError: they differ, or the piece was never written.
+            ChecksumError: the hashes differ, or the piece was never written.
         """
         written = self._hashes.get((piece.volume, piece.offset))
         where = f"{piece.nbytes} bytes at offset {piece.offset} of {path}"

@@ -19,18 +19,18 @@ _log = logging.getLogger(__name__)
 def choose_backend(
     name: Literal["auto", "posix", "kvikio"] | Backend, device: torch.device, *, checksum: bool
 ) -> Backend:
-    """Makes the backend that `name` asks for, and logs which one it is and why.
+    """Returns the backend that `name` selects, and logs the choice with its reason.
 
     Args:
-        name: ``"posix"``; ``"kvikio"``; ``"auto"``, which takes kvikio only where GPUDirect Storage is
-            proven; or a backend, which is taken as it is.
-        device: where the data that will be offloaded lives.
-        checksum: every byte passes through host memory, where it is hashed. Nothing that GPUDirect Storage moves does,
-            so ``"auto"`` does not take it then.
+        name: ``"posix"``; ``"kvikio"``; ``"auto"``, which selects kvikio only where GPUDirect Storage is
+            available; or a backend, which is returned as it is.
+        device: device of the data that will be offloaded.
+        checksum: True if transfers are hashed in host memory. GPUDirect Storage bypasses host memory, so ``"auto"``
+            selects POSIX then.
 
     Raises:
-        StorageError: kvikio was asked for and cannot be used here.
-        ValueError: there is no such backend.
+        StorageError: `name` is ``"kvikio"``, which cannot be used here.
+        ValueError: `name` is no backend's name.
     """
     backend: Backend
     if isinstance(name, Backend):

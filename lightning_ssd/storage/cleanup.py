@@ -1,4 +1,4 @@
-"""Clean-up that fails: a warning, never an error, so that the error that led to the clean-up stays the first."""
+"""Clean-up failures are logged and never raised: they would hide the error that the clean-up follows."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def clean_up(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Runs one step of clean-up. Its error is logged, and the steps after it run.
+    """Logs an error of its body, one step of clean-up, as a warning, so that later steps run.
 
-    No byte that is still needed depends on clean-up: writes have been checked when their futures are done.
+    No data is lost by a failed clean-up: writes have been checked when their futures are done.
 
     Args:
         action: the step, such as ``"close"``.
-        path: the file or directory of the step.
+        path: the file or directory that the step works on.
     """
     try:
         yield
     except OSError as error:
         _log.warning("%s", from_os_error(error, action, path))
-    except RuntimeError as error:  # of a backend's library
+    except RuntimeError as error:  # raised by a backend's library
         _log.warning("could not %s %s: %s", action, Path(path), error)
 
 
 def close_fd(fd: int, path: str | os.PathLike[str]) -> None:
-    """Closes a descriptor of `path`, as a step of clean-up. Linux frees it also where it returns an error."""
+    """Closes a descriptor of `path`, as a step of clean-up. Linux frees a descriptor also if `close` fails."""
     with clean_up("close", path):
         os.close(fd)

@@ -1,4 +1,4 @@
-"""Blobs that outlive their store: in files without a name, which the kernel frees however the process ends."""
+"""Blobs that outlive their store, in unlinked files, which the kernel frees however the process ends."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["DetachedBlobs"]
 
 
 class DetachedBlobs:
-    """What `BlobStore.detach` returns. Its files go away with this object.
+    """The blobs of a store that was closed by `BlobStore.detach`. Their files are freed with this object.
 
     Args:
-        files: of each volume, the path that the file had and a descriptor of it, which is owned.
-        checksums: of what was written, where the store had them.
+        files: (former path, descriptor) of each volume's file. This object owns the descriptors.
+        checksums: hashes of the written pieces; None: the store had none.
     """
 
     def __init__(self, files: Sequence[tuple[Path, int]], checksums: Checksums | None) -> None:
         self._files = files
         self._checksums = checksums
-        # System calls alone: a finalizer may run on any thread, inside any lock.
+        # Only system calls: a finaliser may run on any thread, also while that thread holds a lock.
         weakref.finalize(self, _remove, files, os.getpid())
 
     def read(self, blob: Blob, start: int, nbytes: int) -> torch.Tensor:
-        """Returns bytes of a blob, on the CPU.
+        """Returns `nbytes` bytes of a blob from offset `start`, on the CPU.
 
         Raises:
-            StorageError: they can't be read, or are not what was written.
+            StorageError: the bytes can't be read, or differ from the written ones.
         """
         found = torch.empty(nbytes, dtype=torch.uint8)
         for piece in blob.pieces:
@@ -45,7 +45,7 @@ class DetachedBlobs:
         return found
 
     def _read(self, piece: Piece) -> torch.Tensor:
-        """Returns a whole piece, which is what a checksum is of."""
+        """Returns a whole piece, because a checksum covers a whole piece."""
         path, fd = self._files[piece.volume]
         buffer = torch.empty(piece.nbytes, dtype=torch.uint8)
         view, done = buffer.numpy().data, 0
@@ -67,7 +67,7 @@ class DetachedBlobs:
 
 def _remove(files: Sequence[tuple[Path, int]], owner: int) -> None:
     for path, fd in files:
-        if os.getpid() == owner:  # a forked DataLoader worker has the file open too: its blocks go now
+        if os.getpid() == owner:  # a forked DataLoader worker has the file open, too: its blocks are freed now
             with clean_up("truncate", path):
                 os.ftruncate(fd, 0)
         close_fd(fd, path)

@@ -22,24 +22,23 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """Moves pieces between buffers and files on threads of its own.
+    """Transfers pieces between buffers and files on threads of its own.
 
-    Each volume has its own queue and threads, so a slow one holds up no other. A thread serves one piece at a
-    time: what is in flight to a device is at most `threads` pieces. Within a volume urgent requests go first,
-    and in the order of their submission among themselves, as do the others.
+    Each volume has its own queue and threads, so a slow volume does not delay the others. A thread serves one piece
+    at a time: at most `threads` pieces of a volume are in flight. Within a volume urgent requests are served before
+    normal ones; requests of equal priority are served in the order of their submission.
 
-    The buffer of a request belongs to the engine from submission until its future is done, cancelled
-    included. Done callbacks run on the I/O thread, or, for a cancelled request, on the thread that cancels.
-    No lock is held then.
+    The engine owns the buffer of a request from submission until the request's future is done or cancelled. Done
+    callbacks run on the I/O thread, or, for a cancelled request, on the thread that cancels. No lock is held then.
 
-    Threads are daemons: Python joins others before it runs exit handlers, so a store that was never closed
+    Threads are daemons: Python joins other threads before it runs exit handlers, so a store that was never closed
     would hang the interpreter's exit. The store closes the engine in an exit handler instead.
 
     Args:
-        files: path and open file of every volume, in the order of `Piece.volume`. Closed by the caller, after
+        files: path and open file of every volume, in the order of `Piece.volume`. The caller closes them after
             `close`.
         threads: I/O threads per volume.
-        checksums: where to note and check hashes, or None.
+        checksums: hashes to record at writes and to verify at reads; None: transfers are not hashed.
     """
 
     def __init__(
@@ -62,15 +61,14 @@ class Engine:
             raise
 
     def submit(self, piece: Piece, buffer: torch.Tensor, *, write: bool, urgent: bool = False) -> Future[None]:
-        """Queues a transfer. Its future gets None, or a StorageError that names file, offset and remedy.
+        """Queues a transfer. Its future has the result None, or a StorageError that names file, offset and remedy.
 
         Args:
-            piece: what to move.
-            buffer: contiguous uint8, at least `piece.nbytes` long. When it reaches to the next multiple of
-                4096, that much is moved, so that O_DIRECT takes all of it: those last bytes are overwritten
-                by a read.
-            write: from the buffer to the file, or from the file to the buffer.
-            urgent: before those that are not.
+            piece: the piece to transfer.
+            buffer: contiguous uint8, at least `piece.nbytes` long. If it extends to the next multiple of 4096, all
+                these bytes are transferred, so that O_DIRECT can be used: a read overwrites the padding, too.
+            write: True: from the buffer to the file; False: from the file to the buffer.
+            urgent: serve the request before normal ones.
 
         Raises:
             StorageError: the engine is closed.
@@ -80,11 +78,11 @@ class Engine:
         return request
 
     def close(self) -> None:
-        """Cancels what is queued, waits for what runs, and ends the threads. Idempotent."""
+        """Cancels queued requests, waits for running ones, and ends the threads. Idempotent."""
         for lane in self._lanes:
             for request in lane.shut():
                 if request.cancel():
-                    request.set_running_or_notify_cancel()  # tells those in concurrent.futures.wait
+                    request.set_running_or_notify_cancel()  # wakes threads in concurrent.futures.wait
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():  # a callback may close the store
                 thread.join()
@@ -94,10 +92,10 @@ class Engine:
             if request.set_running_or_notify_cancel():
                 try:
                     self._serve(lane, request)
-                except Exception as error:  # of user code that replaced a function: a transfer without an end hangs
+                except Exception as error:  # a bug outside `_move`: a future that is never done would hang training
                     if not request.done():
                         request.set_exception(error)
-            del request  # else an idle thread would keep the last one alive
+            del request  # an idle thread must not keep the last request's buffer alive
 
     def _serve(self, lane: _Lane, request: _Request) -> None:
         meter = self.written if request.write else self.read
@@ -139,7 +137,7 @@ class Engine:
 
 
 class _Request(Future[None]):
-    """A queued transfer, which is its own future. It owns the buffer from submission until it is done."""
+    """The future of a queued transfer. It owns the buffer from submission until it is done."""
 
     def __init__(self, piece: Piece, buffer: torch.Tensor, write: bool) -> None:
         super().__init__()
@@ -152,7 +150,7 @@ class _Request(Future[None]):
         return "wrote" if self.write else "read"
 
     def cancel(self) -> bool:
-        """Drops a queued transfer, and its buffer at once. Returns False for one that runs or is done."""
+        """Cancels a queued transfer and drops its buffer. Returns False if the transfer runs or is done."""
         if not super().cancel():
             return False
         self.buffer = None
@@ -178,7 +176,7 @@ class _Lane:
             self._changed.notify()
 
     def get(self) -> _Request | None:
-        """Waits for the next request; None when the lane is shut."""
+        """Blocks until there is a request, and returns it, or None once the queue is shut."""
         with self._changed:
             while True:
                 if self._shut:
@@ -190,7 +188,7 @@ class _Lane:
                 self._changed.wait()
 
     def shut(self) -> list[_Request]:
-        """Takes no more requests, and returns those that were queued."""
+        """Refuses further requests, and returns the queued ones."""
         with self._changed:
             self._shut = True
             queued = [*self._urgent, *self._normal]
@@ -205,7 +203,7 @@ def _explain(error: Exception, path: Path, request: _Request) -> StorageError:
     action = f"{'write' if request.write else 'read'} {piece.nbytes} bytes at offset {piece.offset}"
     if isinstance(error, OSError):
         explained = from_os_error(error, action, path)
-    else:  # a backend's library has its own errors
+    else:  # errors of a backend's library have classes of their own
         explained = StorageError(f"could not {action} in {path}: {error}. Check the drive, or use backend='posix'.")
     explained.__cause__ = error
     return explained

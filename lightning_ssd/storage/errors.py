@@ -22,15 +22,15 @@ class ChecksumError(StorageError):
 
 
 def from_os_error(error: OSError, action: str, path: str | os.PathLike[str]) -> StorageError:
-    """Turns an operating system error into a StorageError.
+    """Converts an operating system error to a StorageError.
 
     Args:
-        error: what the operating system said.
-        action: what was tried, such as ``"write 4096 bytes at offset 0"``.
-        path: the file or directory it was tried on.
+        error: error of the operating system.
+        action: operation that failed, such as ``"write 4096 bytes at offset 0"``.
+        path: file or directory of the operation.
 
     Returns:
-        A StorageFullError when the error means "no room", else a StorageError. The caller raises it from
+        A StorageFullError if the error means "no room", else a StorageError. The caller raises it from
         `error`.
     """
     reason = f"[{errno.errorcode.get(error.errno or 0, 'unknown errno')}] {error.strerror or error}"

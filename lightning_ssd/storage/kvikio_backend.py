@@ -1,4 +1,4 @@
-"""The kvikio backend: GPU memory straight to and from the SSD where GPUDirect Storage (GDS) exists."""
+"""The kvikio backend: direct transfers between GPU memory and SSD where GPUDirect Storage (GDS) is available."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _INSTALL = "Install `lightning-ssd[gds-cu12]` or `lightning-ssd[gds-cu13]` for y
 
 
 class KvikioBackend(Backend):
-    """Host and CUDA buffers. Where GDS is not really available, kvikio runs in its compatibility mode.
+    """Reads and writes host and CUDA buffers. Where GDS is not available, kvikio runs in its compatibility mode.
 
-    kvikio does not order itself after your stream: the caller makes sure, with an event, that a CUDA buffer
-    is written before it is stored, and not used before it is loaded. kvikio's own work may wait for the
+    kvikio does not order its transfers after any stream: the caller makes sure, with an event, that a CUDA buffer is
+    complete before it is written, and that it is not used before it is read. kvikio's own work may wait for the
     default stream.
 
-    Its settings (compatibility mode, threads, O_DIRECT) are global to the process; this sets them.
+    kvikio's settings (compatibility mode, threads, O_DIRECT) are global to the process; this constructor sets them.
 
     Args:
-        threads: threads of kvikio's pool, each of which moves one request at a time.
+        threads: threads of kvikio's pool, each of which transfers one request at a time.
 
     Attributes:
-        gds: whether bytes go past host memory.
+        gds: whether transfers bypass host memory.
 
     Raises:
         StorageError: there is no CUDA device, or kvikio is not installed.
@@ -39,8 +39,7 @@ class KvikioBackend(Backend):
     device_buffers = True
 
     def __init__(self, threads: int = 8) -> None:
-        # Without a CUDA driver kvikio moves nothing, not even host memory, and may hang: ask before importing
-        # it.
+        # Without a CUDA driver kvikio transfers nothing, not even host memory, and importing it may hang.
         if not torch.cuda.is_available():
             raise StorageError("backend='kvikio' needs a CUDA device, and PyTorch sees none. Use backend='posix'.")
         try:
@@ -51,7 +50,7 @@ class KvikioBackend(Backend):
             ) from error
         self.gds = _gds_available()
         mode = self._kvikio.CompatMode
-        # Never AUTO: registering a file succeeds without the nvidia-fs driver, and then silently takes POSIX.
+        # Never AUTO: without the nvidia-fs driver it registers files successfully and then silently uses POSIX.
         self._kvikio.defaults.set(
             {
                 "compat_mode": mode.OFF if self.gds else mode.ON,
@@ -72,7 +71,7 @@ class KvikioBackend(Backend):
 
 
 def why_no_gds(device: torch.device) -> str | None:
-    """Returns why bytes cannot go directly between the GPU and the SSD here, or None when they can."""
+    """Returns the reason why GPUDirect Storage cannot be used, or None if it can."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "the data is not on a CUDA device"
     try:
@@ -87,8 +86,8 @@ class _KvikioFile(BackendFile):
         self._file = file
 
     def write(self, buffer: torch.Tensor, offset: int) -> int:
-        # The future keeps neither buffer nor file alive: both are ours until `get` is back. One request is
-        # one task, because the engine has cut the data already.
+        # kvikio's future keeps neither buffer nor file alive: the caller's frame does until `get` returns. A request
+        # is one task of kvikio (`task_size` is its size), because the engine has divided the data already.
         size = buffer.numel()
         return int(self._file.pwrite(_array(buffer), size, offset, size).get())
 
@@ -101,7 +100,7 @@ class _KvikioFile(BackendFile):
 
 
 def _array(buffer: torch.Tensor) -> Any:
-    """What kvikio takes: a CUDA tensor as it is, a host tensor as the NumPy array on the same memory."""
+    """Returns the buffer in a type that kvikio accepts: a CUDA tensor itself, a host tensor as a NumPy array."""
     return buffer if buffer.is_cuda else buffer.numpy()
 
 

@@ -1,7 +1,7 @@
-"""The manifest of a kept directory: its run, and the paths that the run has its files on.
+"""The manifest of a kept directory: the name of its run, and all paths on which the run has files.
 
-The record of a run (its journal) is in the kept directory of its first path only. The manifests of the other
-directories tell a later run that is given some of the paths that such a record exists.
+The journal of a run is in the kept directory of its first path only. A later run that is given only other paths of it
+learns from their manifests that the journal exists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Manifest:
 
     Attributes:
         run: random name of the run.
-        paths: absolute paths of all its drives, in their order.
+        paths: absolute paths of all the run's scratch paths, in their order.
     """
 
     run: str
@@ -34,7 +34,7 @@ class Manifest:
 
 
 def write_manifest(directory: PrivateDirectory, manifest: Manifest) -> None:
-    """Writes the manifest of a kept directory, and returns when it survives a loss of power.
+    """Writes the manifest of a kept directory durably.
 
     Raises:
         StorageError: the filesystem failed.
@@ -48,7 +48,7 @@ def write_manifest(directory: PrivateDirectory, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: PrivateDirectory) -> Manifest | None:
-    """Returns the manifest of a kept directory; None: there is none.
+    """Returns the manifest of a kept directory, or None if it has none.
 
     Raises:
         StorageError: the filesystem failed, or the manifest is damaged.

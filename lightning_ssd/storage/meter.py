@@ -1,4 +1,4 @@
-"""A meter: bytes moved in one direction, and the seconds during which any were on their way."""
+"""A meter: bytes transferred in one direction, and the seconds during which at least one transfer ran."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Meter:
         self._nbytes = 0
 
     def start(self) -> None:
-        """A transfer begins."""
+        """Records the begin of a transfer."""
         with self._lock:
             if self._running == 0:
                 self._since = perf_counter()
             self._running += 1
 
     def stop(self, nbytes: int) -> None:
-        """A transfer ends; `nbytes` bytes were moved, 0 when it failed."""
+        """Records the end of a transfer of `nbytes` bytes, 0 if it failed."""
         with self._lock:
             self._nbytes += nbytes
             self._running -= 1
@@ -34,7 +34,7 @@ class Meter:
                 self._seconds += perf_counter() - self._since
 
     def read(self) -> tuple[int, float]:
-        """Returns (bytes, seconds) up to now."""
+        """Returns (bytes transferred, seconds with a running transfer) so far."""
         with self._lock:
             running = perf_counter() - self._since if self._running else 0.0
             return self._nbytes, self._seconds + running

@@ -1,4 +1,4 @@
-"""The pinned pool: host buffers under one declared budget, with waiting instead of growth."""
+"""The pinned pool: host buffers within one fixed budget. A request that does not fit waits; the pool does not grow."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["PinnedBuffer", "PinnedPool"]
 
 
 class PinnedPool:
-    """Page-aligned host buffers of exact sizes, never more than `budget` bytes of them.
+    """Allocates page-aligned host buffers, at most `budget` bytes at any time.
 
-    Requests are served in the order in which they began to wait, so a large one is not starved by small ones:
-    while somebody waits, nobody else takes memory. A request within the budget is served at the latest when
-    every buffer is back, because empty slabs make room for a larger one.
+    Requests are served in the order in which they began to wait, so small requests do not starve a large one:
+    while a request waits, later ones wait behind it. A request within the budget is served at the latest when
+    all buffers have been released, because empty slabs are replaced by a larger one.
 
-    Thread-safe. Not to be called from a finaliser (``__del__``): those run anywhere, also inside the pool's
-    lock.
+    Thread-safe. Not to be called from a finaliser (``__del__``): finalisers run at any point of any thread, also
+    where that thread holds the pool's lock.
 
     Args:
-        budget: bytes that the pool may hold.
+        budget: most bytes of all slabs.
         pin: page-lock the memory for the GPU.
-        slab_bytes: None takes the whole budget now, as one slab; else slabs of this size (or of what one
-            request needs, if that is more) are taken when they are needed.
-        name: what messages call the pool.
+        slab_bytes: bytes of a slab, which is allocated when the others have no room (larger if one request needs
+            more). None: one slab of the whole budget is allocated now.
+        name: name of the pool in error messages.
 
     Raises:
         ValueError: the budget is smaller than a page, or `slab_bytes` is not positive.
-        StorageError: the memory cannot be had, or cannot be page-locked.
+        StorageError: the memory cannot be allocated or page-locked.
     """
 
     def __init__(self, budget: int, *, pin: bool, slab_bytes: int | None = None, name: str = "pinned") -> None:
@@ -49,13 +49,13 @@ class PinnedPool:
         self._slab_bytes = None if slab_bytes is None else align_up(slab_bytes)
         self._name = name
         self._lock = threading.RLock()
-        """Guards everything below and every buffer's count."""
+        """Guards all attributes below, and the reference count of every buffer."""
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[object] = deque()
         self._slabs: list[_SlabSlots] = []
         self._idle: dict[int, list[_Span]] = {}
         """Spans of released buffers, by size: training steps repeat their requests, which then need no search."""
-        self._taken = 0  # bytes of all slabs, until their memory is given back
+        self._taken = 0  # bytes of all slabs, closing ones included until their memory is unmapped
         self._used = 0
         self._peak = 0
         self._closed = False
@@ -64,33 +64,33 @@ class PinnedPool:
 
     @property
     def budget(self) -> int:
-        """Bytes that the pool may hold."""
+        """Most bytes of all slabs."""
         return self._budget
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest buffer that can ever be had."""
+        """Bytes of the largest buffer that the pool can allocate."""
         return self._capacity
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in buffers that somebody holds now."""
+        """Bytes of buffers that are not released yet."""
         return self._used
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes ever held at once."""
+        """Peak of `used_bytes`."""
         return self._peak
 
     def acquire(self, nbytes: int) -> PinnedBuffer:
-        """Takes a buffer, waiting while there is no room. The caller owns one reference and releases it.
+        """Allocates a buffer, and blocks until there is room. The caller owns one reference and releases it.
 
         Args:
-            nbytes: bytes wanted.
+            nbytes: bytes of the buffer.
 
         Raises:
-            ValueError: so many bytes can never be had, or `nbytes` is not positive.
-            StorageError: the pool is closed, or was while this waited.
+            ValueError: `nbytes` is more than the budget, or not positive.
+            StorageError: the pool is closed, or was closed while the request waited.
         """
         need = self._checked(nbytes)
         with self._changed:
@@ -111,10 +111,10 @@ class PinnedPool:
                 self._changed.notify_all()  # the next in line may find room
 
     def try_acquire(self, nbytes: int) -> PinnedBuffer | None:
-        """Takes a buffer if that needs no waiting, else returns None.
+        """Allocates a buffer if there is room now and no request waits, else returns None.
 
         Raises:
-            ValueError: so many bytes can never be had, or `nbytes` is not positive.
+            ValueError: `nbytes` is more than the budget, or not positive.
             StorageError: the pool is closed.
         """
         need = self._checked(nbytes)
@@ -128,7 +128,7 @@ class PinnedPool:
             return buffer
 
     def close(self) -> None:
-        """Ends the pool: waiting requests get a StorageError, and memory is given back with its last buffer."""
+        """Closes the pool: waiting requests raise a StorageError, and each slab is freed with its last buffer."""
         with self._changed:
             self._closed = True
             self._close_empty_slabs()
@@ -160,7 +160,7 @@ class PinnedPool:
         return None if span is None else self._hand_out(span, nbytes)
 
     def _find(self, need: int) -> _Span | None:
-        """Takes a span out of a slab that has one."""
+        """Allocates a span in an existing slab."""
         for slab in self._slabs:
             offset = slab.slots.allocate(need)
             if offset is not None:
@@ -168,7 +168,7 @@ class PinnedPool:
         return None
 
     def _grow(self, need: int) -> _Span | None:
-        """Takes a span out of a new slab, if the budget has room for one."""
+        """Allocates a span in a new slab, if the budget has room for one."""
         room = self._capacity - self._taken
         if self._slab_bytes is None or room < need:
             return None
@@ -183,7 +183,7 @@ class PinnedPool:
         return PinnedBuffer(self, span, nbytes)
 
     def _merge_idle(self) -> None:
-        """Gives idle spans back to their slabs, where neighbours merge to larger ones."""
+        """Frees idle spans in their slabs, where neighbours merge to larger ones."""
         for spans in self._idle.values():
             for span in spans:
                 span.slab.slots.free(span.offset)
@@ -194,7 +194,7 @@ class PinnedPool:
         self._taken += nbytes
 
     def _make_room(self, need: int) -> bool:
-        """Gives empty slabs back if a larger one fits in their place then; returns whether it did.
+        """Frees empty slabs if a larger slab fits in their place; returns whether it did.
 
         Called when `_take` has found nothing, and has merged the idle spans.
         """
@@ -205,10 +205,10 @@ class PinnedPool:
         return True
 
     def _close_empty_slabs(self) -> None:
-        """Gives the memory of empty slabs back; the lock is released meanwhile, since that synchronizes the device."""
+        """Frees empty slabs. The lock is released meanwhile, because freeing pinned memory synchronizes the device."""
         self._merge_idle()
         empty = [slab for slab in self._slabs if not slab.slots.used]
-        self._slabs = [slab for slab in self._slabs if slab.slots.used]  # nobody is handed out of the others any more
+        self._slabs = [slab for slab in self._slabs if slab.slots.used]  # no request allocates in empty ones any more
         self._changed.release()
         try:
             for slab in empty:
@@ -242,12 +242,12 @@ class PinnedPool:
 
 
 class PinnedBuffer:
-    """Host memory lent by a PinnedPool, counted: it is lent until the last holder releases it.
+    """A reference-counted buffer of a PinnedPool. The last release returns its memory to the pool.
 
     Attributes:
         tensor: the memory, uint8, page-aligned, `nbytes` rounded up to a page. Not to be used after the last
-            release: the bytes are somebody else's then.
-        nbytes: bytes as asked for.
+            release: the pool reuses the bytes.
+        nbytes: bytes that were requested.
     """
 
     __slots__ = ("_count", "_pool", "_span", "nbytes", "tensor")
@@ -260,14 +260,14 @@ class PinnedBuffer:
         self._count = 1
 
     def try_retain(self) -> bool:
-        """Adds a holder. Returns False, and adds none, when the last one has released the buffer already."""
+        """Adds a reference. Returns False, and adds none, if the last reference was released already."""
         return self._pool._retain(self)
 
     def release(self) -> None:
-        """Ends one holder's share; the last one gives the bytes back to the pool. Thread-safe.
+        """Removes a reference; the last one returns the memory to the pool. Thread-safe.
 
         Raises:
-            ValueError: nobody holds the buffer any more.
+            ValueError: the last reference was released already.
         """
         self._pool._release(self)
 
@@ -280,7 +280,7 @@ class _SlabSlots:
 
 @dataclass(eq=False, slots=True)
 class _Span:
-    """A slot of a slab, and the tensor of its bytes. A buffer owns it until its last release, then the pool does."""
+    """A slot of a slab, and the tensor of its bytes. The buffer owns it until its last release, then the pool."""
 
     slab: _SlabSlots
     offset: int

@@ -18,11 +18,11 @@ from lightning_ssd.storage.slots import PAGE, align_down
 __all__ = ["PosixBackend"]
 
 _log = logging.getLogger(__name__)
-_MOST_BYTES = align_down(0x7FFFF000)  # what Linux moves at most in one call
+_MOST_BYTES = align_down(0x7FFFF000)  # Linux's limit of one call
 
 
 class PosixBackend(Backend):
-    """Host buffers only. Where a filesystem refuses O_DIRECT: the page cache, with one warning per file."""
+    """Reads and writes host buffers. Where a filesystem refuses O_DIRECT, I/O uses the page cache, with a warning."""
 
     name = "posix"
     device_buffers = False
@@ -39,8 +39,8 @@ class PosixBackend(Backend):
 class _PosixFile(BackendFile):
     def __init__(self, path: Path) -> None:
         self._path = path.resolve()  # for the warning; `path` may name the file by a descriptor that is closed later
-        # O_DSYNC: a write that the page cache took reports its failure here, not never. The tails of a few
-        # requests pass through it, or, where O_DIRECT is refused, everything.
+        # O_DSYNC: a write through the page cache reports its failure in the call, not later or never. The page cache
+        # is used for tails shorter than a page, or for everything where O_DIRECT is refused.
         self._buffered = os.open(path, os.O_RDWR | os.O_DSYNC)
         self._direct: int | None = None
         self._refused = threading.Lock()
@@ -66,8 +66,11 @@ class _PosixFile(BackendFile):
             close_fd(self._direct, self._path)
 
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], buffer: torch.Tensor, offset: int) -> int:
-        """Moves as much of `buffer` as the file gives or takes; Python itself retries after EINTR."""
-        view = buffer.numpy().data  # shares the caller's memory, for the length of this call
+        """Transfers `buffer` and returns the bytes transferred, fewer only at the end of the file.
+
+        Python itself retries after EINTR.
+        """
+        view = buffer.numpy().data  # shares the caller's memory during this call
         address = buffer.data_ptr()
         done, total = 0, len(view)
         while done < total:

@@ -33,7 +33,7 @@ class NotPrivateError(StorageError):
 
 
 class PrivateDirectory:
-    """A directory of this user's that nobody else can enter, open by descriptor.
+    """An open directory that belongs to this user and that no other user can enter.
 
     Args:
         fd: descriptor of the directory; owned, closed by `close`.
@@ -53,13 +53,14 @@ class PrivateDirectory:
         """Opens an existing directory.
 
         Args:
-            path: its path. Links are followed up to its parent only.
+            path: path of the directory. Links are followed up to its parent only.
             parent: descriptor of the parent, in which the last part of `path` is looked up.
 
         Raises:
-            FileNotFoundError: there is none.
-            NotPrivateError: it is a link or no directory, another user owns it, or other users have rights on it.
-            OSError: it could not be opened for another reason.
+            FileNotFoundError: the directory does not exist.
+            NotPrivateError: the entry is a link or no directory, another user owns it, or other users have rights
+                on it.
+            OSError: the directory could not be opened for another reason.
         """
         path = Path(path)
         fd = _open(path if parent is None else path.name, _DIRECTORY, parent, path)
@@ -73,10 +74,10 @@ class PrivateDirectory:
             flags: as for `os.open`. A file that is created has mode 0600.
 
         Raises:
-            FileNotFoundError: there is none.
-            NotPrivateError: it is no regular file, has another hard link, another user owns it, or other users have
-                rights on it.
-            OSError: it could not be opened for another reason.
+            FileNotFoundError: the file does not exist, and `flags` do not create it.
+            NotPrivateError: the entry is no regular file, has another hard link, another user owns it, or other users
+                have rights on it.
+            OSError: the file could not be opened for another reason.
         """
         return _open(name, flags | _FILE, self.fd, self.path / name)
 
@@ -87,10 +88,10 @@ class PrivateDirectory:
 
     @contextmanager
     def replacing_file(self, name: str) -> Iterator[io.BufferedWriter]:
-        """Yields a new file that replaces the file `name` on exit, as a whole.
+        """Yields a new file that atomically replaces the file `name` on exit.
 
-        After a kill or a loss of power the old content or the new one is there; on return the new one is on the drive.
-        If the body raises, the old file stays.
+        After a kill or a loss of power the file has either the old content or the new one. On return the new content
+        is durable. If the body raises, the old file is unchanged.
 
         Raises:
             OSError: the new file could not be written, or made durable.
@@ -111,7 +112,11 @@ class PrivateDirectory:
         self.sync()
 
     def remove_file(self, name: str) -> None:
-        """Removes the entry `name`, unless it is a directory, or there is none. A link is removed, not followed."""
+        """Removes the file or link `name` if it exists. A link is not followed.
+
+        Raises:
+            OSError: the entry is a directory, or could not be removed for another reason.
+        """
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
@@ -122,10 +127,9 @@ class PrivateDirectory:
     def clear(self, *, keep: str) -> None:
         """Removes all entries but `keep`.
 
-        Nobody makes directories in it: one that is there all the same stays.
-
         Raises:
-            OSError: the first error; other entries are removed all the same.
+            OSError: the first error, such as that of a subdirectory, which is not removed. Other entries are removed
+                all the same.
         """
         failed: OSError | None = None
         for name in sorted(self.names() - {keep}):
@@ -137,7 +141,7 @@ class PrivateDirectory:
             raise failed
 
     def sync(self) -> None:
-        """Returns when names of new and renamed files survive a loss of power.
+        """Makes the names of new and renamed files durable.
 
         Raises:
             OSError: the filesystem failed.
@@ -166,13 +170,13 @@ class PrivateDirectory:
 
 
 def _open(name: str | Path, flags: int, parent: int | None, path: Path) -> int:
-    """Opens an entry without following a link, and checks it.
+    """Opens an entry without following a link, and checks its owner and mode.
 
     Args:
-        name: its name in `parent`; its path, where that is None.
-        flags: of `os.open`.
-        parent: descriptor of the directory that it is in.
-        path: its path, for messages.
+        name: name of the entry in `parent`, or its path if `parent` is None.
+        flags: flags of `os.open`.
+        parent: descriptor of the entry's directory.
+        path: path of the entry, for messages.
     """
     wanted = "directory" if flags & os.O_DIRECTORY else "regular file"
     try:
@@ -200,7 +204,7 @@ def _open(name: str | Path, flags: int, parent: int | None, path: Path) -> int:
 
 
 def _objection(entry: os.stat_result, wanted: str) -> str | None:
-    """Returns why an entry is not to be trusted; None if it is."""
+    """Returns the reason not to trust an entry, or None if it is trusted."""
     mode = entry.st_mode
     if stat.S_ISLNK(mode):
         return f"is a symbolic link of {_user(entry.st_uid)}"

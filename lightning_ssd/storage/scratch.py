@@ -1,6 +1,6 @@
-"""A scratch directory: one per run and rank, gone when the run ends, swept by the next if it was killed.
+"""Scratch directories: one per path, run and rank, removed when the run ends, or by the next run if it was killed.
 
-Or kept for it: a directory whose name is known, which the next run takes over with all in it.
+A kept directory is the other kind: its name is known, and the run after a killed one resumes from its files.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ _NAME = re.compile(r"lightning_ssd-[0-9a-f]{16}-rank\d+")
 
 
 def kept_directory(path: str | Path, rank: int = 0) -> Path:
-    """Returns the directory inside `path` that a killed run keeps for the next one."""
+    """Returns the directory inside `path` in which a killed run leaves its files for the next one."""
     return Path(path).absolute() / f"lightning_ssd-kept-rank{rank}"
 
 
 class ScratchDirectory:
     """A directory ``lightning_ssd-<random>-rank<k>`` with mode 0700 inside the user's directory.
 
-    It is alive as long as somebody holds the flock on the lock file inside it. That is this process, and
-    those it forks (a DataLoader worker that outlives a killed run still counts). Exec'ed programs do not
-    inherit the lock. Creating one sweeps the directories whose lock is free: those of killed runs.
+    The directory is in use as long as a process holds the flock on the lock file inside it: this process, or a
+    process that it forked (a DataLoader worker that outlives a killed run holds the lock, too). Exec'ed programs do
+    not inherit the lock. Creating a scratch directory removes the directories of killed runs, whose locks are free.
 
-    One that is kept has the name that `kept_directory` returns, and is never swept. Its lock is free as soon as its
-    process is killed: those that it forked let go of it.
+    A kept directory has the name that `kept_directory` returns, and is never removed as a killed run's. Its lock is
+    free as soon as its process is killed, because forked processes close their copies of it.
 
-    Others may be able to write to the user's directory. Everything in it is opened by descriptor and checked (see
-    `PrivateDirectory`), used and removed through its descriptor, and the lock file has the name of its directory, so
-    that another private directory of this user, moved here by somebody else, is not mistaken for a scratch directory.
+    Other users may be able to write to `path`. Everything in it is opened by descriptor and checked (see
+    `PrivateDirectory`), used and removed through its descriptor. The lock file carries the name of its directory, so
+    that another private directory of this user, moved here by another user, is not mistaken for a scratch directory.
 
     Args:
         path: an existing, writable directory on the drive to use.
         rank: rank of this process in its run.
-        keep: whether the next run takes the directory over, unless `close` removes it.
+        keep: True for a kept directory, from which the next run resumes unless `close` removes it.
 
     Attributes:
-        path: the directory, for messages and for whoever looks at it; files are opened through `files`.
-        files: the directory, open.
+        path: path of the scratch directory, for messages; files are opened through `files`.
+        files: the open scratch directory.
 
     Raises:
-        StorageError: `path` is missing, is no directory, or cannot be written or locked; or a live run has the
-            directory to be taken over; or another user may have put it there (`NotPrivateError`).
+        StorageError: `path` is missing, is no directory, or cannot be written or locked; or another run that is
+            alive uses the kept directory; or another user may have made it (`NotPrivateError`).
     """
 
     def __init__(self, path: str | Path, rank: int = 0, *, keep: bool = False) -> None:
@@ -68,7 +68,7 @@ class ScratchDirectory:
                     raise StorageError(f"path {str(path)!r} does not exist: create it first (`mkdir -p {parent}`)")
                 if not parent.is_dir():
                     raise StorageError(f"path {str(path)!r} is not a directory: give one on the drive to use")
-                # The user's own word: links in it are followed, once.
+                # The user gave this path: links in it are followed, once.
                 self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 undo.callback(close_fd, self._parent, parent)
                 _sweep(self._parent, parent)
@@ -86,11 +86,11 @@ class ScratchDirectory:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """True if the directory has no file but its lock."""
         return self.files.names() <= {_lock_name(self.path)}
 
     def clear(self) -> None:
-        """Removes all that is in it.
+        """Removes all files but the lock.
 
         Raises:
             StorageError: an entry could not be removed.
@@ -101,10 +101,10 @@ class ScratchDirectory:
             raise from_os_error(error, "clear the scratch directory", self.path) from error
 
     def close(self, *, remove: bool = True) -> None:
-        """Lets go of the directory. Idempotent; in a forked child it does nothing.
+        """Closes the directory and releases its lock. Idempotent; without effect in a forked child.
 
         Args:
-            remove: it goes away, with all in it. What cannot be removed is named in a warning.
+            remove: remove the directory with its files. Entries that cannot be removed are named in a warning.
         """
         if os.getpid() != self._owner or not self._open:
             return
@@ -119,7 +119,8 @@ class ScratchDirectory:
 
 
 _kept_locks: set[int] = set()
-"""Of this process; a fork closes its copies, which would hold the locks longer than the process that was killed."""
+"""Lock descriptors of this process's kept directories. A forked child closes its copies, which would keep the locks
+after this process is killed."""
 
 
 def _let_go_in_child() -> None:
@@ -136,7 +137,7 @@ def _lock_name(directory: Path) -> str:
 
 
 def _open_locked(parent: int, path: Path, *, keep: bool) -> tuple[PrivateDirectory, int] | None:
-    """Makes a directory, or with `keep` opens the existing one, and returns it with its lock, which is held.
+    """Makes a directory, or with `keep` opens the existing one, locks it, and returns both.
 
     Until it is locked, a new directory looks like a killed run's, and another process may remove it: the result is
     None then. (A lock on the parent would prevent that, but NFS locks no directories.)
@@ -195,10 +196,10 @@ def _open_locked(parent: int, path: Path, *, keep: bool) -> tuple[PrivateDirecto
 
 
 def _is_lock_of(files: PrivateDirectory, lock: int) -> bool:
-    """Whether an open lock file still has its name in the directory: whoever removes a directory removes it.
+    """Returns whether the directory's lock file is the open one: another process may have removed it meanwhile.
 
     Raises:
-        FileNotFoundError: it has not, nor has another.
+        FileNotFoundError: the directory has no lock file.
     """
     entry = os.stat(_lock_name(files.path), dir_fd=files.fd, follow_symlinks=False)
     return os.path.samestat(entry, os.fstat(lock))
@@ -233,9 +234,9 @@ def _sweep(parent: int, path: Path) -> None:
 
 
 def _remove(parent: int, files: PrivateDirectory, lock: int) -> None:
-    """Removes a directory whose lock is held, closes it, and lets the lock go.
+    """Removes a directory whose lock is held, closes it, and releases the lock.
 
-    The lock file is the last to go, so that a directory with data always has one.
+    The lock file is removed last, so that a directory with data always has one.
     """
     with clean_up("remove the files of a scratch directory", files.path):
         files.clear(keep=_lock_name(files.path))
@@ -254,8 +255,8 @@ def _remove(parent: int, files: PrivateDirectory, lock: int) -> None:
 def _remove_if_empty(parent: int, name: str) -> None:
     """Removes the directory `name`, if it is empty.
 
-    `rmdir` takes a name, so another user may have exchanged the directory. Then at most an empty directory goes that
-    they could have removed themselves: moving it here takes the same rights.
+    `rmdir` takes a name, so another user may have exchanged the directory. Then at most an empty directory is removed
+    that the other user could have removed as well: moving it here needs the same rights.
     """
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=parent)

@@ -21,17 +21,17 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every CUDA context of
 class Slab:
     """Anonymous memory, 2 MiB aligned, on huge pages where the kernel has them.
 
-    PyTorch's own pinned allocator rounds to powers of two; this takes what is asked. The memory stays mapped
-    as long as a tensor on it lives; `close` ends the page-locking and lets go of the slab's own tensor, so whoever
-    owns the slab calls it after the last copy to or from the GPU.
+    PyTorch's own pinned allocator rounds sizes to powers of two; a slab has exactly the requested size. The memory is
+    mapped as long as a tensor on it lives. `close` unlocks the pages and drops the slab's own tensor: the owner calls
+    it after the last copy to or from the GPU.
 
     Args:
-        nbytes: bytes wanted.
-        pin: page-lock for the GPU, which also takes the memory at once; else pages are taken as they are
-            touched.
+        nbytes: bytes of the slab.
+        pin: page-lock the memory for the GPU, which also commits all pages now; else pages are committed when they
+            are first touched.
 
     Raises:
-        StorageError: the memory cannot be had, or cannot be page-locked.
+        StorageError: the memory cannot be allocated or page-locked.
     """
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
@@ -43,8 +43,8 @@ class Slab:
                 f"could not take {format_bytes_exactly(nbytes)} of host memory: {error.strerror}. "
                 "Lower the host memory budget."
             ) from error
-        # A fork (a DataLoader worker) must not share these pages: copy-on-write would move them away from
-        # under a transfer in flight, and the bytes read would be lost.
+        # A forked process (a DataLoader worker) must not share these pages: copy-on-write would replace them during
+        # a transfer, and the bytes read would be lost.
         mapping.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -56,20 +56,20 @@ class Slab:
             self._register()
 
     def close(self) -> None:
-        """Lets go of the memory, after the last copy to or from the GPU. Idempotent."""
+        """Unlocks and drops the memory, after the last copy to or from the GPU. Idempotent."""
         address, self.tensor = self.tensor.data_ptr(), torch.empty(0, dtype=torch.uint8)
         if self._pinned:
             self._pinned = False
-            # Buffers are given back in the order of the host's calls; the GPU may be a few copies behind.
+            # Buffers are released when the host is done with them; the GPU may still be a few copies behind.
             torch.cuda.synchronize()
             torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(address)))
-            del _page_locked[address]  # who holds a view of it keeps it, and nobody else
+            del _page_locked[address]  # from now on only views of the tensor keep the memory mapped
 
     def _register(self) -> None:
         size = self.tensor.numel()
         if not torch.cuda.is_available():
             raise StorageError("cannot page-lock host memory: PyTorch sees no CUDA device. Use pin=False.")
-        # Takes the pages on all cores: left to CUDA, one core does it, four times slower (1.5 s for 8 GiB).
+        # Commits the pages on all cores. CUDA would commit them on one core, four times slower (1.5 s for 8 GiB).
         self.tensor.fill_(0)
         try:
             failure = _cuda_runtime().cudaHostRegister(self.tensor.data_ptr(), size, _PORTABLE)
@@ -83,7 +83,7 @@ class Slab:
         _page_locked[self.tensor.data_ptr()] = self.tensor
 
 
-# Memory that CUDA has page-locked must not be unmapped: a slab that nobody closed is kept here.
+# Memory that CUDA has page-locked must not be unmapped: the memory of slabs that were never closed is kept here.
 _page_locked: dict[int, torch.Tensor] = {}
 
 

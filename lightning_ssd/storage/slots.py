@@ -1,4 +1,4 @@
-"""Slots: which byte ranges of a file or a slab are taken. Pure bookkeeping: no memory, no disk."""
+"""Slots: the allocated byte ranges of a file or a slab. Pure bookkeeping: no memory, no disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 __all__ = ["PAGE", "SlotAllocator", "align_down", "align_up"]
 
 PAGE = 4096
-"""Bytes to which every slot is aligned: what O_DIRECT wants of pointers, offsets and lengths."""
+"""Alignment of every slot in bytes: O_DIRECT requires it of addresses, offsets and lengths."""
 
 
 def align_up(nbytes: int) -> int:
@@ -21,19 +21,18 @@ def align_down(nbytes: int) -> int:
 
 
 class SlotAllocator:
-    """Hands out aligned slots of the byte range ``[0, capacity)``, best fit; freed neighbours are merged.
+    """Allocates aligned slots of the byte range ``[0, capacity)``, best fit; freed neighbours are merged.
 
-    Not thread-safe: whoever owns it holds a lock around every call. It calls nobody back, so that lock may be
-    held.
+    Not thread-safe: its owner holds a lock around every call. No method calls back.
 
     Args:
-        nbytes: bytes of the range to begin with, a multiple of PAGE.
+        nbytes: initial bytes of the range, a multiple of PAGE.
     """
 
     def __init__(self, nbytes: int = 0) -> None:
         self._capacity = 0
         self._used = 0
-        self._live: dict[int, int] = {}  # offset of a taken slot -> its bytes
+        self._live: dict[int, int] = {}  # offset of an allocated slot -> its bytes
         self._free: dict[int, int] = {}  # offset of a hole -> its bytes
         self._hole_ending_at: dict[int, int] = {}  # end of a hole -> its offset
         self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of every hole, sorted
@@ -47,12 +46,12 @@ class SlotAllocator:
 
     @property
     def used(self) -> int:
-        """Bytes in taken slots."""
+        """Bytes in allocated slots."""
         return self._used
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest hole: the largest slot that can be had without growing."""
+        """Bytes of the largest hole: the largest slot that can be allocated without growing."""
         return self._by_size[-1][0] if self._by_size else 0
 
     @property
@@ -62,7 +61,7 @@ class SlotAllocator:
         return 0 if start is None else self._free[start]
 
     def allocate(self, nbytes: int) -> int | None:
-        """Takes the smallest hole that holds `nbytes` (rounded up to PAGE).
+        """Allocates `nbytes` (rounded up to PAGE) in the smallest hole that has room.
 
         Returns:
             The slot's offset in bytes, or None when no hole is large enough.
@@ -85,10 +84,10 @@ class SlotAllocator:
         return offset
 
     def take(self, offset: int, nbytes: int) -> None:
-        """Takes the slot of `nbytes` (rounded up to PAGE) at `offset`.
+        """Allocates the slot of `nbytes` (rounded up to PAGE) at `offset`.
 
         Raises:
-            ValueError: not all of it is free.
+            ValueError: the slot is not entirely free.
         """
         need = align_up(nbytes)
         for start, size in self._free.items():
@@ -105,10 +104,10 @@ class SlotAllocator:
         self._used += need
 
     def free(self, offset: int) -> None:
-        """Gives the slot at `offset` back.
+        """Frees the slot at `offset`.
 
         Raises:
-            ValueError: no slot begins there (it was freed before, or never taken).
+            ValueError: no slot begins there (it was freed before, or never allocated).
         """
         size = self._live.pop(offset, None)
         if size is None:

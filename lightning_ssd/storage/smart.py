@@ -1,4 +1,4 @@
-"""What a drive says of its own wear (SMART), where the machine lets us ask: by `smartctl`, which mostly wants root."""
+"""Wear of a drive as the drive counts it (SMART), read by `smartctl`, which usually needs root."""
 
 import json
 import os
@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 5.0
-"""That a drive may take to answer."""
+"""Time limit of `smartctl`, seconds."""
 
 NVME_UNIT = 512_000
-"""Bytes of the unit that NVMe drives count what was written in."""
+"""Bytes of the unit in which NVMe drives count written data."""
 
 
 @dataclass(frozen=True)
 class DriveWear:
-    """Wear of one drive since it was made, as it counts itself.
+    """Lifetime wear of one drive, as the drive counts it.
 
     Attributes:
-        device: such as `/dev/nvme0n1`.
-        bytes_written: by all who ever wrote to it; None: it does not say.
-        endurance_used: share of its rated endurance, 1.0 and more when that is used up; None: it does not say.
+        device: the drive, such as `/dev/nvme0n1`.
+        bytes_written: bytes ever written to the drive; None if the drive does not report them.
+        endurance_used: share of the rated endurance that is used, 1.0 or more when all is; None if the drive does not
+            report it.
     """
 
     device: str
@@ -32,13 +33,13 @@ class DriveWear:
 
 
 def read_wear(path: Path) -> DriveWear | None:
-    """Returns the wear of the drive that the directory `path` is on; None: nobody says."""
+    """Returns the wear of the drive that holds the directory `path`, or None if it cannot be read."""
     device = device_of(path)
     command = shutil.which("smartctl")
     if device is None or command is None:
         return None
     try:
-        # Its exit code is a set of warnings; what it prints tells whether there is anything.
+        # The exit code of smartctl is a set of warnings, not a failure: its output is examined instead.
         asked = subprocess.run(
             [command, "--json", "--all", device], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS
         )
@@ -56,7 +57,7 @@ def read_wear(path: Path) -> DriveWear | None:
 
 
 def _number(said: Any, section: str, name: str) -> float | None:
-    """Returns a number that smartctl printed; None where there is none, or none that a drive can have counted."""
+    """Returns a number that smartctl printed, or None if it is missing or implausible for a drive."""
     value = said.get(section) if isinstance(said, Mapping) else None
     value = value.get(name) if isinstance(value, Mapping) else None
     plausible = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
@@ -64,11 +65,11 @@ def _number(said: Any, section: str, name: str) -> float | None:
 
 
 def device_of(path: Path, sysfs: Path = Path("/sys")) -> str | None:
-    """Returns the drive that the directory `path` is on; None: it is on none, or on something that hides it.
+    """Returns the drive that holds the directory `path`, or None if the kernel names no single drive for it.
 
     Args:
         path: any directory.
-        sysfs: where the kernel tells of devices.
+        sysfs: mount point of the kernel's sysfs.
     """
     number: Any = os.stat(path).st_dev
     entry = (sysfs / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").resolve()

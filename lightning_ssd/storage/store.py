@@ -1,4 +1,4 @@
-"""The blob store: what the other rooms use to keep bytes on SSDs."""
+"""The blob store, through which the other rooms keep bytes on SSDs."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ __all__ = ["BlobStore", "IOStats", "Kept"]
 
 @dataclass(frozen=True, slots=True)
 class IOStats:
-    """What a store has done so far, its calibration not counted.
+    """Transfers and allocations of a store so far, without its calibration.
 
     Attributes:
         bytes_written: bytes of completed writes.
         bytes_read: bytes of completed reads.
         write_seconds: seconds during which at least one write was being served.
         read_seconds: seconds during which at least one read was being served.
-        allocated_bytes: bytes in blobs now, each piece rounded up to 4096.
-        peak_bytes: most bytes ever in blobs at once.
+        allocated_bytes: bytes of all blobs now, each piece rounded up to 4096.
+        peak_bytes: peak of `allocated_bytes`.
     """
 
     bytes_written: int
@@ -59,13 +59,13 @@ class IOStats:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a store needs to take over the files of another, whose process was killed.
+    """The state of a store whose process was killed, from which another store resumes with its files.
 
     Attributes:
-        blobs: what is in them, and stays allocated.
-        hashes: their checksums, if they have any.
-        calibration: of the drives.
-        run: the name that is in the manifest of every scratch directory.
+        blobs: blobs in the files, which stay allocated.
+        hashes: checksums of the blobs' pieces; empty if the store had none.
+        calibration: measured bandwidths of the drives.
+        run: name of the run in the manifest of every scratch directory.
     """
 
     blobs: Sequence[Blob]
@@ -77,35 +77,37 @@ class Kept:
 class BlobStore:
     """Blobs on one or several SSDs, striped over them by their measured bandwidth.
 
-    Thread-safe. Not to be called from a finaliser (``__del__``): those run anywhere, also inside the store's
-    locks. Its owner closes it; one that was forgotten lives until the interpreter exits, and is closed then.
+    Thread-safe. Not to be called from a finaliser (``__del__``): finalisers run at any point of any thread, also
+    where that thread holds the store's lock. The owner closes the store; a store that was never closed is closed
+    when the interpreter exits.
 
     Args:
-        paths: directories, one per SSD, which exist and can be written.
-        device: where the data that will be offloaded lives.
-        backend: ``"posix"``, ``"kvikio"``, ``"auto"`` (kvikio only where GPUDirect Storage is proven), or a
+        paths: existing, writable directories, one per SSD.
+        device: device of the data that will be offloaded.
+        backend: ``"posix"``, ``"kvikio"``, ``"auto"`` (kvikio only where GPUDirect Storage is available), or a
             backend.
-        capacity: most bytes to take on all SSDs together; None is as much as they have.
-        checksum: hash what is written and compare when it is read, on the I/O threads. Buffers are in host memory then.
+        capacity: most bytes of the scratch files on all SSDs together; None: all free space may be used.
+        checksum: hash written pieces and compare the hashes at reads, on the I/O threads. Buffers must be in host
+            memory then.
         piece_bytes: bytes of the largest piece, a multiple of 4096.
-        threads: I/O threads per SSD; so many pieces are in flight to it at most.
+        threads: I/O threads per SSD, which is also the most pieces in flight to it.
         rank: rank of this process in its run.
-        keep: the scratch files are those that the next run takes over if this one is killed; one store at a time has
-            those of a path.
-        kept: with `keep`, called with the scratch directory on each path once all are locked: returns what a run
-            that was killed has in the files, which is taken over, or None: they begin anew.
+        keep: use kept directories, from whose files the next run resumes if this one is killed. One store at a time
+            can use those of a path.
+        kept: with `keep`, called with the scratch directory on each path once all are locked. Returns the state of
+            the killed run to resume from, or None to begin with new files.
 
     Attributes:
         piece_bytes: bytes of the largest piece.
-        device_buffers: whether `write` and `read` take CUDA buffers, besides host buffers.
-        backend_name: the backend in use.
-        write_bandwidth: bytes/s, measured at start, all SSDs together.
-        read_bandwidth: bytes/s, measured at start, all SSDs together.
+        device_buffers: whether `write` and `read` accept CUDA buffers, besides host buffers.
+        backend_name: name of the backend in use.
+        write_bandwidth: write bandwidth of all SSDs together, measured at start, bytes/s.
+        read_bandwidth: read bandwidth of all SSDs together, measured at start, bytes/s.
 
     Raises:
-        ValueError: an argument makes no sense.
+        ValueError: an argument is out of its range.
         StorageFullError: there is no room for `capacity`.
-        StorageError: a path cannot be used, or a drive failed. Nothing is left behind.
+        StorageError: a path cannot be used, or a drive failed. Files that were made are removed.
     """
 
     def __init__(
@@ -166,8 +168,9 @@ class BlobStore:
             if taken is not None:
                 self._check_kept(taken, directories)
             if keep and taken is None:
-                # After a kill anywhere in between, the first directory's manifest is that of every other one that has
-                # one (see `read_record`): it is the last to go, and the first to be written.
+                # The first directory's manifest is removed last and written first. Whenever this process is killed,
+                # it therefore equals the manifests of the other directories, as far as they have one (see
+                # `read_record`).
                 for directory in reversed(directories):
                     directory.clear()
                 for directory in directories:
@@ -199,18 +202,18 @@ class BlobStore:
 
     @property
     def room(self) -> int:
-        """Bytes that can be allocated: what the files have free, and what they can still grow by."""
+        """Bytes that can be allocated: free bytes of the files, and bytes by which they can still grow."""
         with self._lock:
             return sum(volume.slots.capacity - volume.slots.used for volume in self._volumes) + self._growth()
 
     @property
     def size(self) -> int:
-        """Bytes that the scratch files take."""
+        """Bytes of all scratch files."""
         with self._lock:
             return sum(volume.slots.capacity for volume in self._volumes)
 
     def reserve(self, nbytes: int) -> None:
-        """Preallocates, so that the scratch files hold `nbytes` in all.
+        """Preallocates, so that the scratch files have at least `nbytes` bytes together.
 
         Raises:
             StorageFullError: there is no room.
@@ -223,17 +226,17 @@ class BlobStore:
             shares = [
                 align_up(int(left * weight / sum(self._calibration.weights))) for weight in self._calibration.weights
             ]
-            # First what each volume's speed earns it, then what those without room for that left over.
+            # First each volume's share by its bandwidth, then the rest that volumes without room left over.
             for volume, share in zip(self._volumes * 2, shares + [left] * len(shares), strict=True):
                 extent = min(share, left, align_down(volume.disk_free()))
                 if extent > 0:
                     volume.extend(extent)
                     left -= extent
-            if left > 0:  # others were faster than the check
+            if left > 0:  # another process used the space since the check
                 raise self._full("reserve", left, self._growth())
 
     def allocate(self, nbytes: int) -> Blob:
-        """Takes room for `nbytes`; its contents are undefined until written.
+        """Allocates a blob of `nbytes`. Its contents are undefined until written.
 
         Raises:
             ValueError: `nbytes` is negative.
@@ -254,7 +257,7 @@ class BlobStore:
             try:
                 while start < nbytes:
                     piece = self._place(start, min(self.piece_bytes, nbytes - start), refusals)
-                    if piece is None:  # others took the disk's room since the check, or a limit forbids more
+                    if piece is None:  # another process used the space since the check, or a limit forbids more
                         raise self._full("allocate", nbytes, start) from (refusals[-1] if refusals else None)
                     pieces.append(piece)
                     start += piece.nbytes
@@ -265,10 +268,10 @@ class BlobStore:
         return Blob(nbytes, tuple(pieces))
 
     def free(self, blob: Blob) -> None:
-        """Gives a blob's room back. No transfer on it is queued or running.
+        """Frees a blob, of which no transfer may be queued or running.
 
         Raises:
-            ValueError: it was freed before.
+            ValueError: the blob was freed before.
         """
         with self._lock:
             self._give_back(blob.pieces)
@@ -277,14 +280,14 @@ class BlobStore:
         """Queues a write of a piece from `buffer`.
 
         Args:
-            piece: the piece.
-            buffer: contiguous one-dimensional uint8, at least `piece.nbytes` long. Best page-aligned and
-                reaching to the next multiple of 4096, so that nothing takes the page cache. The request keeps
-                it alive until the future is done; the caller leaves its bytes unchanged until then.
+            piece: the piece to write.
+            buffer: contiguous one-dimensional uint8, at least `piece.nbytes` long. If it is page-aligned and extends
+                to the next multiple of 4096, the write bypasses the page cache. The request keeps the buffer alive
+                until the future is done; the caller does not change its bytes until then.
 
         Returns:
-            A future of None, or of the StorageError that names file, offset and remedy. `cancel` drops a
-            queued request; callbacks run on the I/O thread.
+            A future whose result is None, or whose error is a StorageError that names file, offset and remedy.
+            `cancel` drops a queued request. Callbacks run on the I/O thread.
 
         Raises:
             ValueError: the buffer does not fit.
@@ -297,10 +300,10 @@ class BlobStore:
         """Queues a read of a piece into `buffer`, as `write` does.
 
         Args:
-            piece: the piece, which was written.
-            buffer: as for `write`. Bytes from the piece's end to the next multiple of 4096, where the buffer
-                has them, may be overwritten too. The caller uses none of it until the future is done.
-            urgent: before all that are not: somebody waits for it.
+            piece: a piece that was written.
+            buffer: as for `write`. If the buffer extends beyond the piece, its bytes up to the next multiple of 4096
+                may be overwritten, too. The caller does not use the buffer until the future is done.
+            urgent: serve the request before normal ones, because a thread or stream waits for it.
 
         Returns:
             A future, as `write` does.
@@ -313,7 +316,7 @@ class BlobStore:
         return self._engine.submit(piece, buffer, write=False, urgent=urgent)
 
     def stats(self) -> IOStats:
-        """Returns what was done so far."""
+        """Returns transfers and allocations so far."""
         written, write_seconds = self._engine.written.read()
         read, read_seconds = self._engine.read.read()
         with self._lock:
@@ -321,16 +324,16 @@ class BlobStore:
 
     @property
     def directory(self) -> PrivateDirectory:
-        """The scratch directory on the first path, for small files that live as long as the blobs."""
+        """The scratch directory on the first path, for small files with the lifetime of the blobs."""
         return self._volumes[0].directory
 
     def kept(self, blobs: Sequence[Blob]) -> Kept:
-        """Returns what another store needs to take over `blobs`, as they are now."""
+        """Returns the state with which another store can resume with `blobs`, as they are now."""
         hashes = {} if self._checksums is None else self._checksums.all()
         return Kept(blobs, hashes, self._calibration, self._run)
 
     def sync(self) -> None:
-        """Returns when what was written survives a loss of power.
+        """Makes completed writes durable.
 
         Raises:
             StorageError: a filesystem failed.
@@ -339,27 +342,27 @@ class BlobStore:
             volume.sync()
 
     def close(self, *, remove: bool = True) -> None:
-        """Cancels what is queued, waits for what runs, ends the threads and closes the files.
+        """Cancels queued requests, waits for running ones, ends the threads and closes the files.
 
         Idempotent, safe in an exception handler, and without effect in a forked child.
 
         Args:
-            remove: the files go away.
+            remove: remove the files.
         """
         if os.getpid() != self._owner:
             return
         atexit.unregister(self._at_exit)
         try:
             self._engine.close()
-            for volume in reversed(self._volumes):  # the first one's manifest is the last to go
+            for volume in reversed(self._volumes):  # the first one's manifest is removed last
                 volume.close(remove=remove)
         finally:
-            # Also when Ctrl-C ends the wait: transfers that still run end on files without a name.
+            # Also when Ctrl-C ends the wait: running transfers then complete on unlinked files.
             for volume in reversed(self._volumes) if remove else ():
                 volume.remove()
 
     def detach(self) -> DetachedBlobs:
-        """Closes the store, as `close` does, but that its blobs can be read from the result, which then owns them."""
+        """Closes the store like `close`, and returns its blobs, which can still be read from the returned object."""
         atexit.unregister(self._at_exit)
         self._engine.close()
         files = [(volume.path, volume.detach()) for volume in reversed(self._volumes)]  # as in `close`
@@ -392,18 +395,19 @@ class BlobStore:
             )
 
     def _place(self, start: int, nbytes: int, refusals: list[StorageFullError]) -> Piece | None:
-        """Returns a piece, or None where there is no room. Appends why files could not grow to `refusals`."""
+        """Allocates a piece, or returns None if there is no room. Errors of files that can't grow are appended to
+        `refusals`."""
         for index in self._stripes.order(nbytes):
             volume = self._volumes[index]
             offset = volume.slots.allocate(nbytes)
             try:
                 if offset is None and volume.grow(nbytes, self._limit()):
                     offset = volume.slots.allocate(nbytes)
-            except StorageFullError as error:  # another volume may do
+            except StorageFullError as error:  # another volume may have room
                 refusals.append(error)
             if offset is not None:
                 return self._placed(index, offset, start, nbytes)
-        # Nowhere is so large a hole, and nothing grows: a shorter piece uses the largest there is.
+        # No volume has so large a hole, and none can grow: a shorter piece fills the largest hole.
         index = max(range(len(self._volumes)), key=lambda index: self._volumes[index].slots.largest_free)
         shorter = self._volumes[index].slots.largest_free
         if shorter == 0:
@@ -425,13 +429,13 @@ class BlobStore:
                 self._checksums.forget(piece)
 
     def _limit(self) -> int:
-        """Bytes by which the files may still grow before they reach the capacity."""
+        """Returns the bytes by which the files may grow before they reach the capacity."""
         if self._capacity is None:
             return 2**63 - 1
         return align_down(self._capacity) - sum(volume.slots.capacity for volume in self._volumes)
 
     def _growth(self) -> int:
-        """Bytes by which the files can still grow; volumes on one filesystem share its free space."""
+        """Returns the bytes by which the files can grow. Volumes on one filesystem share its free space."""
         free = {volume.device: align_down(volume.disk_free()) for volume in self._volumes}
         return min(sum(free.values()), self._limit())
 

@@ -1,4 +1,4 @@
-"""Stripes: which volume takes the next piece, so that each gets bytes in proportion to its bandwidth."""
+"""Striping: the choice of a volume for each piece, so that volumes get bytes in proportion to their bandwidth."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ __all__ = ["Stripes"]
 class Stripes:
     """Weighted round robin by bytes.
 
-    Every volume has a clock that advances by bytes / weight with each piece it takes; the next piece goes
-    where it would be finished first. Clocks run on from blob to blob, so blobs of one piece are spread as
-    well.
+    Every volume has a clock that advances by bytes / weight with each piece on it. The next piece is assigned to the
+    volume that would finish it first. Clocks continue from blob to blob, so blobs of one piece are striped as well.
 
     Args:
         weights: relative speed of each volume, positive.
@@ -23,13 +22,13 @@ class Stripes:
         self._clocks = [0.0] * len(self._weights)
 
     def order(self, nbytes: int) -> list[int]:
-        """Returns all volumes, the one that should take a piece of `nbytes` first."""
+        """Returns the indices of all volumes, the best one for a piece of `nbytes` first."""
         return sorted(range(len(self._weights)), key=lambda volume: self._finish(volume, nbytes))
 
     def take(self, volume: int, nbytes: int) -> None:
-        """Notes that `volume` takes a piece of `nbytes`."""
+        """Records a piece of `nbytes` on `volume`."""
         self._clocks[volume] = self._finish(volume, nbytes)
-        # A volume that was full while others took its share must not get everything when it has room again.
+        # A volume that was full for a while must not get all pieces when it has room again.
         lag = nbytes / min(self._weights)
         oldest = self._clocks[volume] - lag
         self._clocks = [max(clock, oldest) for clock in self._clocks]

@@ -27,21 +27,21 @@ _LARGEST_EXTENT = 2**30
 class Volume:
     """One scratch file in its own scratch directory. The file grows and never shrinks.
 
-    Not thread-safe, except for transfers through `file`: the store locks around the rest.
+    Not thread-safe, except for transfers through `file`: the store holds its lock around all other calls.
 
     Args:
-        directory: a scratch directory on the SSD; owned, but for removing it if this fails.
-        backend: how to do I/O.
-        taken: offset and bytes of each slot of its file that stays taken; none: there is no file yet.
+        directory: a scratch directory on the SSD. The volume closes it, unless this constructor fails.
+        backend: I/O backend.
+        taken: (offset, bytes) of each allocated slot of an existing file; None: the file is made.
 
     Attributes:
-        path: the scratch file.
+        path: path of the scratch file.
         file: the scratch file, open for transfers.
-        slots: which of its bytes are taken.
-        device: number of the filesystem, by which volumes on the same one are recognised.
+        slots: allocator of the file's bytes.
+        device: number of the filesystem (`st_dev`), equal for volumes that share its free space.
 
     Raises:
-        StorageError: the file cannot be made, or is not what slots were taken in.
+        StorageError: the file cannot be made, or the existing one does not contain the slots of `taken`.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Volume:
                 for offset, nbytes in taken or ():
                     self.slots.take(offset, nbytes)
                 self.device = os.fstat(self._fd).st_dev
-                directory.files.sync()  # a record may name what is in the file: its name is to be there, too
-                # By descriptor: another user may give its name, or its directory's, to something else.
+                directory.files.sync()  # the journal may refer to bytes of the file: its name must be durable before
+                # By descriptor: another user may give the file's name, or its directory's, to another file.
                 self.file: BackendFile = backend.open(Path(f"/proc/self/fd/{self._fd}"))
             except OSError as error:
                 raise from_os_error(error, "open the scratch file", self.path) from error
@@ -71,7 +71,7 @@ class Volume:
                 ) from error
             except StorageError:
                 raise
-            except Exception as error:  # a backend's library has its own errors
+            except Exception as error:  # errors of a backend's library have classes of their own
                 raise StorageError(f"backend {backend.name!r} could not open {self.path}: {error}") from error
             undo.pop_all()
         self._open = True
@@ -103,8 +103,7 @@ class Volume:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
-                # No way to take space up front here: a full disk shows when a piece is written, as an error all
-                # the same.
+                # This filesystem can't preallocate: a full disk is an error when a piece is written, not now.
                 os.ftruncate(self._fd, size + nbytes)
                 _log.warning(
                     "the filesystem of %s cannot preallocate: writes are slower, and may find it full", self.path
@@ -116,14 +115,14 @@ class Volume:
         self.slots.grow(nbytes)
 
     def grow(self, nbytes: int, limit: int) -> bool:
-        """Appends room for a slot of `nbytes`, and more, so that the file is made of a few large extents.
+        """Appends room for a slot of `nbytes`, and more, so that the file consists of a few large extents.
 
         Args:
             nbytes: bytes of the slot.
             limit: most bytes by which the file may grow.
 
         Returns:
-            Whether the file grew. It may have grown by less than `nbytes`, when there was no more.
+            Whether the file grew. It may have grown by less than `nbytes`, if `limit` or the disk has no more.
 
         Raises:
             StorageError: the filesystem failed for another reason than being full.
@@ -132,7 +131,7 @@ class Volume:
         need = align_up(nbytes) - self.slots.tail_free
         extent = min(max(self.slots.capacity, _SMALLEST_EXTENT), _LARGEST_EXTENT)
         if 2 * extent > self.disk_free():
-            extent = need  # the last of the disk is left to others
+            extent = need  # the disk is nearly full: its rest is not reserved ahead of need
         added = min(max(need, extent), room)
         if added <= 0:
             return False
@@ -141,11 +140,11 @@ class Volume:
 
     @property
     def directory(self) -> PrivateDirectory:
-        """The directory that the file is in, with nothing else of this volume's."""
+        """The directory of the file."""
         return self._directory.files
 
     def sync(self) -> None:
-        """Returns when what was written survives a loss of power.
+        """Makes completed writes durable.
 
         Raises:
             StorageError: the filesystem failed.
@@ -156,14 +155,14 @@ class Volume:
             raise from_os_error(error, "flush to the drive", self.path) from error
 
     def close(self, *, remove: bool = True) -> None:
-        """Closes the file, and removes it with its directory unless told not to. No transfer is running.
+        """Closes the file and, with `remove`, removes it and its directory. No transfer may be running.
 
-        Idempotent. Raises nothing: a failure is logged (see `clean_up`).
+        Idempotent. Failures are logged and not raised (see `clean_up`).
         """
         if self._open:
             self._open = False
             if remove:
-                # A forked DataLoader worker has the file open too: its blocks go now, not when the worker ends.
+                # A forked DataLoader worker has the file open, too: its blocks are freed now, not when the worker ends.
                 with clean_up("truncate", self.path):
                     os.ftruncate(self._fd, 0)
             close_fd(self._fd, self.path)
@@ -172,9 +171,9 @@ class Volume:
         self._directory.close(remove=remove)
 
     def detach(self) -> int:
-        """Ends transfers, removes the file's name and its directory, and returns a descriptor of its bytes.
+        """Closes `file`, removes the file's name and its directory, and returns a descriptor of the file.
 
-        They are there until the caller closes it. No transfer is running.
+        The file's bytes exist until the caller closes the descriptor. No transfer may be running.
         """
         self._open = False
         with clean_up("close", self.path):
@@ -183,5 +182,5 @@ class Volume:
         return self._fd
 
     def remove(self) -> None:
-        """Removes the file and its directory; transfers that still run end undisturbed. Idempotent."""
+        """Removes the names of the file and its directory. Running transfers still succeed. Idempotent."""
         self._directory.close()
