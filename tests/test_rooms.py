@@ -14,7 +14,7 @@ LEAVES = {"types", "sizes", "spans"}
 ROOMS = dict.fromkeys(LEAVES, set[str]()) | {
     "planning": LEAVES,
     "storage": LEAVES,
-    "device": LEAVES,
+    "device": LEAVES | {"storage"},  # the staged transfer reads into storage's memory
     "activations": LEAVES | {"planning", "storage", "device"},
     "model_states": LEAVES | {"storage", "device", "activations"},
     "profiling": LEAVES | {"planning", "storage", "device", "activations", "model_states"},

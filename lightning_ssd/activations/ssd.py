@@ -7,7 +7,7 @@ is done.
 
 Who owns a staging buffer until when:
   out: the copy-out (until its mark), then the write request (until its future is done, cancelled or failed).
-  in:  the read request (until its future is done), then the copy-in (until its mark).
+  in:  the staged read (until its future is done), then the copy-in (until its mark), see `device/staging.py`.
   forwarded: a load that finds a piece not yet written takes a second hold on its buffer and copies in from there.
 Nobody who holds a buffer waits for another buffer, and each hold ends by the GPU's or the SSD's progress alone: the
 wait for staging memory can't deadlock, down to a pool of one piece.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
-from lightning_ssd.device import CopyEngine, Mark, Worker
+from lightning_ssd.device import CopyEngine, Mark, StagedReader, h2d_and_release
 from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError
 
@@ -40,7 +40,7 @@ class SSDTier(SSDTierBase):
         super().__init__(store, copies)
         self.staging = staging
         self._error: BaseException | None = None
-        self._reader = Worker("saved-reader")
+        self._reader = StagedReader(staging, "saved-reader")
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
         if self._error is not None:
@@ -84,20 +84,10 @@ class SSDTier(SSDTierBase):
             taken.append(buffer)
         return taken
 
-    def request_read(self, load: "_SSDLoad", piece: Piece) -> None:
-        """Has the reader thread request a piece: urgent loads first, then in the order of the calls."""
-        requested = self._reader.submit(partial(self._request, load, piece), priority=0 if load.urgent else 1)
-        requested.add_done_callback(load.read_requested)
-
-    def _request(self, load: "_SSDLoad", piece: Piece) -> None:
-        """Waits for a staging buffer, which the request owns from here on. Runs on the reader thread."""
-        buffer = self.staging.acquire(piece.nbytes)
-        try:
-            request = self.blobs.read(piece, buffer.tensor, urgent=load.urgent)
-        except BaseException:
-            buffer.release()
-            raise
-        request.add_done_callback(partial(load.piece_read, piece, buffer))
+    def read(self, piece: Piece, *, urgent: bool) -> "Future[PinnedBuffer]":
+        """Reads a piece into staging memory: urgent ones first, then in the order of the calls."""
+        fill = partial(self.blobs.read, piece, urgent=urgent)
+        return self._reader.read(piece.nbytes, fill, priority=0 if urgent else 1)
 
 
 class _SSDCopy(StoredCopy):
@@ -204,7 +194,7 @@ class _PieceWrite:
 
 class _SSDLoad(Load):
     def __init__(self, copy: _SSDCopy, urgent: bool) -> None:
-        self.urgent = urgent
+        self._urgent = urgent
         self._copies = copy.tier._copies
         self._tier = copy.tier
         self.data = self._copies.empty(copy.blob.nbytes)
@@ -231,30 +221,6 @@ class _SSDLoad(Load):
             self._copies.wait(self._arrived)
         return self._arrived
 
-    def piece_read(self, piece: Piece, buffer: PinnedBuffer, request: Future[None]) -> None:
-        """Called when a read request has ended; takes over its hold on `buffer`."""
-        try:
-            request.result()
-        except CancelledError:
-            buffer.release()
-            self.fail(StorageError("a saved tensor was still wanted from the SSD when training ended"))
-        except Exception as error:
-            buffer.release()
-            self.fail(error)
-        else:
-            self._copy_in(piece, buffer)
-
-    def read_requested(self, requested: Future[None]) -> None:
-        """Called when the reader thread has requested a piece, or could not: the tier was closed, or has no memory."""
-        if (error := requested.exception()) is not None:
-            self.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        """One piece will not arrive."""
-        with self._lock:
-            self._error = self._error or error
-        self._piece_ended()
-
     def _begin(self, write: _PieceWrite) -> None:
         if not write.done.done() and write.buffer.try_retain():
             # Still being stored: forward it from the staging buffer. The compute stream was ordered after the copy-out
@@ -267,25 +233,40 @@ class _SSDLoad(Load):
 
     def _read(self, write: _PieceWrite) -> None:
         if write.done.cancelled():
-            self.fail(StorageError("a saved tensor was wanted after its store was cancelled"))
+            self._fail(StorageError("a saved tensor was wanted after its store was cancelled"))
         elif (error := write.done.exception()) is not None:
-            self.fail(error)
+            self._fail(error)
         else:
-            self._tier.request_read(self, write.piece)
+            read = self._tier.read(write.piece, urgent=self._urgent)
+            read.add_done_callback(partial(self._piece_read, write.piece))
+
+    def _piece_read(self, piece: Piece, read: "Future[PinnedBuffer]") -> None:
+        try:
+            buffer = read.result()
+        except CancelledError:
+            self._fail(StorageError("a saved tensor was still wanted from the SSD when training ended"))
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._copy_in(piece, buffer)
 
     def _copy_in(self, piece: Piece, buffer: PinnedBuffer) -> None:
+        """Issues the copy-in of a piece, which owns `buffer` from here on."""
         target = self.data[piece.start : piece.start + piece.nbytes]
         try:
             with self._lock:
                 # Issued and recorded under one lock: `_arrived` is the last copy of all on the copy-in stream.
-                arrived = self._copies.h2d(buffer.tensor, target, after=self._allocated, awaited=True)
-                self._arrived = arrived
+                self._arrived = h2d_and_release(self._copies, buffer, target, self._allocated)
         except Exception as error:  # a device that is lost: an I/O thread must not keep that to itself
-            buffer.release()
-            self.fail(error)
+            self._fail(error)
         else:
-            self._copies.on_h2d(arrived).add_done_callback(lambda _: buffer.release())
             self._piece_ended()
+
+    def _fail(self, error: BaseException) -> None:
+        """One piece will not arrive."""
+        with self._lock:
+            self._error = self._error or error
+        self._piece_ended()
 
     def _piece_ended(self) -> None:
         with self._lock:

@@ -1,7 +1,8 @@
-"""Streams, events, copies, threads, futures and memory sizes. Knows torch's devices and nothing else.
+"""Streams, events, copies, threads, futures and memory sizes. Knows torch's devices and `storage`.
 
 `CopyEngine` copies bytes between the training device and host memory, `Clock` measures spans of the compute stream,
-and `Worker` runs jobs when the futures that they depend on are done.
+`Worker` runs jobs when the futures that they depend on are done, and `StagedReader` reads from SSDs to host memory on
+the way to the device.
 """
 
 from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
@@ -15,6 +16,7 @@ from lightning_ssd.device.memory import (
     usable_gpu_memory,
     usable_memory,
 )
+from lightning_ssd.device.staging import StagedReader, h2d_and_release
 from lightning_ssd.device.worker import Worker
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Clock",
     "CopyEngine",
     "Mark",
+    "StagedReader",
     "Stopwatch",
     "Worker",
     "all_of",
@@ -32,6 +35,7 @@ __all__ = [
     "ended",
     "error_of",
     "finished",
+    "h2d_and_release",
     "make_clock",
     "make_copy_engine",
     "process_gpu_memory",

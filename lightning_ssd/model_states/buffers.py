@@ -4,11 +4,11 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_ssd.device import Worker, all_of, finished
+from lightning_ssd.device import StagedReader, all_of, finished
 from lightning_ssd.storage import Blob, BlobStore, DetachedBlobs, PinnedPool
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, align_up
@@ -176,22 +176,18 @@ class SSDBuffer(StateBuffer):
 class StateStaging:
     """Scratch space, staging memory and reader threads that the flat parameters on SSDs share.
 
-    There are two threads with memory of their own, so that neither waits for the other: prefetched weights hold theirs
+    There are two readers with memory of their own, so that neither waits for the other: prefetched weights hold theirs
     until the device has copied them, staged values until their step is made, which may wait for the end of backward.
 
     Attributes:
         store: scratch space.
-        param_staging: pinned memory that prefetched weights are read to; owned by a prefetch until its copy is done.
-        param_reader: thread that allocates from it and submits reads.
-        staging: memory that all values are staged in; owned as `StateStore` says.
-        state_reader: thread that allocates from it and submits reads.
+        params: reads prefetched weights to pinned memory.
+        states: reads all values; their memory is owned as `StateStore` says.
     """
 
     store: BlobStore
-    param_staging: PinnedPool
-    param_reader: Worker
-    staging: PinnedPool
-    state_reader: Worker
+    params: StagedReader
+    states: StagedReader
 
     @classmethod
     def make(cls, store: BlobStore, param_staging: int, staging: int, *, pin: bool) -> "StateStaging":
@@ -199,24 +195,24 @@ class StateStaging:
 
         Args:
             store: owned from then on.
-            param_staging: bytes of that memory.
-            staging: bytes of that memory.
+            param_staging: bytes of memory for prefetched weights.
+            staging: bytes of memory for all values.
             pin: page-lock the memory of prefetched weights.
         """
         with contextlib.ExitStack() as undo:
             pools = _make_pools(param_staging, staging, pin=pin)
             for pool in pools:
                 undo.callback(pool.close)
-            scratch = cls(store, pools[0], Worker("param-reader"), pools[1], Worker("state-reader"))
+            scratch = cls(store, StagedReader(pools[0], "param-reader"), StagedReader(pools[1], "state-reader"))
             undo.pop_all()
         return scratch
 
-    def with_memory(self, param_staging: int, staging: int, *, pin: bool) -> "StateStaging":
-        """Returns the same buffers with memory of other sizes, as in `make`, and frees the old, unused memory."""
+    def resize(self, param_staging: int, staging: int, *, pin: bool) -> None:
+        """Replaces the memory, which is not in use, by memory of other sizes. Arguments as in `make`."""
         pools = _make_pools(param_staging, staging, pin=pin)  # first: an error leaves the old memory in place
-        self.param_staging.close()
-        self.staging.close()
-        return replace(self, param_staging=pools[0], staging=pools[1])
+        for reader, pool in zip((self.params, self.states), pools, strict=True):
+            old, reader.pool = reader.pool, pool
+            old.close()
 
     def close(self, *, remove: bool = True) -> None:
         """Ends the threads and closes the files; nothing is staged, and no copy under way.
@@ -225,18 +221,18 @@ class StateStaging:
             remove: whether the files are removed.
         """
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
-            stack.callback(self.staging.close)
-            stack.callback(self.param_staging.close)
+            stack.callback(self.states.pool.close)
+            stack.callback(self.params.pool.close)
             stack.callback(self.store.close, remove=remove)
-            stack.callback(self.param_reader.close)
-            self.state_reader.close()
+            stack.callback(self.params.close)
+            self.states.close()
 
     def detach(self) -> DetachedBlobs:
         """Closes it, and returns the blobs in files without a name, which can still be read."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)  # closes all that is left then
-            self.state_reader.close()
-            self.param_reader.close()
+            self.states.close()
+            self.params.close()
             return self.store.detach()
 
 

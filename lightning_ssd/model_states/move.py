@@ -225,7 +225,7 @@ def _remake(
         undo.pop_all()
     with contextlib.ExitStack() as undo:
         move = _Move(model, masters, scratch, groups, device, undo)
-        if scratch is not None and places.staging > scratch.staging.budget:
+        if scratch is not None and places.staging > scratch.states.pool.budget:
             move.resize_staging(places.staging)
         move.regroup(wanted)
         move.relocate(wanted)
@@ -301,9 +301,7 @@ class _Move:
     def resize_staging(self, staging: int, window: int = 0) -> None:
         """Gives staging and the window of prefetched weights other sizes, in bytes; nothing is staged."""
         if self._scratch is not None:
-            self._scratch = self._scratch.with_memory(window, staging, pin=self._pin)
-        for store in self._stores.values():
-            store.scratch = self._scratch
+            self._scratch.resize(window, staging, pin=self._pin)
 
     def regroup(self, wanted: Sequence[Sequence[_Placed]]) -> None:
         """Regroups the parameters of units into other flat parameters, through host memory."""
@@ -335,7 +333,8 @@ class _Move:
         if self._scratch is not None and not places.ssd:
             self._scratch.close()
             self._scratch = None
-            self.resize_staging(0)
+            for store in self._stores.values():
+                store.scratch = None
         every = [item for of_unit in self.flats for item in of_unit]
         return OffloadedModel(
             [

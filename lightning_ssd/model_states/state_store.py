@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished
+from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished, h2d_and_release, then
 from lightning_ssd.model_states.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.loaded import Loaded, exact_value
@@ -114,7 +114,7 @@ class Layout:
         master = 4 if self.whole_master else 2 if self.split else 0
         return self.flat.numel * (master + 4 * len(self.state_names))
 
-    def views(self, weights: Tensor, opt_state: Tensor | None, buffer: PinnedBuffer | None = None) -> StagedState:
+    def views(self, weights: Tensor, opt_state: Tensor | None) -> StagedState:
         """Returns views of the values that lie in `weights` and `opt_state`, both bytes."""
         compute = weights[: self.flat.nbytes].view(self.flat.dtype)
         start = 0
@@ -129,7 +129,7 @@ class Layout:
         states = {name: row(torch.float32) for name in self.state_names}
         master = row(torch.float32) if self.whole_master else None if self.split else compute
         low = row(torch.int16) if self.split else None
-        return StagedState(compute, master, low, states, buffer)
+        return StagedState(compute, master, low, states)
 
 
 class StateStore:
@@ -190,41 +190,21 @@ class StateStore:
 
         The future is done when the copy was issued; the target belongs to the copy until the mark is reached.
         """
-        issued: Future[Mark] = Future()
         weights = self._buffers[0]
 
-        def read() -> None:  # on the param-reader thread
+        def begin(_: object) -> "Future[Mark]":  # on the thread that completes the step, or the caller's
+            if weights.staging_bytes == 0:
+                return finished(self._copies.h2d(weights.stage(None, read=True)[0], target, after))
             assert self.scratch is not None
-            memory = self.scratch.param_staging.acquire(weights.staging_bytes)
-            values, done = weights.stage(memory.tensor, read=True)
-            done.add_done_callback(lambda done: copy(done, values, memory))
+            read = self.scratch.params.read(
+                weights.staging_bytes, lambda memory: weights.stage(memory, read=True)[1], [weights.write_done()]
+            )
+            return then(read, copy)
 
-        def copy(done: "Future[None]", values: Tensor, memory: PinnedBuffer) -> None:  # on an I/O thread
-            try:
-                done.result()
-                mark = self._copies.h2d(values, target, after, awaited=True)
-            except BaseException as error:
-                memory.release()
-                issued.set_exception(error)
-            else:
-                self._copies.on_h2d(mark).add_done_callback(lambda _: memory.release())
-                issued.set_result(mark)
+        def copy(memory: PinnedBuffer) -> "Future[Mark]":  # on an I/O thread
+            return finished(h2d_and_release(self._copies, memory, target, after))
 
-        def begin(stepped: "Future[Any]") -> None:  # on the thread that completes the step, or the caller's
-            try:
-                stepped.result()
-                if weights.staging_bytes == 0:
-                    issued.set_result(self._copies.h2d(weights.stage(None, read=True)[0], target, after))
-                    return
-                assert self.scratch is not None
-                submitted = self.scratch.param_reader.submit(read, [weights.write_done()])
-            except BaseException as error:
-                issued.set_exception(error)
-            else:
-                submitted.add_done_callback(lambda submitted: _pass_error(submitted, issued))
-
-        self._stepped.add_done_callback(begin)
-        return issued
+        return then(self._stepped, begin)
 
     # ---- values on the host ----
 
@@ -238,40 +218,36 @@ class StateStore:
         """
         if self._staging_bytes == 0:
             parts = [buffer.stage(None, read=True)[0] for buffer in self._buffers]
-            return finished(self._views(parts, None, step=step))
-        staged: Future[StagedState] = Future()
+            return finished(self._views(parts, step=step))
+        values: StagedState | None = None
 
-        def read() -> None:  # on the state-reader thread
-            assert self.scratch is not None
-            memory = self.scratch.staging.acquire(self._staging_bytes)
+        def fill(memory: Tensor) -> "Future[None]":  # on the state-reader thread
+            nonlocal values
             start = 0
             parts: list[Tensor] = []
             reads: list[Future[None]] = []
             for buffer in self._buffers:
-                own = memory.tensor[start : start + buffer.staging_bytes]
+                own = memory[start : start + buffer.staging_bytes]
                 start += buffer.staging_bytes
                 # Compute weights are not read where they are rounded from whole master weights.
                 wanted = buffer is not self._buffers[0] or not self.layout.whole_master
                 part, done = buffer.stage(own, read=wanted)
                 parts.append(part)
                 reads.append(done)
-            values = self._views(parts, memory, step=step)
-            all_of(reads).add_done_callback(lambda done: hand_over(values, done))
+            values = self._views(parts, step=step)
+            return all_of(reads)
 
-        def hand_over(values: StagedState, done: "Future[None]") -> None:  # on an I/O thread
-            if (error := done.exception()) is not None:
-                self._release(values)
-                staged.set_exception(error)
-            else:
-                staged.set_result(values)
+        def hand_over(memory: PinnedBuffer) -> "Future[StagedState]":  # on an I/O thread
+            assert values is not None
+            values.buffer = memory
+            return finished(values)
 
         assert self.scratch is not None
         needed = [buffer.write_done() for buffer in self._buffers]
         # A step that was not committed may still be written to the version that this one overwrites.
         needed += [ended(buffer.write_done(uncommitted=True)) for buffer in self._buffers]
-        submitted = self.scratch.state_reader.submit(read, needed, priority=priority)
-        submitted.add_done_callback(lambda submitted: _pass_error(submitted, staged))
-        return staged
+        read = self.scratch.states.read(self._staging_bytes, fill, needed, priority=priority)
+        return then(read, hand_over)
 
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
@@ -460,7 +436,7 @@ class StateStore:
         memory = None
         if staging_bytes:
             assert self.scratch is not None
-            memory = self.scratch.staging.acquire(staging_bytes)
+            memory = self.scratch.states.pool.acquire(staging_bytes)
         try:
             tensor = None if memory is None else memory.tensor
             values, read = old.stage(tensor if old.staging_bytes else None, read=True)
@@ -473,9 +449,9 @@ class StateStore:
             if memory is not None:
                 memory.release()
 
-    def _views(self, parts: list[Tensor], memory: PinnedBuffer | None, *, step: bool) -> StagedState:
+    def _views(self, parts: list[Tensor], *, step: bool) -> StagedState:
         opt_state = parts[1] if len(parts) > 1 else None
-        staged = self.layout.views(parts[0], opt_state, memory)
+        staged = self.layout.views(parts[0], opt_state)
         if step:
             others = [buffer.uncommitted(part) for buffer, part in zip(self._buffers, parts, strict=True)]
             if any(other is not part for other, part in zip(others, parts, strict=True)):
@@ -486,9 +462,3 @@ class StateStore:
     def _release(staged: StagedState) -> None:
         if staged.buffer is not None:
             staged.buffer.release()
-
-
-def _pass_error(done: "Future[None]", result: "Future[Any]") -> None:
-    """Gives `result` the error of the job that was to complete it, if there is one."""
-    if (error := done.exception()) is not None and not result.done():
-        result.set_exception(error)
