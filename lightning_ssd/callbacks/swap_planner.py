@@ -54,6 +54,12 @@ MIN_PLAN_GAIN = 0.01
 MIN_MOVE_GAIN = 0.05
 """Share of a step that another placement of model states must save to be worth a move."""
 
+MAX_ERROR = 0.02
+"""Relative error of a prediction above which the profiles are corrected again."""
+
+MAX_CALIBRATIONS = 4
+"""Plans whose steps correct the profiles, before the training is profiled again."""
+
 PATIENCE = 2
 """Medians in a row that must have drifted before the planner plans again."""
 
@@ -182,7 +188,9 @@ class SwapPlanner(StepProfiling):
         """Seconds of a step in the first comparison."""
         self._drifting = 0
         """Comparisons in a row that have drifted from it."""
-        self._calibrated = self._retried = False
+        self._calibrations = 0
+        """Corrections of the profiles by steps under plans, since they were made."""
+        self._retried = False
         self._compiled = _compiled_frames()
 
     @override
@@ -283,7 +291,7 @@ class SwapPlanner(StepProfiling):
         schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
         runner = PlanRunner(profiler, offloader, self._states, schedulers, profile, hardware, placement)
         self.runner = runner
-        self._calibrated = False
+        self._calibrations = 0
         calibration = plan_with_coefficient(profile, hardware, 0.0, placement)
         fits = not simulate(profile, hardware, calibration).excess_bytes(hardware)
         self.calibrating = self.user_plan is None and fits
@@ -411,8 +419,9 @@ class SwapPlanner(StepProfiling):
         self._log_comparison(trainer, runner, comparison)
         if self._usual is None:
             self._usual = comparison.step_seconds
-            if not self._calibrated:
-                self._calibrated = True
+            wrong = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1) > MAX_ERROR
+            if not self._calibrations or (wrong and self._calibrations < MAX_CALIBRATIONS):
+                self._calibrations += 1
                 self._recalibrate(runner, comparison)
             return
         drift = abs(comparison.step_seconds / self._usual - 1)

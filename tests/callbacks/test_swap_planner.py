@@ -21,7 +21,15 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import plan_runner, profiling_budget
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import step
-from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, Prediction, simulate, swap_coefficient
+from lightning_ssd.planning import (
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    Prediction,
+    plan_with_coefficient,
+    simulate,
+    swap_coefficient,
+)
 from lightning_ssd.profiling import model as profiler
 from tests.support.compare import assert_same
 from tests.support.models import Model
@@ -486,6 +494,47 @@ def test_a_measured_peak_corrects_the_profile_whether_or_not_the_duration_is_exp
         peak = replace(measured, step_seconds=seconds, predicted=first.prediction, gpu_peak_bytes=123_456_789)
         assert first.runner.calibrate(peak, tolerance=0.1) == explained
         assert first.prediction is not None and first.prediction.gpu_peak_bytes == 123_456_789
+
+
+class SlowerThanPredicted(TinyGPT):
+    """Steps take 1.3 times what was predicted for the plan when it was applied."""
+
+    def __init__(self, planner: SwapPlanner, time: Clock) -> None:
+        super().__init__("none")
+        vars(self).update(planner=planner, time=time, plan=None, seconds=0.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.planner.plan is not self.plan:
+            vars(self).update(plan=self.planner.plan, seconds=1.3 * self.planner.prediction.step_seconds)
+        self.time.now += self.seconds
+        return super().training_step(batch, batch_idx)
+
+
+class AppliesAnotherPlan(pl.Callback):
+    """Applies a plan of its own as soon as the planner has compared the first one with measured steps."""
+
+    def __init__(self, planner: SwapPlanner) -> None:
+        self.applied: Plan | None = None
+        self._planner = planner
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        runner = self._planner.runner
+        if self._planner.comparison is not None and self.applied is None:
+            assert runner is not None
+            self.applied = plan_with_coefficient(runner.profile, runner.hardware, 0.5, runner.placement)
+            runner.apply(self.applied)
+            assert runner.prediction is not None
+            self.predicted = runner.prediction.step_seconds
+
+
+def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: Clock) -> None:
+    first = planner()
+    another = AppliesAnotherPlan(first)
+    slow = SlowerThanPredicted(first, time)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first, another], model=lambda _: slow, steps=34, recorded=False)
+    assert another.applied is not None and first.profile is not None and first.hardware is not None
+    corrected = simulate(first.profile, first.hardware, another.applied)
+    assert corrected.step_seconds == pytest.approx(1.3 * another.predicted, rel=0.1)
 
 
 def test_the_launch_time_of_a_forward_does_not_include_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
