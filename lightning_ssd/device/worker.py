@@ -9,7 +9,6 @@ completes.
 """
 
 import itertools
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ssd.device.futures import all_of
+from lightning_ssd.storage import PriorityQueue
 
 
-@dataclass(order=True, unsafe_hash=True)
+@dataclass(eq=False)
 class _Job:
     order: tuple[int, int]
-    run: Callable[[], None] | None = field(compare=False)
-    done: "Future[None]" = field(compare=False, default_factory=Future)
+    run: Callable[[], None]
+    done: "Future[None]" = field(default_factory=Future)
 
 
 class Worker:
@@ -34,7 +34,7 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._ready: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._ready: PriorityQueue[_Job] = PriorityQueue()
         self._sequence = itertools.count()
         self._lock = threading.Lock()
         """Guards `_closed` and `_waiting`. Not held while a future is completed, since callbacks may submit jobs."""
@@ -52,7 +52,7 @@ class Worker:
         Args:
             run: the job.
             after: futures that the job depends on. If one fails, the job fails with its error and does not run.
-            priority: -1 or more. Among queued jobs the lowest priority runs first, then the earliest submitted.
+            priority: among queued jobs the lowest priority runs first, then the earliest submitted.
 
         Returns:
             A future that is done when the job has run. Its callbacks run on this thread, or, for a job that fails
@@ -70,22 +70,22 @@ class Worker:
             if (error := dependencies.exception()) is not None:
                 self._fail(job, error)
             else:
-                self._ready.put(job)
+                self._ready.put(job, *job.order)
 
         if after:
             all_of(after).add_done_callback(enqueue)
         else:
-            self._ready.put(job)
+            self._ready.put(job, *job.order)
         return job.done
 
     def close(self) -> None:
         """Ends the thread after its current job, and fails all other jobs. No error is raised for them here."""
         with self._lock:
             self._closed = True
-        self._ready.put(_Job((-2, 0), None))
+        self._ready.close()  # the jobs in it are in `_waiting`, too
         self._thread.join()
         with self._lock:
-            pending = sorted(self._waiting)
+            pending = sorted(self._waiting, key=lambda job: job.order)
         for job in pending:
             self._fail(job, _ended())
 
@@ -101,7 +101,7 @@ class Worker:
             job.done.set_exception(error)
 
     def _work(self) -> None:
-        while (job := self._ready.get()).run is not None:
+        while (job := self._ready.get()) is not None:
             if self._begin(job):
                 try:
                     job.run()

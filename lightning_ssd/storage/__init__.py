@@ -12,6 +12,7 @@ from lightning_ssd.storage.kvikio_backend import KvikioBackend
 from lightning_ssd.storage.manifest import Manifest, read_manifest
 from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
 from lightning_ssd.storage.posix_backend import PosixBackend
+from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory, kept_directory
 from lightning_ssd.storage.slots import SlotAllocator
@@ -34,6 +35,7 @@ __all__ = [
     "PinnedBuffer",
     "PinnedPool",
     "PosixBackend",
+    "PriorityQueue",
     "PrivateDirectory",
     "ScratchDirectory",
     "SlotAllocator",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from lightning_ssd.storage.blob import Piece
 from lightning_ssd.storage.checksums import Checksums
 from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.meter import Meter
+from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.slots import align_up
 
 __all__ = ["Engine"]
@@ -74,13 +75,15 @@ class Engine:
             StorageError: the engine is closed.
         """
         request = _Request(piece, buffer, write)
-        self._lanes[piece.volume].put(request, urgent)
+        lane = self._lanes[piece.volume]
+        if not lane.queue.put(request, 0 if urgent else 1):
+            raise StorageError(f"the store is closed: {lane.path} takes no more transfers")
         return request
 
     def close(self) -> None:
         """Cancels queued requests, waits for running ones, and ends the threads. Idempotent."""
         for lane in self._lanes:
-            for request in lane.shut():
+            for request in lane.queue.close():
                 if request.cancel():
                     request.set_running_or_notify_cancel()  # wakes threads in concurrent.futures.wait
         for thread in self._threads:
@@ -88,7 +91,7 @@ class Engine:
                 thread.join()
 
     def _work(self, lane: _Lane) -> None:
-        while (request := lane.get()) is not None:
+        while (request := lane.queue.get()) is not None:
             if request.set_running_or_notify_cancel():
                 try:
                     self._serve(lane, request)
@@ -157,45 +160,13 @@ class _Request(Future[None]):
         return True
 
 
+@dataclass(frozen=True)
 class _Lane:
-    """The queue of one volume. Its lock is held for a queue operation, never for a transfer or a callback."""
+    """One volume: its scratch file, and the requests that its threads serve."""
 
-    def __init__(self, path: Path, file: BackendFile) -> None:
-        self.path = path
-        self.file = file
-        self._changed = threading.Condition()
-        self._urgent: deque[_Request] = deque()
-        self._normal: deque[_Request] = deque()
-        self._shut = False
-
-    def put(self, request: _Request, urgent: bool) -> None:
-        with self._changed:
-            if self._shut:
-                raise StorageError(f"the store is closed: {self.path} takes no more transfers")
-            (self._urgent if urgent else self._normal).append(request)
-            self._changed.notify()
-
-    def get(self) -> _Request | None:
-        """Blocks until there is a request, and returns it, or None once the queue is shut."""
-        with self._changed:
-            while True:
-                if self._shut:
-                    return None
-                if self._urgent:
-                    return self._urgent.popleft()
-                if self._normal:
-                    return self._normal.popleft()
-                self._changed.wait()
-
-    def shut(self) -> list[_Request]:
-        """Refuses further requests, and returns the queued ones."""
-        with self._changed:
-            self._shut = True
-            queued = [*self._urgent, *self._normal]
-            self._urgent.clear()
-            self._normal.clear()
-            self._changed.notify_all()
-            return queued
+    path: Path
+    file: BackendFile
+    queue: PriorityQueue[_Request] = field(default_factory=PriorityQueue)
 
 
 def _explain(error: Exception, path: Path, request: _Request) -> StorageError:
