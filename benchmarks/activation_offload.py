@@ -339,8 +339,8 @@ def plot(results: dict[str, Any], figure: str) -> None:
     above.set_ylabel("step, s")
     below.set_ylabel("activation peak, GiB")
     below.set_xticks(range(len(shapes)), [_label(shape) for shape in shapes], fontsize=7)
-    above.legend(ncols=3)
-    above.set_title(f"batch {BATCH} x {TOKENS} tokens, {results['machine']}", fontsize=9)
+    above.legend(ncols=len(modes), fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    below.set_title(f"batch {BATCH} x {TOKENS} tokens, {results['machine']}", fontsize=9)
     plt.tight_layout()
     plt.savefig(figure, dpi=120)
 
