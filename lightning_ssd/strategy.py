@@ -123,8 +123,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         state_format: `"fp32"`: 16-bit weights beside fp32 master weights. `"split"`: bf16 weights as the upper half of
             their master weights, which saves 2 bytes a parameter; exact, but ties are rounded away from zero.
         clip: when steps are made whose gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once the
-            norm is known, under the next forward. `"speculative"`: during backward, as if nothing was clipped, into a
-            second copy of the states, and again if something was. `"auto"`: that, if there is room and few are.
+            norm is known, under the next forward, in the order in which it needs the weights. `"speculative"`: during
+            backward, as if nothing was clipped, and again if something was; new values go to a second copy of the
+            states, which is allocated with the first such step (of states on SSDs, at the start). `"auto"`:
+            speculative while few steps are clipped and there is memory for the copy, which is freed when many are.
         recover: a training that was killed, or failed, goes on after the last step that it had made, when the same
             script is run again: weights, optimizer states and data are where they were, bit for bit, and no checkpoint
             is needed. All that leaves is on SSDs then, twice, in a directory of `path` that stays until a training
@@ -486,7 +488,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         if states is None:
             return config
         if config.host_memory != "auto":
-            left = max(0, parse_bytes(config.host_memory, "host_memory") - states.host_bytes)
+            left = max(0, parse_bytes(config.host_memory, "host_memory") - states.host_limit)
             config = replace(config, host_memory=left if left >= SMALLEST_TIER else 0)
         if config.ssd_capacity is not None:
             left = parse_bytes(config.ssd_capacity, "ssd_capacity") - states.ssd_bytes

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from lightning_ssd.model_states.state_store import Layout
@@ -34,6 +35,7 @@ class MemoryPlan:
         gradients: bytes of memory that gradients are copied to.
         host: bytes of host memory in all, gradients included.
         ssd: bytes on SSDs, in whole pages.
+        seconds: bytes of second versions in host memory that `host` does not count.
     """
 
     weights: Sequence[OffloadTierName]
@@ -43,6 +45,7 @@ class MemoryPlan:
     gradients: int
     host: int
     ssd: int
+    seconds: int
 
 
 def choose_places(
@@ -52,6 +55,7 @@ def choose_places(
     *,
     shared: bool,
     given: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
+    lazy_seconds: bool = False,
 ) -> MemoryPlan:
     """Returns the tiers of flat parameters: with "auto", host memory within `budget`, compute weights first.
 
@@ -64,14 +68,17 @@ def choose_places(
         shared: whether flat parameters may share the memory that gradients are copied to. They do if any is on SSDs:
             backward then waits for steps, and those for drives, which take longest.
         given: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
+        lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned:
+            they are allocated when steps need them, from memory that is left.
 
     Raises:
         ValueError: the budget is too small; it names `host_memory` and the bytes needed.
     """
     everything: list[OffloadTierName] = ["host"] * len(layouts)
-    all_host = _plan(layouts, everything, everything, shared)
+    make_plan = partial(_plan, layouts, shared=shared, lazy_seconds=lazy_seconds)
+    all_host = make_plan(everything, everything)
     if given is not None:
-        plan = _plan(layouts, [weights for weights, _ in given], [opt_state for _, opt_state in given], shared)
+        plan = make_plan([weights for weights, _ in given], [opt_state for _, opt_state in given])
     elif states == "host" or (states == "auto" and (budget is None or all_host.host <= budget)):
         plan = all_host
     else:
@@ -90,9 +97,9 @@ def choose_places(
                     for index in largest_first:
                         if kind[index] == "ssd" and (weights[index] == "host" or kind is weights):
                             kind[index] = "host"
-                            if _plan(layouts, weights, opt_state, shared).host > budget:
+                            if make_plan(weights, opt_state).host > budget:
                                 kind[index] = "ssd"
-        plan = _plan(layouts, weights, opt_state, shared)
+        plan = make_plan(weights, opt_state)
     if budget is not None and plan.host > budget:
         raise ValueError(
             f"`host_memory` of {format_bytes(budget)} is too small: with `states={states!r}` the model takes "
@@ -108,16 +115,24 @@ def choose_places(
 
 
 def _plan(
-    layouts: Sequence[Layout], weights: Sequence[OffloadTierName], opt_state: Sequence[OffloadTierName], shared: bool
+    layouts: Sequence[Layout],
+    weights: Sequence[OffloadTierName],
+    opt_state: Sequence[OffloadTierName],
+    shared: bool,
+    lazy_seconds: bool = False,
 ) -> MemoryPlan:
     param_staging: list[int] = []
     staging: list[int] = []
-    host = ssd = 0
+    host = ssd = seconds = 0
     for layout, of_weights, of_opt_state in zip(layouts, weights, opt_state, strict=True):
         staged = 0
+        versions = layout.versions
+        if versions == 2 and lazy_seconds and of_weights == of_opt_state == "host":
+            versions = 1
+            seconds += layout.flat.nbytes + layout.opt_state_bytes
         for tier, nbytes in ((of_weights, layout.flat.nbytes), (of_opt_state, layout.opt_state_bytes)):
             if tier == "host":
-                host += layout.versions * nbytes
+                host += versions * nbytes
             else:
                 ssd += layout.versions * align_up(nbytes)
                 staged += align_up(nbytes)
@@ -129,4 +144,4 @@ def _plan(
     if shared and ssd:
         gradients = min(gradients, max(gradients // GRADIENT_SHARE, sum(sizes[:GRADIENT_FLATS])))
     host += for_params + for_staging + gradients
-    return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd)
+    return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, seconds)

@@ -1,6 +1,7 @@
 """Buffers that store a flat parameter's bytes: host memory, or blobs on SSDs that are read to staging memory."""
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,9 +33,15 @@ class StateBuffer(ABC):
     staging_bytes: int
     version = 0
 
+    @property
+    @abstractmethod
+    def has_second(self) -> bool:
+        """Whether the second version is allocated, so that a step does not overwrite the committed one."""
+
     def flip(self) -> None:
-        """Commits the other version, if there is one."""
-        self.version = (self.version + 1) % self.versions
+        """Commits the other version, if it is allocated."""
+        if self.has_second:
+            self.version = (self.version + 1) % self.versions
 
     @abstractmethod
     def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
@@ -50,7 +57,10 @@ class StateBuffer(ABC):
 
     @abstractmethod
     def uncommitted(self, staged: Tensor) -> Tensor:
-        """Returns the destination of the uncommitted version: a second host slab, or in place when staged from SSD."""
+        """Returns the destination of the uncommitted version: a second host slab, or in place when staged from SSD.
+
+        Without a second version it is the committed one.
+        """
 
     @abstractmethod
     def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
@@ -71,12 +81,15 @@ class StateBuffer(ABC):
 
 
 class HostBuffer(StateBuffer):
-    """Host memory, which is staged in place.
+    """Host memory, which is staged in place. The second version has no memory until `add_second`.
 
     Args:
         nbytes: bytes to store.
         versions: 1 or 2.
         pin: page-lock it, for copies to the device.
+
+    Raises:
+        StorageError: the memory can't be had.
     """
 
     staging_bytes = 0
@@ -84,13 +97,34 @@ class HostBuffer(StateBuffer):
     def __init__(self, nbytes: int, *, versions: int, pin: bool) -> None:
         self.nbytes = nbytes
         self.versions = versions
-        self._slabs = [Slab(nbytes, pin=pin) for _ in range(versions)]
+        self._pin = pin
+        self._slabs: dict[int, Slab] = {0: Slab(nbytes, pin=pin)}
+        """Memory of each version, by its number."""
+
+    @property
+    def has_second(self) -> bool:
+        return len(self._slabs) == 2
+
+    def add_second(self) -> None:
+        """Allocates the second version, whose bytes are undefined, unless it is allocated.
+
+        Raises:
+            StorageError: the memory can't be had.
+        """
+        assert self.versions == 2
+        if not self.has_second:
+            self._slabs[1 - self.version] = Slab(self.nbytes, pin=self._pin)
+
+    def drop_second(self) -> None:
+        """Frees the version that is not committed; no copy to the device reads it."""
+        if self.has_second:
+            self._slabs.pop(1 - self.version).close()
 
     def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
         return self._slabs[self.version].tensor, finished(None)
 
     def uncommitted(self, staged: Tensor) -> Tensor:
-        return self._slabs[(self.version + 1) % self.versions].tensor
+        return self._slabs[1 - self.version].tensor if self.has_second else staged
 
     def write(self, staged: Tensor, *, uncommitted: bool) -> "Future[None]":
         return finished(None)
@@ -99,7 +133,7 @@ class HostBuffer(StateBuffer):
         return finished(None)
 
     def free(self) -> None:
-        for slab in self._slabs:
+        for slab in self._slabs.values():
             slab.close()
 
 
@@ -133,6 +167,10 @@ class SSDBuffer(StateBuffer):
             raise
         self._written = blobs is not None
         self._write_done: list[Future[None]] = [finished(None)] * versions
+
+    @property
+    def has_second(self) -> bool:
+        return self.versions == 2
 
     def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
         assert memory is not None
@@ -170,6 +208,36 @@ class SSDBuffer(StateBuffer):
             failed.set_exception(error)
             requests.append(failed)
         return all_of(requests)
+
+
+class SpareMemory:
+    """Host memory that second versions may take: those of flat parameters that are in host memory as a whole.
+
+    Threads: any; the lock guards `taken`.
+
+    Args:
+        nbytes: bytes that they may take together.
+
+    Attributes:
+        taken: bytes that they take.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        """Takes bytes, and returns whether there were as many."""
+        with self._lock:
+            enough = self.taken + nbytes <= self.nbytes
+            self.taken += nbytes * enough
+            return enough
+
+    def give_back(self, nbytes: int) -> None:
+        """Returns bytes that were taken."""
+        with self._lock:
+            self.taken -= nbytes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd.device import CopyEngine, make_copy_engine
 from lightning_ssd.model_states.budget import MemoryPlan, choose_places
-from lightning_ssd.model_states.buffers import StateStaging
+from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.gradient import GradientPool
@@ -126,6 +126,7 @@ def make_model_states(
             undo,
             device_bytes=prefetch_bytes,
             ssd_bytes=space.places.ssd,
+            spare=space.spare,
             journal=journal,
             recovered=recovered,
         )
@@ -145,6 +146,7 @@ def assemble(
     *,
     device_bytes: int,
     ssd_bytes: int,
+    spare: SpareMemory,
     journal: Journal | None = None,
     recovered: CommitRecord | None = None,
 ) -> ModelStates:
@@ -161,6 +163,7 @@ def assemble(
         undo: gets the callbacks that free the objects made here.
         device_bytes: budget of the device for resident weights.
         ssd_bytes: scratch space taken.
+        spare: host memory for second versions that `places` does not count.
         journal: as in `ModelStates`.
         recovered: as in `ModelStates`.
     """
@@ -170,7 +173,10 @@ def assemble(
     if setup.shares_gradients and places.ssd and places.gradients:
         pool = GradientPool(places.gradients, pin=offloaded.copies.device.type == "cuda")
         undo.callback(pool.close)
-    nbytes = StateBytes(device_bytes, places.host, ssd_bytes)
+    if setup.lazy_seconds:
+        for store in offloaded.stores.values():
+            store.spare = spare
+    nbytes = StateBytes(device_bytes, places.host, spare, ssd_bytes)
     return ModelStates(module, offloaded, weights, pool, setup.terms, nbytes, journal=journal, recovered=recovered)
 
 
@@ -212,11 +218,13 @@ class _Space:
         laid_out: the flat parameters.
         places: their tiers.
         scratch: scratch space of those on SSDs.
+        spare: host memory for second versions that `places` does not count.
         recovered: record of a killed run, whose files the scratch space has.
     """
 
     laid_out: Sequence[LaidOut]
     places: MemoryPlan
+    spare: SpareMemory
     scratch: StateStaging | None
     recovered: CommitRecord | None
 
@@ -238,15 +246,18 @@ def _reserve(
         killed = KilledRun([item.layout for item in laid_out], setup.settings, start_over=setup.start_over)
 
     def attempt(laid_out: Sequence[LaidOut]) -> _Space:
+        budget = setup.host_budget()
         places = choose_places(
             [item.layout for item in laid_out],
             "ssd" if recover else setup.kind,
-            setup.host_budget(),
+            budget,
             shared=setup.shares_gradients,
             given=tiers,
+            lazy_seconds=setup.lazy_seconds,
         )
+        spare = setup.spare_memory(places, budget)
         scratch = make_scratch(places, setup.storage, setup.default_path, device, killed=killed)
-        return _Space(laid_out, places, scratch, None if killed is None else killed.record)
+        return _Space(laid_out, places, spare, scratch, None if killed is None else killed.record)
 
     try:
         return attempt(laid_out)

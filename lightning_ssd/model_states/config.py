@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, check_choice, check_flag
 from lightning_ssd.device import available_memory, process_gpu_memory, usable_gpu_memory, usable_memory
+from lightning_ssd.model_states.budget import MemoryPlan
+from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.residency import bytes_on_device
 from lightning_ssd.model_states.settings import Settings
 from lightning_ssd.model_states.terms import StepTerms
@@ -156,6 +158,20 @@ class Setup:
             return "host"
         assert self.config.states != "gpu"
         return self.config.states
+
+    @property
+    def lazy_seconds(self) -> bool:
+        """As in `choose_places`: with "auto", steps that are not speculated need no second version."""
+        return self.config.clip == "auto"
+
+    def spare_memory(self, places: MemoryPlan, budget: int | None) -> SpareMemory:
+        """Returns the host memory that second versions may take beside a memory plan.
+
+        Args:
+            places: the plan.
+            budget: what `host_budget` has returned before the plan's memory was allocated.
+        """
+        return SpareMemory(max(0, min(places.seconds, (usable_memory() if budget is None else budget) - places.host)))
 
     def host_budget(self) -> int | None:
         """Returns the bytes of host memory for model states; None: unlimited."""

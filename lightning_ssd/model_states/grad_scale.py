@@ -44,6 +44,9 @@ class GradScaleDecision:
 
     MISS_THRESHOLD = 0.3
     """Share of wrong speculations among the last steps from which on clip="auto" defers: each costs a second step."""
+    GIVE_UP_THRESHOLD = 0.5
+    """The same share from which on the memory for speculation is freed. It is above `MISS_THRESHOLD`, so that memory
+    is not freed and allocated again every few steps."""
     EMA_WEIGHT = 0.1
     """Weight of the last step in that share, an exponential moving average."""
     SLOTS = 16
@@ -84,6 +87,11 @@ class GradScaleDecision:
             return self.scale.result()
         likely = self._clip == "speculative" or (self._clip == "auto" and self._miss_rate < self.MISS_THRESHOLD)
         return self._speculated if likely else None
+
+    @property
+    def given_up(self) -> bool:
+        """Whether no step is to be speculated soon."""
+        return self._clip == "deferred" or (self._clip == "auto" and self._miss_rate >= self.GIVE_UP_THRESHOLD)
 
     def check(self, gradient: Tensor) -> None:
         """Checks on the device whether a gradient is finite."""

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.device import CopyEngine, WorkCounter, Worker
 from lightning_ssd.model_states.access import Access
-from lightning_ssd.model_states.buffers import StateStaging
+from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
 from lightning_ssd.model_states.compile import compiled_regions, is_compiled
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
@@ -84,12 +84,14 @@ class StateBytes:
 
     Attributes:
         device: budget for resident weights.
-        host: host memory in all, gradients and staging included.
+        host: host memory in all, gradients and staging included; second versions in `spare` are not.
+        spare: host memory for second versions.
         ssd: scratch space.
     """
 
     device: int
     host: int
+    spare: SpareMemory
     ssd: int
 
 
@@ -136,7 +138,7 @@ class ModelStates:
         self.groups = offloaded.groups
         self.scratch = offloaded.scratch
         self.weight_room_bytes = nbytes.device
-        self.host_bytes = nbytes.host
+        self._nbytes = nbytes
         self.ssd_bytes = nbytes.ssd
         self.recovered = recovered
         self._copies = copies = offloaded.copies
@@ -466,6 +468,16 @@ class ModelStates:
         """Whether there are gradients that no step has used."""
         return self._gradients.pending
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are taken, those of second versions included."""
+        return self._nbytes.host + self._nbytes.spare.taken
+
+    @property
+    def host_limit(self) -> int:
+        """The most bytes of host memory that may be taken."""
+        return self._nbytes.host + self._nbytes.spare.nbytes
+
     def io_stats(self) -> IOStats | None:
         """Returns the bytes written to SSDs and read from them; None if no values are there."""
         return None if self.scratch is None else self.scratch.store.stats()
@@ -555,6 +567,8 @@ class ModelStates:
         self.state_dicts.before_change()
         self._prefetcher.release_all()
         self._masters.adopt()
+        for store in self.stores.values():
+            store.drop_second()
         masters = {parameter: master.data for parameter, master in self._masters.of.items()}
         ending = Ending()
         ending.run(self._end)

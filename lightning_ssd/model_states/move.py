@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_ssd.device import usable_memory
 from lightning_ssd.model_states.budget import MemoryPlan, choose_places
 from lightning_ssd.model_states.buffers import StateStaging
 from lightning_ssd.model_states.build import assemble, check_flats_apart
@@ -192,7 +193,14 @@ def _lay_out(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelSta
 def _choose_places(wanted: Sequence[Sequence[_Placed]], budget: int | None, setup: Setup) -> MemoryPlan:
     every = [item for of_unit in wanted for item in of_unit]
     tiers = [(item.weights, item.opt_state) for item in every]
-    return choose_places([item.layout for item in every], "auto", budget, shared=setup.shares_gradients, given=tiers)
+    return choose_places(
+        [item.layout for item in every],
+        "auto",
+        budget,
+        shared=setup.shares_gradients,
+        given=tiers,
+        lazy_seconds=setup.lazy_seconds,
+    )
 
 
 def _remake(
@@ -207,8 +215,9 @@ def _remake(
 ) -> ModelStates:
     """Ends `states`, moves their values to the flat parameters `wanted` of each unit, and assembles the result."""
     budget = setup.host_budget()
+    available = (usable_memory() if budget is None else budget) + states.host_bytes  # which can be used again
     if budget is not None and setup.storage.host_memory == "auto":
-        budget += states.host_bytes  # it is not available memory, and can be used
+        budget = available
     places = _choose_places(wanted, budget, setup)
     offloaded = {item.parameter for flat in states.stores for item in flat.slices}
     check_flats_apart((item.flat for of_unit in wanted for item in of_unit), device, known=offloaded)
@@ -243,6 +252,7 @@ def _remake(
             undo,
             device_bytes=setup.config.budget(device),
             # Files never shrink.
+            spare=setup.spare_memory(places, available if budget is None else budget),
             ssd_bytes=0 if moved.scratch is None else max(places.ssd, moved.scratch.store.size),
         )
         undo.pop_all()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished, h2d_and_release, then
-from lightning_ssd.model_states.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
+from lightning_ssd.model_states.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.loaded import Loaded, exact_value
 from lightning_ssd.model_states.split import join, split
-from lightning_ssd.storage import Blob, PinnedBuffer
+from lightning_ssd.storage import Blob, PinnedBuffer, StorageError
 
 log = logging.getLogger(__name__)
 
@@ -135,13 +135,17 @@ class Layout:
 class StateStore:
     """Stores the values of one flat parameter in host memory or on SSDs, in one version or two.
 
+    If a part of the values is on SSDs, both versions exist all the time: drives fail, and a step of which one write has
+    failed is rolled back. If all values are in host memory, the second version exists only where steps need it, from
+    `add_second` to `drop_second`; a step without it is made in place, and can't be rolled back.
+
     Duty: prefetches the compute weights to the device, stages all values for a step or for user code, writes them back,
     and commits or reverts a step.
 
     Threads: `prefetch_to` and `stage` may be called on any thread; what they return completes on the `h2d-done`, reader
-    and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step
-    (see `OptimizerStep`). All others run on the training thread, or on autograd's while that waits. No lock: who may
-    touch the values when follows from the futures below.
+    and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step,
+    `add_second` and `drop_second` on that of the step's job (see `OptimizerStep`). All others run on the training
+    thread, or on autograd's while that waits. No lock: who may touch the values when follows from the futures below.
 
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
@@ -160,6 +164,11 @@ class StateStore:
 
     Attributes:
         steps: steps that were committed.
+        revertible: whether the last commit can be rolled back.
+        spare: memory that the second version is taken from; None: as much as it needs.
+
+    Raises:
+        StorageError: there is no memory for a second version that must exist.
     """
 
     def __init__(
@@ -174,8 +183,11 @@ class StateStore:
         self.layout = layout
         self.scratch = scratch
         self.steps = 0
+        self.revertible = False
+        self.spare: SpareMemory | None = None
         self._buffers: tuple[StateBuffer, ...] = (weights,) if opt_state is None else (weights, opt_state)
         self._copies = copies
+        self._require_seconds(self._buffers)
         self._staging_bytes = sum(buffer.staging_bytes for buffer in self._buffers)
         self._stepped: Future[Any] = finished(None)
 
@@ -212,7 +224,7 @@ class StateStore:
         """Brings the values to the host.
 
         Args:
-            step: new values are put in the uncommitted version, if there is one, until `commit`; else values are
+            step: new values are put in the uncommitted version, if it is allocated, until `commit`; else values are
                 changed in place.
             priority: of requests that wait for staging memory, the lowest goes first.
         """
@@ -265,14 +277,58 @@ class StateStore:
     def commit(self) -> None:
         """Commits the step that was unstaged last."""
         self.steps += 1
+        self.revertible = all(buffer.has_second for buffer in self._buffers)
         for buffer in self._buffers:
             buffer.flip()
 
     def revert(self) -> None:
-        """Rolls the last commit back: there are two versions, and no step was staged since."""
+        """Rolls the last commit back: it is `revertible`, and no step was staged since."""
         self.steps -= 1
+        self.revertible = False
         for buffer in self._buffers:
             buffer.flip()
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all values are in host memory."""
+        return self._staging_bytes == 0
+
+    def add_second(self) -> bool:
+        """Allocates the second version of values in host memory, unless it is allocated; no step is staged.
+
+        Returns:
+            Whether there is one now.
+        """
+        buffers = self._host_buffers()
+        if self.layout.versions == 1:
+            return False
+        if all(buffer.has_second for buffer in buffers):
+            return True
+        nbytes = sum(buffer.nbytes for buffer in buffers)
+        if self.spare is not None and not self.spare.take(nbytes):
+            return False
+        try:
+            for buffer in buffers:
+                buffer.add_second()
+        except StorageError as error:  # the step is made without it
+            log.warning(
+                "%s has no second version of its values, and its steps wait for the norm: %s", self.flat.name, error
+            )
+            self._drop_second(buffers)
+            if self.spare is not None:
+                self.spare.give_back(nbytes)
+            return False
+        return True
+
+    def drop_second(self) -> None:
+        """Frees the second version, unless a part of the values is on SSDs; no step is staged, and none reverted."""
+        buffers = self._host_buffers()
+        if not self.in_memory or not all(buffer.has_second for buffer in buffers):
+            return
+        self._drop_second(buffers)
+        self.revertible = False
+        if self.spare is not None:
+            self.spare.give_back(sum(buffer.nbytes for buffer in buffers))
 
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""
@@ -387,11 +443,19 @@ class StateStore:
             weights: buffer for the compute weights; None: they stay where they are.
             opt_state: the same for all others.
         """
-        buffers = list(self._buffers)
-        for index, buffer in enumerate((weights, opt_state)):
-            if buffer is not None:
-                self._copy(buffers[index], buffer)
-                buffers[index] = buffer
+        self.drop_second()
+        given = zip(self._buffers, (weights, opt_state), strict=False)
+        buffers = [old if new is None else new for old, new in given]
+        try:
+            self._require_seconds(buffers)
+            for old, new in zip(self._buffers, buffers, strict=True):
+                if old is not new:
+                    self._copy(old, new)
+        except BaseException:
+            if self.in_memory:
+                self._drop_second(self._host_buffers())
+            raise
+        self.revertible = False
         before, self._buffers = self._buffers, tuple(buffers)
         self._staging_bytes = sum(buffer.staging_bytes for buffer in buffers)
         for old, new in zip(before, buffers, strict=True):
@@ -430,6 +494,21 @@ class StateStore:
     def blobs(self) -> list[Blob]:
         """Returns the blobs of the buffers on SSDs, each buffer's versions in order."""
         return [blob for buffer in self._buffers if isinstance(buffer, SSDBuffer) for blob in buffer.blobs]
+
+    def _host_buffers(self) -> list[HostBuffer]:
+        return [buffer for buffer in self._buffers if isinstance(buffer, HostBuffer)]
+
+    def _require_seconds(self, buffers: Sequence[StateBuffer]) -> None:
+        """Allocates second versions in host memory beside those on SSDs."""
+        if self.layout.versions == 2 and any(buffer.staging_bytes for buffer in buffers):
+            for buffer in buffers:
+                if isinstance(buffer, HostBuffer):
+                    buffer.add_second()
+
+    @staticmethod
+    def _drop_second(buffers: Sequence[HostBuffer]) -> None:
+        for buffer in buffers:
+            buffer.drop_second()
 
     def _copy(self, old: StateBuffer, new: StateBuffer) -> None:
         staging_bytes = max(old.staging_bytes, new.staging_bytes)

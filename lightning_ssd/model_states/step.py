@@ -20,6 +20,10 @@ class OptimizerStep:
     Duty: stages the values, computes the step, writes the new values back, and commits the step or skips it. Each of
     `speculative`, `deferred` and `serial` returns a future that is done when the step was committed or skipped.
 
+    Values in host memory as a whole are staged when the job begins, on the worker's thread. If the scale is known by
+    then, the step is made with it. Else the second version is allocated for the speculation; if there is no memory for
+    it, the step waits for the scale, and is made in place.
+
     Threads: these three are called on the training thread or autograd's. The computation (`_make`) runs on the
     worker's thread. `_commit_or_redo` runs on the thread that completes the last future it depends on: the worker's
     (gradient, computation) or `d2h-done` (scale); or on the calling thread where all of them are done.
@@ -61,18 +65,33 @@ class OptimizerStep:
             ready: done when the values may be staged. Before that, staging memory must not be allocated: earlier steps,
                 which `ready` waits for, may need it.
         """
-        # Reads begin before the gradient is on the host: they overlap with backward.
-        staged = then(all_of(ready), lambda _: self.store.stage(step=True, priority=self.priority))
-        made = self._submit_on(staged, lambda: self._make(staged.result(), guess), [on_host])
-        return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(guess))
+        if not self.store.in_memory:
+            # Reads begin before the gradient is on the host: they overlap with backward.
+            staged = then(all_of(ready), lambda _: self.store.stage(step=True, priority=self.priority))
+            made = self._submit_on(staged, lambda: self._make(staged.result(), guess), [on_host])
+            return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(guess))
+        used: float | None = None
 
-    def deferred(self, after: "Sequence[Future[Any]]") -> "Future[None]":
+        def run() -> None:  # on the worker's thread
+            nonlocal used
+            used = self._scale_now(guess)
+            if used is not None:
+                self._make(self.store.stage(step=True).result(), used)
+
+        made = self._submit(run, [on_host, *ready])
+        return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(used))
+
+    def deferred(self, after: "Sequence[Future[Any]]", *, drop_second: bool = False) -> "Future[None]":
         """Makes the step when the scale is known.
 
         Nothing is staged before: staging buffers held while waiting would block units that the next forward needs
         first.
+
+        Args:
+            after: futures that the step depends on besides.
+            drop_second: whether the second version in host memory is freed before, since no step is to use it soon.
         """
-        return then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
+        return then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None, drop_second=drop_second))
 
     def serial(self, after: "Sequence[Future[Any]]") -> "Future[None]":
         """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
@@ -129,12 +148,32 @@ class OptimizerStep:
         slices = zip(self.store.flat.slices, has_grad, strict=True)
         self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
 
-    def _commit_or_redo(self, guess: float | None) -> "Future[None]":
-        """Commits the step that was made with `guess` if that is the scale; else makes it now."""
+    def _scale_now(self, guess: float) -> float | None:
+        """Returns the scale that the step is made with now: the known one, or `guess`; None: it can't be made yet."""
+        if self.scale.done():
+            return self.scale.result()
+        return guess if self.store.add_second() else None
+
+    def _commit_or_redo(self, used: float | None, *, drop_second: bool = False) -> "Future[None]":
+        """Commits the step that was made with the scale `used` if that was right; else makes it now.
+
+        Args:
+            used: None: the step was not made.
+            drop_second: as in `deferred`.
+        """
         scale = self.scale.result()
-        if scale is None or scale == guess:
+        if scale is None or scale is used or scale == used:  # a NaN is no other scale than itself
             self._end(committed=scale is not None)
             return finished(None)
+        if self.store.in_memory:
+
+            def run_in_memory() -> None:
+                if drop_second:
+                    self.store.drop_second()
+                self._make(self.store.stage(step=True).result(), scale)
+                self._end(committed=True)
+
+            return self._submit(run_in_memory, [])
         staged = self.store.stage(step=True, priority=self.priority)
 
         def run() -> None:

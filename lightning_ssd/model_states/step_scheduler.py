@@ -112,6 +112,9 @@ class StepScheduler:
         """Done when the journal's last record is written."""
         self._unrecorded: dict[FlatParameter, Future[None]] = {}
         """Steps that no record names."""
+        self._released: Future[None] = finished(None)
+        """Done when the running step's scale is known, on the worker's thread. Deferred steps wait for it, so that all
+        of them are queued before the worker takes the first: that of the unit that the next forward needs first."""
         self._work = WorkCounter(0, 0.0)
         """Parameters stepped, and the seconds it took."""
 
@@ -126,6 +129,8 @@ class StepScheduler:
         self.hold = self._hold_next
         self.optimizer = optimizer
         self._decision.begin(hold=self.hold)
+        scale = self._decision.scale
+        self._released = finished(None) if scale.done() else self._worker.submit(_nothing, [scale])
 
     def overlaps(self, flat: FlatParameter) -> bool:
         """Whether the step of `flat` may be submitted while backward runs."""
@@ -190,7 +195,7 @@ class StepScheduler:
         elif guess is not None and revertible:
             done = step.speculative(guess, on_host, ready)
         else:
-            done = step.deferred([on_host, *ready])
+            done = step.deferred([on_host, *ready, self._released], drop_second=self._decision.given_up)
         gradient.accumulating = False
         gradient.set_consumed(done)
         store.announce_step(done)
@@ -401,7 +406,7 @@ class StepScheduler:
         """Rolls back the steps that are committed in some flat parameters only. All jobs have ended.
 
         Returns:
-            Names of flat parameters that are one step ahead of the others, since they have one version.
+            Names of flat parameters that are one step ahead of the others, since their step was made in place.
         """
         with self._lock:
             begun, ended = self._steps_before, list(self._ended_steps_before)
@@ -423,7 +428,7 @@ class StepScheduler:
             return []
         if ended and len(committed) == len(steps_before) and not any(h.written().exception() for h in stores.values()):
             return []
-        ahead = [flat for flat in committed if stores[flat].layout.versions == 1]
+        ahead = [flat for flat in committed if not stores[flat].revertible]
         for flat in committed:
             if flat not in ahead:
                 stores[flat].revert()
@@ -469,6 +474,10 @@ class StepScheduler:
         """Ends the worker's thread after the submitted jobs."""
         wait(self._gradients.consumed())
         self._worker.close()
+
+
+def _nothing() -> None:
+    """A job that only orders others."""
 
 
 def _is_committed(done: "Future[None]") -> bool:

@@ -140,6 +140,16 @@ def test_auto_speculates_while_it_is_seldom_wrong() -> None:
     decision.close()
 
 
+def test_auto_gives_speculation_up_after_several_wrong_ones_alone() -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="auto", needs_norm=True, loss_scaled=False)
+    given_up = []
+    for norm in [0.5] * 20 + [4.0] * 2 + [0.5] * 20 + [4.0] * 8:
+        steps_of(decision, [norm])
+        given_up.append(decision.given_up)
+    assert given_up[0] and not any(given_up[12:44]) and given_up[-1]
+    decision.close()
+
+
 @pytest.mark.parametrize(("clip", "expected"), [("speculative", 1.0), ("deferred", None)])
 def test_speculative_and_deferred_are_what_they_say_whatever_was_clipped(clip: Any, expected: float | None) -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip=clip, needs_norm=True, loss_scaled=False)

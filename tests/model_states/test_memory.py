@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_ssd.model_states.gradient import GradientPool
-from tests.support.states import Large, loader, memory, ssd
+from tests.support.models import Model
+from tests.support.states import Large, loader, memory, offloading, ssd, train
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
@@ -74,3 +75,33 @@ def test_who_finds_no_memory_for_a_gradient_waits_for_steps() -> None:
     assert beside.numel() == 4 * 4096
     give_back()
     landing.close()
+
+
+def host_bytes(path: Path, limit: float | None, **arguments: Any) -> list[int]:
+    """Returns the host memory of model states after each step, whose gradients are clipped to `limit`."""
+    found: list[int] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            states = trainer.strategy.model_states
+            states.drain()
+            buffers = [buffer for store in states.stores.values() for buffer in store._host_buffers()]
+            second = sum(buffer.nbytes for buffer in buffers if buffer.has_second)
+            assert states._nbytes.spare.taken == second
+            found.append(states.host_bytes)
+
+    train(path, offloading(**arguments), Model(), gradient_clip_val=limit, callbacks=[Watch()])
+    return found
+
+
+def test_clipping_takes_no_more_memory_unless_steps_are_speculated(tmp_path: Path) -> None:
+    """Whether every step is clipped or none. A new training defers its steps until a few norms are known."""
+    (plain,) = set(host_bytes(tmp_path, None))
+    assert set(host_bytes(tmp_path, 1e-3)) == set(host_bytes(tmp_path, 1e-3, clip="deferred")) == {plain}
+    never = host_bytes(tmp_path, 1e6)
+    assert never[0] == plain < never[-1]
+
+
+def test_a_small_budget_has_steps_wait_for_the_norm(tmp_path: Path) -> None:
+    (plain,) = set(host_bytes(tmp_path, None))
+    assert set(host_bytes(tmp_path, 1e6, host_memory=f"{plain}B")) == {plain}

@@ -87,6 +87,72 @@ def test_units_are_stepped_during_backward_the_last_first(tmp_path: Path, monkey
     assert not any(kind in ("serial", "deferred") for kind, _ in step)
 
 
+class HeldSteps:
+    """Holds the steps of all units but the first until the next forward of the first unit is over."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[int] = []
+        self.in_time: list[bool] = []
+        self.first_is_over = threading.Event()
+        begun = threading.Event()
+        make, submit = OptimizerStep._make, OptimizerStep._commit_or_redo
+
+        def submitted(step: OptimizerStep, *arguments: Any, **options: Any) -> Any:
+            done = submit(step, *arguments, **options)
+            if threading.current_thread().name != "lightning_ssd-cpu-optimizer":
+                begun.wait(timeout=1)  # the worker begins what is submitted first
+            return done
+
+        def held(step: OptimizerStep, *arguments: Any) -> None:
+            begun.set()
+            unit = int(step.store.flat.slices[0].name.split(".")[1])
+            if unit == 0:
+                self.first_is_over.clear()
+            else:
+                self.in_time.append(self.first_is_over.wait(timeout=20))
+            self.made.append(unit)
+            make(step, *arguments)
+
+        monkeypatch.setattr(OptimizerStep, "_make", held)
+        monkeypatch.setattr(OptimizerStep, "_commit_or_redo", submitted)
+
+
+class Clipped(Chain):
+    """Clipped in every step; tells `HeldSteps` of the first unit's forward."""
+
+    def __init__(self, held: HeldSteps) -> None:
+        super().__init__([])
+        self.held = held
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.blocks[0](batch[0])
+        self.held.first_is_over.set()
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x.square().mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_last_batch:  # no forward follows
+            self.held.first_is_over.set()
+
+
+def test_the_forward_of_a_unit_waits_for_its_own_deferred_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps are made in the order of the forward, although backward has submitted the last unit's first."""
+    held = HeldSteps(monkeypatch)
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B", clip="deferred")
+    trainer = pl.Trainer(
+        accelerator="cpu", strategy=strategy, default_root_dir=tmp_path, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1e-3,
+    )  # fmt: skip
+    model = Clipped(held)
+    assert len(loader()) >= 3
+    trainer.fit(model, loader())
+    assert held.made == list(range(UNITS)) * trainer.global_step
+    assert all(held.in_time)
+
+
 def test_overlap_naive_and_none_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     naive = events_of(tmp_path, monkeypatch, overlap="naive")[1]
     assert [index for kind, index in naive if kind == "serial"] == [3, 2, 1, 0]

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ssd.model_states import buffers
+from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.state_storage import make_buffer
 from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.storage import StorageError
+from lightning_ssd.storage import StorageError, StorageFullError
+from lightning_ssd.storage.slab import Slab
 from tests.support.faults import FaultyBackend, GatedBackend
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
 
@@ -49,10 +52,11 @@ def test_a_step_counts_from_its_commit_and_can_be_reverted(
     old, new = weights_of(layout), weights_of(layout, seed=1)
     with open_store(tmp_path, tiers, layout) as (store, _):
         assert same(masters_of(store), old)
+        assert store.add_second()
         step(store, new)
         assert same(masters_of(store), old)
         store.commit()
-        assert same(masters_of(store), new) and store.steps == 1
+        assert same(masters_of(store), new) and store.steps == 1 and store.revertible
         store.revert()
         assert same(masters_of(store), old) and store.steps == 0
 
@@ -64,6 +68,59 @@ def test_a_step_of_one_version_is_made_in_place(tmp_path: Path, tiers: Tiers) ->
     with open_store(tmp_path, tiers, layout) as (store, _):
         step(store, new)
         assert same(masters_of(store), new)
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_step_is_made_in_place_where_the_second_version_is_not_allocated(tmp_path: Path, tiers: Tiers) -> None:
+    """That is only so if all values are in host memory: drives fail, and then a step is rolled back."""
+    layout = make_layout(2)
+    old, new, newer = (weights_of(layout, seed=seed) for seed in range(3))
+    in_memory = tiers == ("host", "host")
+    with open_store(tmp_path, tiers, layout) as (store, _):
+        for values in (new, newer):
+            step(store, values)
+            assert same(masters_of(store), values) == in_memory
+            store.commit()
+            assert same(masters_of(store), values) and store.revertible != in_memory
+        assert store.add_second()
+        step(store, old)
+        store.commit()
+        store.drop_second()
+        assert same(masters_of(store), old) and store.revertible != in_memory
+
+
+def test_second_versions_take_spare_memory_and_give_it_back(tmp_path: Path) -> None:
+    layout = make_layout(2)
+    nbytes = layout.flat.nbytes + layout.opt_state_bytes
+    with open_store(tmp_path, ("host", "host"), layout) as (store, _):
+        store.spare = SpareMemory(nbytes - 1)
+        assert not store.add_second() and store.spare.taken == 0
+        store.spare = SpareMemory(nbytes)
+        for _ in range(3):
+            assert store.add_second() and store.add_second() and store.spare.taken == nbytes
+            store.drop_second()
+            store.drop_second()
+            assert store.spare.taken == 0
+
+
+def test_a_second_version_that_can_not_be_allocated_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two buffers, the first gets its memory and the second does not."""
+    layout = make_layout(2)
+    with open_store(tmp_path, ("host", "host"), layout) as (store, _):
+        store.spare = SpareMemory(2**20)
+
+        def refuse(nbytes: int, *, pin: bool) -> Slab:
+            if nbytes == layout.opt_state_bytes:
+                raise StorageFullError("no memory")
+            return Slab(nbytes, pin=pin)
+
+        monkeypatch.setattr(buffers, "Slab", refuse)
+        assert not store.add_second() and store.spare.taken == 0
+        step(store, weights_of(layout, seed=1))
+        store.commit()
+        assert same(masters_of(store), weights_of(layout, seed=1))
 
 
 @pytest.mark.parametrize("tiers", TIERS)
@@ -104,15 +161,15 @@ MOVES = [(before, after) for before, after in product(TIERS, TIERS) if before !=
     [*MOVES[:3], *(pytest.param(*move, marks=pytest.mark.thorough) for move in MOVES[3:-3]), *MOVES[-3:]],
 )
 def test_values_are_the_same_in_other_tiers(tmp_path: Path, before: Tiers, after: Tiers) -> None:
-    """Optimizer states among them."""
-    layout = make_layout(1, torch.bfloat16)
+    """Optimizer states among them; a step in the new tiers can be rolled back unless it was made in place."""
+    layout = make_layout(2, torch.bfloat16)
     with open_store(tmp_path, before, layout) as (store, scratch):
         staged = store.stage().result(timeout=60)
         staged.states["exp_avg"].fill_(0.25)
         store.unstage(staged, changed=True)
         sizes = (layout.flat.nbytes, layout.opt_state_bytes)
         made = [
-            None if old == new else make_buffer(nbytes, new, scratch, contextlib.ExitStack(), versions=1, pin=False)
+            None if old == new else make_buffer(nbytes, new, scratch, contextlib.ExitStack(), versions=2, pin=False)
             for nbytes, old, new in zip(sizes, before, after, strict=True)
         ]
         store.move(*made)
@@ -121,6 +178,9 @@ def test_values_are_the_same_in_other_tiers(tmp_path: Path, before: Tiers, after
         staged = store.stage().result(timeout=60)
         assert (staged.states["exp_avg"] == 0.25).all()
         store.unstage(staged, changed=False)
+        step(store, weights_of(layout, seed=1))
+        store.commit()
+        assert same(masters_of(store), weights_of(layout, seed=1)) and store.revertible == (after != ("host", "host"))
 
 
 @pytest.mark.parametrize("tiers", TIERS)

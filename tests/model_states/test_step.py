@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import Worker, finished
+from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.optimizers import make_flat_optimizer
 from lightning_ssd.model_states.state_store import StateStore
@@ -90,6 +91,53 @@ def test_a_step_is_torchs_whatever_the_scale_turns_out_to_be(
         jobs = (scale is not None) if kind != "speculative" else 1 + (scale == 0.125)
         assert made.jobs == [15] * jobs
         assert made.gradient.has_accum == [False, False]
+
+
+def test_a_step_whose_scale_is_known_when_its_job_begins_is_made_in_place(tmp_path: Path, worker: Worker) -> None:
+    """A second version is allocated for speculation alone."""
+    layout = make_layout(2)
+    with open_store(tmp_path, ("host", "host"), layout) as (store, _):
+        store.spare = SpareMemory(2**20)
+        known, on_host = Future[float | None](), Future[None]()
+        made = Stepped(store, worker, known)
+        done = made.step.speculative(1.0, on_host, [])
+        known.set_result(0.125)
+        on_host.set_result(None)
+        done.result(timeout=60)
+        assert same(masters_of(store), torchs(store, 0.125)) and made.jobs == [15]
+        assert store.spare.taken == 0 and not store.revertible
+
+
+def test_a_speculation_without_memory_waits_for_the_scale(tmp_path: Path, worker: Worker) -> None:
+    with open_store(tmp_path, ("host", "host"), make_layout(2)) as (store, _):
+        store.spare = SpareMemory(0)
+        known = Future[float | None]()
+        made = Stepped(store, worker, known)
+        done = made.step.speculative(1.0, finished(None), [])
+        worker.submit(lambda: None, priority=1).result()
+        assert made.jobs == []
+        known.set_result(1.0)
+        done.result(timeout=60)
+        assert same(masters_of(store), torchs(store, 1.0)) and made.jobs == [15] and store.steps == 1
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_the_memory_of_a_speculation_that_is_given_up_is_freed(tmp_path: Path, worker: Worker, drop: bool) -> None:
+    with open_store(tmp_path, ("host", "host"), make_layout(2)) as (store, _):
+        store.spare = SpareMemory(2**20)
+        assert store.add_second()
+        made = Stepped(store, worker, finished(0.5))
+        made.step.deferred([], drop_second=drop).result(timeout=60)
+        assert same(masters_of(store), torchs(store, 0.5))
+        assert (store.spare.taken == 0) == drop and store.revertible != drop
+
+
+def test_a_scale_that_is_no_number_makes_one_step(tmp_path: Path, worker: Worker) -> None:
+    """It does not equal itself."""
+    with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
+        made = Stepped(store, worker, finished(float("nan")))
+        made.step.speculative(1.0, finished(None), []).result(timeout=60)
+        assert made.jobs == [15] and store.steps == 1
 
 
 def test_gradients_are_clamped_after_they_are_scaled(tmp_path: Path, worker: Worker) -> None:
