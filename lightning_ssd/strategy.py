@@ -62,84 +62,96 @@ _save_checkpoint = fabric.plugins.TorchCheckpointIO.save_checkpoint  # as Lightn
 
 
 class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
-    """Trains on one device with activations in host memory and on SSDs, with the numbers of ordinary training.
+    """Trains on one device with activations and model states offloaded to host memory and SSDs.
 
     `Trainer(strategy="ssd_offload")` is this strategy with its defaults, `strategy="cpu_offload"` with `tier="host"`.
 
-    What autograd saves for backward (activations, inputs, masks; not weights) leaves the device while forward computes,
-    and is back when backward wants it (SSDTrain). Bytes are moved, never changed: losses, gradients and weights are
-    equal, bit for bit, to those of the same training without offload.
+    Tensors that autograd saves for backward (activations, inputs, masks; not weights) are offloaded while forward
+    computes, and prefetched before backward uses them (SSDTrain). Weights, gradients and optimizer states are offloaded
+    if `states` says so. Activation offload copies bytes and never changes them: losses, gradients and weights are
+    equal, bit for bit, to those of the same training without it. The argument `states` names the cases in which the
+    last digits of an optimizer step differ.
 
-    When a training starts, one line says what is offloaded, where to, and why the rest is not. The progress bar shows
-    `out_gb` and `stall_s` of `OffloadMonitor`; `callbacks=[OffloadMonitor(progress_bar=False)]` takes them away.
+    When a training starts, one log line says which tensors are offloaded to which tier, and why the others are not. The
+    progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has
+    `callbacks=[OffloadMonitor(progress_bar=False)]`.
+
+    Sizes in bytes are numbers or texts such as `"32GiB"`: `32GB` and `32G` are powers of 1000, `32GiB` and `32Gi` are
+    powers of 1024. In a budget, a bare number below 1 MB is an error, because a unit was probably forgotten (write
+    `"24B"` for 24 bytes).
+
+    Example:
+        >>> trainer = Trainer(strategy=SSDOffloadStrategy(path=["/nvme0", "/nvme1"], host_memory="64GiB"))
 
     Args:
-        path: directory for scratch files, or several, one for each SSD: they are striped. Default: the Trainer's
-            `default_root_dir`. Files live in a directory of their own, which goes away with the training.
-        tier: `"ssd"`, or `"host"` for host memory alone.
-        offload: activations of each micro-batch to offload. `"auto"`: as many bytes as the bandwidth carries while the
-            device computes, measured in the first steps (SSDTrain's rule), and beyond these all for which the device
-            has no room. A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is everything, like 1.0). Bytes: `"8GiB"`.
-            `"none"`: nothing.
-        host_memory: bytes of host memory that states and, in what they leave, activations may take: `"32GiB"`, or
-            `"50%"` of what is free when training starts. As in all arguments that are bytes, `32GB` and `32G` are
-            powers of 1000, `32GiB` and `32Gi` of 1024, and in a budget a bare number under 1 MB is refused, as a unit
-            that was forgotten (write `"24B"` for 24 bytes). `"auto"`: for activations half of what is free when
-            training starts; on a CPU device, where they are in host memory already, none (with `tier="ssd"`).
-        ssd_capacity: bytes of scratch space for both, `"500GB"` or `"50%"` of what is free on the drives, taken before
-            the first step; `None`: taken as needed.
-        spill: with both tiers, which one is filled first: `"host_first"` or `"ssd_first"`.
-        min_bytes: saved tensors whose storage is smaller stay on the device.
-        staging_memory: bytes of pinned memory that pass data to and from the SSDs.
-        backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`, which takes
-            kvikio where GPUDirect Storage really works and `checksum=False`, and says in the log what it took.
-        checksum: hash every byte on its way to the SSDs and compare it on its way back, on the I/O threads: a flipped
-            bit or a lost write is an error before the value is used. Bytes pass through host memory then; with `False`
-            nothing is compared, and kvikio may move bytes directly between the GPU and the SSDs.
-        states: where weights, gradients and optimizer states are. `"gpu"`: on the training device. `"host"`: in host
-            memory: the device has a unit's weights only around their use, gradients leave as they appear, and the
-            optimizer steps them on the CPU while the device computes. `"ssd"`: the same, with all but the gradients on
-            the SSDs of `path`. `"auto"`: on the device if they take no more than `gpu_memory` (by default 60 % of the
-            GPU memory that this process may use); else what of them `gpu_memory`, if it is given, has room for stays
-            there, what `host_memory` has room for is in host memory (by default 85 % of what is free), and the rest is
-            on SSDs.
-            Unless it is `"gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
+        path: directory for scratch files, or several, one for each SSD, over which data are striped. Default: the
+            Trainer's `default_root_dir`. Scratch files are in a subdirectory, which is removed when training ends.
+        tier: tiers of offloaded activations: `"ssd"` (host memory and SSDs), or `"host"` (host memory only).
+        offload: activations of each micro-batch to offload. `"auto"`: as many bytes as the measured bandwidth transfers
+            while the device computes (SSDTrain's rule), and more if the device has no room for the others. A share of
+            the bytes: 0.0 to 1.0, or `"50%"` (1 is everything, like 1.0). Bytes: `"8GiB"`. `"none"`: no activations.
+        host_memory: budget of host memory for model states, and for activations in the rest: `"32GiB"`, or `"50%"` of
+            the memory that is free when training starts. `"auto"`: half of the memory that is free when training
+            starts, for activations; on a CPU device with `tier="ssd"` none, because activations are in host memory
+            already. The default for model states is named at `states`.
+        ssd_capacity: bytes of scratch space for model states and activations, `"500GB"` or `"50%"` of the free space of
+            the drives, preallocated before the first step. `None`: allocated as needed.
+        spill: tier that is filled first if there are two: `"host_first"` or `"ssd_first"`.
+        min_bytes: saved tensors with a smaller storage are kept on the device.
+        staging_memory: bytes of pinned memory through which activations are transferred to and from the SSDs.
+        backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`: kvikio if
+            GPUDirect Storage is available and `checksum=False`, else posix. The log names the backend and the reason.
+        checksum: hash written bytes and compare the hashes at reads, on the I/O threads: a flipped bit or a lost write
+            raises an error before the value is used. Transfers pass through host memory then. `False`: no comparison,
+            and kvikio may transfer directly between the GPU and the SSDs.
+        states: tier of weights, gradients and optimizer states. `"gpu"`: the training device. `"host"`: host memory. A
+            unit's weights are on the device only around their use, gradients are offloaded as backward computes them,
+            and the optimizer steps on the CPU while the device computes. `"ssd"`: like `"host"`, with everything but
+            the gradients on the SSDs of `path`. `"auto"`: the device if all fit into `gpu_memory` (by default 60 % of
+            the GPU memory that this process may use). Otherwise `gpu_memory`, if given, is filled with whole units,
+            then `host_memory` (by default 85 % of the free memory), and the rest is on SSDs.
+            Unless `states="gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
             Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
-            would cast them, and in fp32 elsewhere; a weight that one forward uses several times has its gradients
-            summed in 16 bits. Under `bf16-true` all weights compute in bf16 and are stepped in fp32 (Lightning's own
-            bf16-true steps them in bf16, and loses what is smaller than a 256th of a weight).
-            Training on a CPU, every optimizer of `torch.optim` gives plain Lightning's bits, whichever of torch's
-            implementations its settings choose; on a GPU the last digits of a step are those of torch's fused CPU
-            kernels. An optimizer class whose parameters may depend on each other, which is any but those of
-            `torch.optim` and those given to `lightning_ssd.register_optimizer`, steps when backward has ended.
-        gpu_memory: unless `states="gpu"`, bytes of the device that weights may take, and what stays there with them:
-            `"20GiB"`, or `"50%"` of the memory that this process may use (of a CPU's free memory). The units in use at
-            one time stay whatever it is. `"auto"`: a tenth of that memory, 1 GiB on a CPU. A limit by
-            `torch.cuda.set_per_process_memory_fraction` counts if it is set before training starts.
-        units: what is fetched and stepped together: class names of modules. `None`: the repeated blocks of the model.
+            would cast them, and in fp32 elsewhere. If one forward uses such a weight several times, its gradients are
+            summed in 16 bits. Under `bf16-true`, all weights compute in bf16 and are stepped in fp32. (Lightning's own
+            bf16-true steps them in bf16, where changes below a 256th of a weight are lost.)
+            On a CPU device, every optimizer of `torch.optim` gives the same bits as plain Lightning, with all its
+            settings. On a GPU, the last digits of a step are those of torch's fused CPU kernels. Optimizers of
+            `torch.optim`, and classes given to `lightning_ssd.register_optimizer`, step unit by unit. Other classes may
+            couple parameters, and step when backward has ended.
+        gpu_memory: budget of device memory for weights, and for gradients and optimizer states of units that are kept
+            on the device, unless `states="gpu"`: `"20GiB"`, or `"50%"` of the memory that this process may use (on a
+            CPU, of the free memory). Units in use are on the device even if they exceed it. `"auto"`: a tenth of that
+            memory, 1 GiB on a CPU. A limit by `torch.cuda.set_per_process_memory_fraction` must be set before training
+            starts.
+        units: class names of the modules whose parameters are prefetched and stepped together. `None`: the repeated
+            blocks of the model.
         overlap: `"optimized"`: a unit is stepped as soon as its gradient is complete, and reads, steps and writes of
-            several overlap. `"naive"`: one after the other. `"none"`: when backward has ended, and the training step
-            waits for it.
-        state_format: `"fp32"`: 16-bit weights beside fp32 master weights. `"split"`: bf16 weights as the upper half of
-            their master weights, which saves 2 bytes a parameter; exact, but ties are rounded away from zero.
-        clip: when steps are made whose gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once the
-            norm is known, under the next forward, in the order in which it needs the weights. `"speculative"`: during
-            backward, as if nothing was clipped, and again if something was; new values go to a second copy of the
-            states, which is allocated with the first such step (of states on SSDs, at the start). `"auto"`:
-            speculative while few steps are clipped and there is memory for the copy, which is freed when many are.
-        recover: a training that was killed, or failed, goes on after the last step that it had made, when the same
-            script is run again: weights, optimizer states and data are where they were, bit for bit, and no checkpoint
-            is needed. All that leaves is on SSDs then, twice, in a directory of `path` that stays until a training
-            ends well; one training at a time has a path, and each `fit` of a script needs one of its own. A run with
-            other settings or paths is refused; of other code a warning tells. What checkpoints don't have is lost,
-            such as the sums of logged means. A `ckpt_path` that is given goes first.
-        checkpoints: how they are saved, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
-            `"sharded"`: a directory of safetensors. Either is written and read with the memory for a few units, and
-            resumes under either; `lightning-ssd export` makes a plain folder of weights of both.
-        accelerator: as in Lightning's strategies, like the three that follow.
+            several units overlap. `"naive"`: reads, steps and writes are serial. `"none"`: all units are stepped when
+            backward has ended, and the training step waits for them.
+        state_format: `"fp32"`: 16-bit weights besides fp32 master weights. `"split"`: the bf16 weights are the upper
+            half of their master weights, which saves 2 bytes per parameter; the master weights are exact, but ties are
+            rounded away from zero in the bf16 weights.
+        clip: time of optimizer steps whose gradients are clipped by norm, or scaled (`16-mixed`). `"deferred"`: once
+            the norm is known, overlapped with the next forward, in the order in which forward needs the weights.
+            `"speculative"`: during backward, unclipped, into a second copy of the states; if gradients had to be
+            clipped, these steps are rolled back and made again. The copy is allocated with the first such step (for
+            states on SSDs, at the start). `"auto"`: speculative while few steps are clipped and there is memory for the
+            copy, which is freed when many steps are clipped.
+        recover: resume after the last committed step if training was killed or has failed, when the same script is run
+            again. Weights, optimizer states and the position in the data are restored bit for bit, without a
+            checkpoint. All offloaded states are on SSDs then, in two versions, in a subdirectory of `path` that is kept
+            until a training ends without an error. Trainings that run at once, and several `fit` calls of one script,
+            need different paths. A run with other settings or paths is refused; changed code causes a warning. State
+            that checkpoints lack, such as sums of logged means, is lost. If `ckpt_path` is given, training starts from
+            that checkpoint instead.
+        checkpoints: format of checkpoints, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
+            `"sharded"`: a directory of safetensors. Both are written and read in the memory of a few units, and
+            training resumes from either. `lightning-ssd export` makes a plain folder of weights of both.
+        accelerator: as in Lightning's strategies.
         parallel_devices: the one device.
-        checkpoint_io: how checkpoints are written and read.
-        precision_plugin: the Trainer's `precision`.
+        checkpoint_io: as in Lightning's strategies.
+        precision_plugin: plugin of the Trainer's `precision`.
 
     Raises:
         ValueError: an argument is out of range; the message names it and the remedy.
@@ -180,37 +192,37 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
         self._budgets = self.config
-        """The same with byte counts in place of percentages, once a training or evaluation is set up."""
+        """`config` with byte counts in place of percentages, once a training or evaluation is set up."""
         check_choice("checkpoints", checkpoints, ("file", "sharded"))
         self._save = save if checkpoints == "file" else save_sharded
         self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip, recover)
         self.offloader: ActivationOffloader | None = None
         self.model_states: ModelStates | None = None
         self._streams: bool | None = None
-        """Whether states leave the device in the present training or evaluation, once somebody has asked."""
+        """Whether states are offloaded in the present training or evaluation; None until `_leave` has decided."""
         self._loaded: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """Values that a checkpoint had for parameters, and for averages of them, from its restoration to `setup`."""
+        """Checkpoint values of parameters and of their averages, from the loading of a checkpoint until `setup`."""
         self._initial: Loaded = {}
-        """Values that modules on `meta` are to have unless a checkpoint has others, during `setup`."""
+        """Values for modules on `meta`, unless a checkpoint has others; set during `setup`."""
         self._recording = contextlib.ExitStack()
-        """Records them: callbacks may load weights after Lightning has (`WeightAveraging` does)."""
+        """Context in which `_loaded` is recorded: callbacks such as `WeightAveraging` may load weights, too."""
         self._starts_from_checkpoint = False
         self._has_left = False
-        """Whether states leave the device, or left it in the last training: checkpoints may have lazy tensors."""
+        """Whether states are or were offloaded in the last training: checkpoints may have lazy tensors."""
         self._restore_callbacks: list[Callable[[], None]] = []
         self._default_callbacks: list[pl.Callback] = []
-        """Those that the Trainer has until teardown because the user gave none of their classes."""
+        """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
         self._recovery: Recovery | None = None
         self._failure: BaseException | None = None
-        """What the training has failed with."""
+        """The error that has ended the training."""
         self._precision: pl.plugins.Precision | None = None
-        """The Trainer's own plugin, while another is in its place."""
+        """The Trainer's own plugin, while it is replaced by ours."""
         self._leaving: set[torch.nn.Parameter] = set()
         self._unborn = MetaTensors(set(), set())
         self._grouping: list[list[list[int]]] = []
         """The optimizers' parameter groups that `model_states` were made for."""
         self._setup: Setup | None = None
-        """What `model_states` were made with."""
+        """Settings with which `model_states` were made."""
         self.num_nodes = 1  # the Trainer sets it
 
     # ---- the device ----
@@ -222,7 +234,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The argument. That a Trainer has set another does not show: the next Trainer sets its own."""
+        """The argument, also if a Trainer has set other devices: the next Trainer sets its own."""
         return self._given_devices
 
     @parallel_devices.setter
@@ -256,7 +268,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._leaving = self._parameters_to_offload(fitting=fitting)
         held = self._leaving | self._unborn.parameters
         self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
-        for module in self.model.modules():  # what `to` does beside
+        for module in self.model.modules():  # as `to` does, besides moving tensors
             if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
                 module._device = self.root_device
 
@@ -265,7 +277,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return offloaded_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
 
     def _values(self) -> Loaded:
-        """Returns the values that parameters are to have; those of a checkpoint go first."""
+        """Returns initial values of parameters; values of a checkpoint have priority."""
         return ChainMap(self._loaded, self._initial)  # type: ignore[arg-type]  # neither is written to
 
     @override
@@ -275,7 +287,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             with super().tensor_init_context(empty_init):
                 yield
             return
-        # Not on the device, where it may have no room; and nowhere, if asked for: values come a unit at a time.
+        # Not on the device, which may have no room. With `empty_init`, units are initialized one by one in `setup`.
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
@@ -300,7 +312,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             pl.utilities.rank_zero_info(f"{self.strategy_name}: {self._summary(trainer)}.")
 
     def _summary(self, trainer: pl.Trainer) -> str:
-        """Returns what is offloaded, where to, and why the rest is not."""
+        """Returns a sentence with the tiers of model states and activations, and the reasons."""
         offloader, states, device = self.offloader, self.model_states, self.root_device
         assert offloader is not None and self.model is not None
         if states is not None:
@@ -317,7 +329,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
 
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
-        """Sets up as ever, and takes the model's states out of the device before they are all there."""
+        """Sets up as Lightning does, and offloads model states before all of them are on the device."""
         assert self.model is not None
         averaging = [callback for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
         if fitting and averaging and self.states_config.recover:
@@ -332,7 +344,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         try:
             super().setup(trainer)
             if fitting and self._has_left:
-                gc.collect()  # optimizers of a fit before, in cycles with their schedulers, have room on the SSDs
+                gc.collect()  # optimizers of an earlier fit, in cycles with their schedulers, still own SSD space
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
             whole = self._optimizers_stepped_whole() if fitting else []
             hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
@@ -377,7 +389,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._follow_states()
 
     def _settings(self, trainer: pl.Trainer) -> Settings:
-        """Returns the settings of a training that is recorded."""
+        """Returns the settings that a run must share to resume this training (`recover=True`)."""
         config, states = self.config, self.states_config
         own = {
             "checksum": config.checksum,
@@ -388,7 +400,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return training_settings(trainer, self._budgets.paths(trainer.default_root_dir)[0], own)
 
     def _optimizers_stepped_whole(self) -> list[torch.optim.Optimizer]:
-        """Returns the optimizers with offloaded parameters whose parameters may depend on each other."""
+        """Returns the optimizers with offloaded parameters that may couple parameters; they step after backward."""
         whole = []
         for optimizer in self.optimizers:
             offloaded = any(p in self._leaving for group in optimizer.param_groups for p in group["params"])
@@ -405,20 +417,20 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return whole
 
     def _follow_states(self) -> None:
-        """Has gradients clipped, scaled and dropped where `model_states` keeps them."""
+        """Makes Lightning clip, scale and zero gradients through `model_states`."""
         assert self.model_states is not None and self._precision is not None and self._setup is not None
         self._grouping = _grouping(self.optimizers)
         self._update_wrappers()
         self.precision_plugin = streaming_precision(self._precision, self.model_states)
 
     def _update_wrappers(self) -> None:
-        """Gives Lightning's wrappers of optimizers the attributes that model states replace, or have given back."""
-        for wrapper in self._lightning_optimizers:  # they copied the attributes when they were made
+        """Copies to Lightning's wrappers the optimizer attributes that model states have replaced or restored."""
+        for wrapper in self._lightning_optimizers:  # the wrappers copied the attributes when they were made
             wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
             wrapper.state = wrapper.optimizer.state  # type: ignore[attr-defined]
 
     def can_move_states(self) -> bool:
-        """Whether `move_states` may be called: states leave the device, and it was left to us where they are."""
+        """Returns True if `move_states` may be called: states are offloaded, and the user chose no tiers."""
         config = self.states_config
         chosen = config.states != "auto" or config.gpu_memory != "auto" or config.recover
         # With manual optimization gradients may add up from one batch to the next.
@@ -430,14 +442,15 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return self.model_states is not None and not self.model_states.accumulating
 
     def move_states(self, plan: Plan) -> None:
-        """Has weights and optimizer states where `plan` has them, from now on; a step is over, and none has begun.
+        """Moves weights and optimizer states to the tiers of `plan`, between two steps.
 
-        Numbers stay what they are, but for those of an optimizer that steps otherwise on a GPU than on a CPU. The
-        activation offloader is another one afterwards. The plan's `clip` is left alone.
+        Results do not change, except the last digits of optimizers that step on the GPU from then on. The activation
+        offloader is replaced by a new one. The plan's `clip` is ignored.
 
         Raises:
-            ValueError: that can't be, and nothing was moved: the plan is not one for this model, there is no room for
-                it, or gradients wait for a step.
+            ValueError: nothing was moved, because the plan is not one for this model, there is no room for it, or
+                gradients wait for a step.
+            RuntimeError: the move failed half-way; training can't continue.
             StorageError: a drive failed.
         """
         assert self.model_states is not None and self._setup is not None
@@ -446,7 +459,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             raise ValueError("model states can't be moved while gradients wait for their step. Move them after it.")
         offloader, self.offloader = self.offloader, None
         if offloader is not None:
-            offloader.close()  # it has memory that states may need
+            offloader.close()  # states may need its memory
         leaving = self._parameters_to_offload(fitting=True)
         before = self.model_states
         try:
@@ -460,7 +473,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 given=_placed_states(plan),
             )
         except Exception as error:
-            if before.closed:  # the training can't go on; its parameters are whole
+            if before.closed:  # training can't continue; its parameters are whole on the CPU
                 if isinstance(error, ValueError):
                     raise RuntimeError(f"model states could not be moved: {error}") from error
                 raise
@@ -479,11 +492,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             rank=self.global_rank,
         )
         if self.model_states is None and self.config.amount() == "none":
-            # Nothing is offloaded: the hooks would only take time.
+            # Nothing is offloaded: the hooks would only cost time.
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
     def _left_for_activations(self) -> OffloadConfig:
-        """Returns what of the budgets the states leave."""
+        """Returns the configuration with the part of the budgets that model states do not use."""
         config, states = self._budgets, self.model_states
         if states is None:
             return config
@@ -507,7 +520,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return self._taking_up
 
     def _leave(self) -> bool:
-        """Whether states leave the device; the answer holds until teardown."""
+        """Returns whether states are offloaded. The result is fixed until teardown."""
         if self._streams is None:
             assert self.model is not None and self.lightning_module is not None
             fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
@@ -518,14 +531,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return self._streams
 
     def _user_plan(self) -> Plan | None:
-        """Returns the plan that says where states are, if the user has given a callback one."""
+        """Returns the user's plan of a `SwapPlanner`, if it determines the tiers of states."""
         if self.states_config.states != "auto" or self.states_config.recover:
             return None
         assert self.lightning_module is not None
         callbacks = trainer_callbacks(self.lightning_module.trainer)
         return next((callback.user_plan for callback in callbacks if isinstance(callback, SwapPlanner)), None)
 
-    # ---- checkpoints: of states that have left, written and read without their ever being in RAM together ----
+    # ---- checkpoints: offloaded states are written and read a few units at a time, never all in RAM ----
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -567,11 +580,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return loaded
 
     def _owns_files(self, path: str | Path) -> bool:
-        """Whether checkpoints are local files that nobody asked to have written otherwise."""
+        """Returns True if `path` is local, and the user has set no `checkpoint_io` of another class."""
         return type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and "://" not in str(path)
 
     def _saving_is_replaced(self) -> bool:
-        """Whether other code has put its own function in place of one that saves: that gets ordinary tensors then."""
+        """Returns True if other code has replaced a saving function, which must get ordinary tensors then."""
         method = getattr(self.checkpoint_io.save_checkpoint, "__func__", None)
         return method is not _save_checkpoint or torch.save is not torch.serialization.save
 
@@ -589,7 +602,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             super().load_model_state_dict(checkpoint, strict=strict and not self._taking_up)
 
     def _record_loads(self, trainer: pl.Trainer) -> None:
-        """Records what `load_state_dict` gives to the model and to averages of it, until `setup`."""
+        """Records values that `load_state_dict` gives to the model and to averages of it, until `setup`."""
         assert self.lightning_module is not None
         averages = [average_of(callback) for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
         self._recording.close()
@@ -616,7 +629,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @property
     def _taking_up(self) -> bool:
-        """Whether the Trainer restores what a killed run has recorded: what has left is where it belongs already."""
+        """True while the Trainer restores the record of a killed run, whose offloaded states are restored already."""
         return self.model_states is not None and self.model_states.state_dicts.protected
 
     def _but_what_has_left(self) -> contextlib.AbstractContextManager[None]:
@@ -626,14 +639,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """While it lasts, all parameters of the model are whole tensors, to be looked at and changed.
+        """Makes all parameters of the model whole tensors, which may be read and changed, within the context.
 
-        For callbacks that do so, as averages of weights do: those of Lightning need not call it. Parameters that had
-        left are on the CPU, in fp32. It waits for the optimizer steps that have begun; host memory must hold the
-        weights. With `recover=True` they are to be looked at only.
+        For callbacks that read or change weights, such as averages of weights (Lightning's own need not call it).
+        Offloaded parameters are on the CPU, in fp32. Entering waits for optimizer steps that have begun, and needs
+        host memory for all offloaded weights. With `recover=True`, weights may only be read.
 
         Raises:
-            RuntimeError: they were changed with `recover=True`.
+            RuntimeError: on exit, if weights were changed with `recover=True`.
         """
         with contextlib.nullcontext() if self.model_states is None else self.model_states.summon_full_params():
             yield
@@ -688,11 +701,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self.model_states.begin(kind)
 
     def _regroup_states(self) -> None:
-        """Has offloaded parameters stepped as the optimizers' parameter groups say, which user code may have changed.
+        """Regroups offloaded parameters if user code has changed the optimizers' parameter groups.
 
         Raises:
-            RuntimeError: they were changed, and steps are recorded.
-            ValueError: two optimizers step the same parameter.
+            RuntimeError: the groups were changed with `recover=True`, or within an optimizer step.
+            ValueError: two optimizers step the same offloaded parameter.
         """
         if self.model_states is None or self._setup is None or self._grouping == _grouping(self.optimizers):
             return
@@ -763,7 +776,7 @@ def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int
 
 
 def _placed_states(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
-    """Returns where a plan has the weights of each unit, and the rest of its states."""
+    """Returns the plan's tiers (weights, other states) of each unit."""
     return {name: (unit.weights, unit.states) for name, unit in plan.units.items() if not is_later_visit(name)}
 
 
@@ -773,7 +786,7 @@ def _has_planner(trainer: pl.Trainer) -> bool:
 
 
 def _user_sees_gradients(trainer: pl.Trainer) -> bool:
-    """Whether user code may look at gradients between backward and step, change them, or keep them after it."""
+    """Returns True if user code may read or change gradients between backward and step, or keep them after it."""
     module = trainer.lightning_module
     hooks = ("on_after_backward", "on_before_optimizer_step")
     own = (*hooks, "configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad")
@@ -796,5 +809,5 @@ def _is_ours(function: object) -> bool:
 
 
 def _overridden(hook: str, what: object, base: type) -> bool:
-    # An instance may have hooks of its own, as a LambdaCallback has. The class of a mock has none.
+    # An instance may have hooks of its own, such as a LambdaCallback. The class of a mock has none.
     return hook in vars(what) or getattr(type(what), hook, None) is not getattr(base, hook)

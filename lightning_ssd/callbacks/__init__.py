@@ -1,4 +1,4 @@
-"""What a user may see, tune or replace."""
+"""Lightning callbacks with which a user observes, tunes or plans offloading."""
 
 from lightning_ssd.callbacks.activation_offload import ActivationOffload
 from lightning_ssd.callbacks.defaults import add_default_callbacks, remove_default_callbacks

@@ -14,24 +14,28 @@ from lightning_ssd.summary import describe_activations, describe_drives
 
 
 class ActivationOffload(pl.Callback):
-    """Offloads activations under the Trainer's own strategy: single device, DDP, FSDP, tensor parallelism.
+    """Offloads activations under any strategy of the Trainer: single device, DDP, FSDP, tensor parallelism.
 
-    Activations are a process's own business, so every process has its own scratch files and its own budgets, and
-    several may share a path. The arguments are those of `SSDOffloadStrategy`.
+    Every process has scratch files and budgets of its own; several processes may share a path. Weights, gradients and
+    optimizer states are the strategy's and are not offloaded. `SSDOffloadStrategy` describes the arguments in more
+    detail.
+
+    Example:
+        >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[ActivationOffload(path="/nvme0")])
 
     Args:
         path: directories for scratch files, one for each SSD. Default: the Trainer's `default_root_dir`.
-        tier: `"ssd"`, or `"host"` for host memory alone.
-        offload: how much of each micro-batch is offloaded: `"auto"`, `"none"`, a share (`0.5`, `"50%"`), or bytes.
-        host_memory: bytes of pinned memory for activations, a share of what is free (`"50%"`, divided by the processes
-            of the machine), or `"auto"`.
-        ssd_capacity: bytes of scratch space, taken at the start; `None`: as needed.
-        spill: which tier is filled first.
-        min_bytes: smaller saved tensors stay on the device.
-        staging_memory: bytes of pinned memory on the way to and from the SSD.
-        backend: how scratch files are read and written.
-        checksum: hash every byte on its way to the SSDs and compare it on its way back, on the I/O threads. Bytes pass
-            through host memory then; `False` is for GPUDirect Storage.
+        tier: `"ssd"` (host memory and SSDs), or `"host"` (host memory only).
+        offload: activations of each micro-batch to offload: `"auto"`, `"none"`, a share (`0.5`, `"50%"`), or bytes.
+        host_memory: bytes of pinned memory for activations in each process, a share of the free memory (`"50%"`,
+            divided by the processes of the machine), or `"auto"`.
+        ssd_capacity: bytes of scratch space, preallocated at the start; `None`: allocated as needed.
+        spill: tier that is filled first if there are two: `"host_first"` or `"ssd_first"`.
+        min_bytes: saved tensors with a smaller storage are kept on the device.
+        staging_memory: bytes of pinned memory through which data are transferred to and from the SSDs.
+        backend: I/O backend of scratch files: `"posix"`, `"kvikio"` or `"auto"`.
+        checksum: hash written bytes and compare the hashes at reads, on the I/O threads. Transfers pass through host
+            memory then; GPUDirect Storage needs `False`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -66,7 +70,7 @@ class ActivationOffload(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._close(trainer)  # what an earlier fit left, whose end was cut short by an error in another callback
+        self._close(trainer)  # an earlier fit may have ended without teardown, by an error in another callback
         strategy = trainer.strategy
         assert strategy.model is not None
         mark_weights(strategy.model)

@@ -1,4 +1,4 @@
-"""Lightning's callbacks that average weights, where weights are not on the device: lent to them while they look."""
+"""Lightning's callbacks that average weights get whole weights while they read or change offloaded ones."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,12 +15,12 @@ _HOOKS = ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_vali
 
 
 def averages_weights(callback: pl.Callback) -> bool:
-    """Whether `callback` is `StochasticWeightAveraging`, `WeightAveraging`, or one derived from them."""
+    """Returns True for a `StochasticWeightAveraging` or `WeightAveraging` callback, including subclasses."""
     return isinstance(callback, (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging))
 
 
 def average_of(callback: pl.Callback) -> torch.nn.Module | None:
-    """Returns the average of a callback that `averages_weights`; None: it has none yet."""
+    """Returns the averaged model of a callback that `averages_weights`, or None if it has none yet."""
     average: torch.nn.Module | None = callback._average_model  # type: ignore[attr-defined]  # both classes have it
     return average
 
@@ -28,15 +28,15 @@ def average_of(callback: pl.Callback) -> torch.nn.Module | None:
 def summon_full_params(
     callback: pl.Callback, lend: Callable[[], AbstractContextManager[None]], loaded: Loaded
 ) -> Callable[[], None]:
-    """Has the hooks of `callback` that look at weights, or change them, run inside `lend()`.
+    """Runs the hooks of `callback` that read or change weights inside `lend()`.
 
     Args:
-        callback: averages weights.
-        lend: makes all weights whole while it lasts.
-        loaded: values of a checkpoint that the average, which becomes an fp32 one, may have rounded.
+        callback: a callback that `averages_weights`.
+        lend: returns a context in which all weights are whole tensors.
+        loaded: checkpoint values of the average, which is converted to fp32 and may have rounded them before.
 
     Returns:
-        What makes the callback as it was.
+        A function that restores the callback.
     """
 
     def lending(hook: Callable[..., None], wanted: Callable[[pl.Trainer], bool]) -> Callable[..., None]:
@@ -52,7 +52,7 @@ def summon_full_params(
 
     if (average := average_of(callback)) is not None:
         exact = {parameter: exact_value(parameter, loaded) for parameter in average.parameters()}
-        average.float()  # what is lent to it is: in 16 bits the low ones would be lost when both are swapped
+        average.float()  # like the whole weights: swapping them with 16-bit ones would lose their low bits
         for parameter, value in exact.items():
             if value is not None:
                 parameter.data.copy_(value)
@@ -61,7 +61,7 @@ def summon_full_params(
         averaging = callback
 
         def updates(trainer: pl.Trainer) -> bool:
-            """Whether it will look after this batch: lending waits for all that is under way."""
+            """Returns True if the average is updated after this batch; else `lend` would wait for steps needlessly."""
             step = trainer.global_step
             return step > averaging._latest_update_step and averaging.should_update(step_idx=step - 1)
 

@@ -1,4 +1,4 @@
-"""The callbacks that an offloading training has anyway."""
+"""The callbacks that every offloading training has."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ def add_default_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     """Adds the callbacks of the package that the user did not give, before the user's checkpoint callbacks.
 
     Returns:
-        Those that were added.
+        The added callbacks.
     """
     callbacks = trainer_callbacks(trainer)
     given = list(callbacks)
@@ -26,7 +26,7 @@ def add_default_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def remove_default_callbacks(trainer: pl.Trainer, added: Sequence[pl.Callback]) -> None:
-    """Tears down callbacks that were added, and takes them away: the Trainer has the user's callbacks again."""
+    """Tears down callbacks that `add_default_callbacks` added, and removes them from the Trainer."""
     for callback in added:
         callback.teardown(trainer, trainer.lightning_module, stage=str(trainer.state.fn))
     # A new list: Lightning may be iterating over this one.

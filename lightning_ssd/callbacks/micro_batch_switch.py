@@ -1,4 +1,4 @@
-"""`MicroBatchSwitch`: tells the activation offloader when micro-batches begin and end."""
+"""`MicroBatchSwitch` notifies the activation offloader when micro-batches begin and end."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,9 @@ class MicroBatchInfo:
 
     Attributes:
         index: number in the window, from 0.
-        is_last: whether the optimizer steps after its backward. Ragged windows at the end of an epoch and a changing
-            `accumulate_grad_batches` count. With manual optimization nothing tells it, and this is `True`.
+        is_last: whether the optimizer steps after the micro-batch's backward, also in shorter windows at the end of an
+            epoch and after a change of `accumulate_grad_batches`. Always `True` with manual optimization, where the
+            steps of a batch are unknown in advance.
     """
 
     index: int
@@ -29,10 +30,10 @@ class MicroBatchInfo:
 
 
 class MicroBatchSwitch(pl.Callback):
-    """Opens a record for every micro-batch, and closes it when its backward has ended (SSDTrain figure 2).
+    """Begins a micro-batch of the activation offloader at every batch, and ends its backward (SSDTrain figure 2).
 
-    `current` is the position of the present micro-batch, for other callbacks. Without an offloading strategy or
-    callback it does nothing else.
+    `current` is the position of the present micro-batch, for other callbacks. It is also set without an offloading
+    strategy or callback. Offloading adds this callback by itself.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`ModelProfiler`: what a training step of a model does, measured, for the planner."""
+"""`ModelProfiler` measures a model's training step for the planner."""
 
 import logging
 from pathlib import Path
@@ -13,17 +13,17 @@ log = logging.getLogger(__name__)
 
 
 class ModelProfiler(StepProfiling):
-    """Measures a few training steps, and writes what they do as a profile: `lightning-ssd plan --profile FILE`.
+    """Measures a few training steps, and writes a profile of the model for `lightning-ssd plan --profile FILE`.
 
-    Of every unit: the time of its forward and backward. Of what its operations make and autograd saves ("operators"):
-    the bytes, the time and the FLOP that it takes to make them, and whether that can be done again. One micro-batch is
-    followed operation by operation, which takes longer; while the steps after it are measured nobody waits for the
-    device. The numbers of the training stay as they are.
+    The profile has the forward and backward time of every unit and, for every tensor that autograd saves ("operator"),
+    its bytes, the time and FLOPs to compute it, and whether it can be recomputed. One micro-batch is traced operation
+    by operation, and is slower. The steps after it are timed without synchronizing the host. The results of the
+    training do not change.
 
     Args:
-        path: JSON file to write when the steps are over.
-        warm_up: steps before; a micro-batch of the last of them is the one that is followed.
-        steps: steps that are measured; times are their means.
+        path: JSON file to write after the measured steps.
+        warm_up: steps before the measured ones; a micro-batch of the last of them is traced.
+        steps: measured steps; times are means over them.
 
     Raises:
         ValueError: an argument is out of range.

@@ -1,4 +1,4 @@
-"""`OffloadMonitor`: what offloading does, in the user's loggers and progress bar."""
+"""`OffloadMonitor` shows offloaded bytes, bandwidths and stalls in the user's loggers and progress bar."""
 
 import weakref
 from collections.abc import Mapping
@@ -18,40 +18,45 @@ from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage.smart import read_wear
 
 ASK_SECONDS = 600.0
-"""Between two questions to the drives."""
+"""Seconds between two reads of the drives' wear."""
 
 
 class OffloadMonitor(pl.Callback):
-    """Logs what moved since the last time it logged, every `log_every_n_steps`, as `OffloadMonitor/...`:
+    """Logs metrics of offloading since its last log, every `log_every_n_steps`, as `OffloadMonitor/...`:
 
-    - `saved_bytes`, `kept_bytes`, `forwarded_bytes`: what autograd saved, what stayed on the device, and what was
-      wanted back before it had left;
-    - `host_bytes_out`, `host_bytes_in`, `ssd_bytes_out`, `ssd_bytes_in`: what went to and came from each tier;
-    - `copy_out_bytes_per_s`, `copy_in_bytes_per_s`, `ssd_write_bytes_per_s`, `ssd_read_bytes_per_s`: bandwidth reached,
-      while there was something to move;
-    - `store_stall_s`, `load_stall_s`: how long the compute stream waited;
-    - `states_ssd_bytes_written`, `states_ssd_bytes_read`: the same of weights and optimizer states on SSDs;
-    - `peak_device_bytes` (CUDA), `peak_pinned_bytes`, `ssd_bytes_written` (of both, since the start);
-    - `ssd_bytes_written_per_day`, `ssd_years`: how much a day of this training writes, and how long the drives last;
-    - `drive_bytes_written`, `drive_endurance_used`: what the drives of `path` say themselves (SMART), of all that was
-      ever written to them, and of the share of their endurance that the most worn one has used up. Where `smartctl` is
-      installed and may ask; at most every ten minutes.
+    - `saved_bytes`, `kept_bytes`, `forwarded_bytes`: bytes that autograd saved, that were kept on the device, and that
+      backward used before their offload had ended;
+    - `host_bytes_out`, `host_bytes_in`, `ssd_bytes_out`, `ssd_bytes_in`: bytes of activations offloaded to and
+      prefetched from each tier;
+    - `copy_out_bytes_per_s`, `copy_in_bytes_per_s`, `ssd_write_bytes_per_s`, `ssd_read_bytes_per_s`: bandwidth while
+      transfers ran;
+    - `store_stall_s`, `load_stall_s`: seconds that the compute stream waited for offloads and for prefetches;
+    - `states_ssd_bytes_written`, `states_ssd_bytes_read`: bytes of weights and optimizer states written to and read
+      from SSDs.
 
-    The one that a strategy adds by itself writes to no logger: loggers get what they get from plain Lightning, until
-    the user adds `OffloadMonitor()`. Neither adds to the Trainer's metrics (`callback_metrics` and the like).
+    Logged as they are, and not as differences:
+
+    - `peak_device_bytes` (CUDA), `peak_pinned_bytes`: peaks of device memory and of pinned memory for activations;
+    - `ssd_bytes_written`, `ssd_bytes_written_per_day`, `ssd_years`: bytes of activations and model states written since
+      the training's start, per day, and years until the drives' rated endurance is used up at this rate;
+    - `drive_bytes_written`, `drive_endurance_used`: lifetime bytes written to the drives of `path`, and the used share
+      of the rated endurance of the most worn drive, as the drives report them (SMART). They are read at most every ten
+      minutes, where `smartctl` is installed and permitted.
+
+    The monitor that a strategy adds by itself writes to no logger, so loggers get the same metrics as from plain
+    Lightning unless the user adds `OffloadMonitor()`. No monitor adds to the Trainer's metrics (`callback_metrics` and
+    others). Without an offloading strategy or callback it does nothing.
 
     Args:
-        progress_bar: show bytes offloaded (`out_gb`) and stalls (`stall_s`) of the last interval in the progress bar,
-            from the first that is not 0 on, and `ssd_years` if it is logged.
-        endurance: bytes that the drives of `path` are rated for, all together ("600TB"; their data sheets say TBW).
-            Ratings are for small random writes, which wear more than ours: the drives last longer (SSDTrain III-D).
+        progress_bar: show offloaded GB (`out_gb`) and seconds of stalls (`stall_s`) of the last interval in the
+            progress bar, once one of them is not 0, and `ssd_years` if it is logged.
+        endurance: rated endurance of the drives of `path` together, bytes ("600TB"; data sheets call it TBW). Ratings
+            are for small random writes. Large sequential writes wear less: the drives last longer (SSDTrain III-D).
             `None`: `ssd_years` is not logged.
         loggers: log to the Trainer's loggers.
 
     Raises:
         ValueError: `endurance` is no number of bytes.
-
-    Inert without an offloading strategy.
     """
 
     def __init__(self, progress_bar: bool = True, endurance: int | str | None = None, *, loggers: bool = True) -> None:
@@ -60,7 +65,7 @@ class OffloadMonitor(pl.Callback):
         self._shown: dict[str, float] = {}
         """Metrics in the progress bar."""
         self._bar: pl.callbacks.ProgressBar | None = None
-        """Where they are shown, during a training."""
+        """The progress bar with these metrics, during a training."""
         self._endurance = None if endurance is None else parse_bytes(endurance, "endurance")
         self._offloaders = _Counts()
         self._stores = _Counts()
@@ -87,7 +92,7 @@ class OffloadMonitor(pl.Callback):
         self._leave_progress_bar()
 
     def _show_in(self, bar: "pl.callbacks.ProgressBar | None") -> None:
-        """Adds metrics to those that `bar` shows. (What is logged for a progress bar is in `callback_metrics`, too.)"""
+        """Adds `_shown` to the metrics of `bar`. (Metrics logged for a progress bar would be in `callback_metrics`.)"""
         self._leave_progress_bar()
         if bar is None:
             return
@@ -113,7 +118,7 @@ class OffloadMonitor(pl.Callback):
         if offloader is None or not trainer._logger_connector.should_update_logs:
             return
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
-            return  # as Lightning's own metrics: once a step, at its end
+            return  # like Lightning's own metrics: at the end of a step
         metrics = self._metrics(offloader, getattr(trainer.strategy, "model_states", None))
         metrics |= self._drives(trainer, offloader)
         for logger in trainer.loggers if self._loggers else ():
@@ -173,10 +178,10 @@ class OffloadMonitor(pl.Callback):
 
 
 class _Counts:
-    """Counts of something that may be replaced by another one, which counts from zero.
+    """Sums counters over successive objects, each of which counts from zero.
 
     Attributes:
-        totals: of all of them, as far as they were added.
+        totals: sums of the counters, by name.
     """
 
     def __init__(self) -> None:
@@ -188,7 +193,7 @@ class _Counts:
         return vars(self) | {"_of": None}  # a weak reference, which can't be pickled
 
     def add(self, of: object, counts: Mapping[str, float]) -> dict[str, float]:
-        """Takes the counts of the present one, and returns the totals."""
+        """Updates the totals with the present counters of the object `of`, and returns them."""
         if self._of is None or self._of() is not of:
             self._of, self._before = weakref.ref(of), self.totals
         self.totals = self._before | {name: count + self._before.get(name, 0.0) for name, count in counts.items()}
@@ -196,7 +201,7 @@ class _Counts:
 
 
 def _totals(offloader: ActivationOffloader) -> dict[str, float]:
-    """Counts that only grow."""
+    """Returns the offloader's monotonic counters."""
     stats = offloader.stats()
     totals = {
         "saved_bytes": stats.saved,
@@ -220,7 +225,7 @@ def _totals(offloader: ActivationOffloader) -> dict[str, float]:
 
 
 def _levels(offloader: ActivationOffloader) -> dict[str, float]:
-    """Heights, which are logged as they are."""
+    """Returns peaks, which are logged as they are, not as differences."""
     levels: dict[str, float] = {"peak_pinned_bytes": offloader.peak_pinned_bytes()}
     if offloader.device.type == "cuda":
         levels["peak_device_bytes"] = torch.cuda.max_memory_allocated(offloader.device)

@@ -13,7 +13,7 @@ def trainer_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def find_offloader(trainer: pl.Trainer) -> ActivationOffloader | None:
-    """Returns the running fit's activation offloader: the strategy's, or that of an `ActivationOffload` callback."""
+    """Returns the running fit's activation offloader, or None if activations are not offloaded."""
     owner = _owner(trainer)
     return None if owner is None else owner.offloader
 
@@ -25,6 +25,6 @@ def offload_config(trainer: pl.Trainer) -> OffloadConfig:
 
 
 def _owner(trainer: pl.Trainer) -> Any:
-    """Returns the strategy or callback that has an activation offloader; None: there is none."""
+    """Returns the strategy or callback that has an activation offloader, or None."""
     owners = (trainer.strategy, *trainer_callbacks(trainer))
     return next((owner for owner in owners if isinstance(getattr(owner, "offloader", None), ActivationOffloader)), None)

@@ -1,4 +1,4 @@
-"""`PrefetchScheduler`: how far ahead of their use saved tensors are prefetched."""
+"""`PrefetchScheduler` sets how many bytes of saved tensors are prefetched ahead of their use."""
 
 import weakref
 from dataclasses import replace
@@ -13,11 +13,12 @@ from lightning_ssd.sizes import parse_bytes
 
 
 class PrefetchScheduler(pl.Callback):
-    """Sets the bytes that may be in flight between the device and the tiers, and adapts them to measured stalls.
+    """Sets the bytes in flight between the device and the tiers (the window), and adapts them to measured stalls.
 
-    Saved tensors are prefetched in the order in which the last similar micro-batch unpacked them, as far ahead as the
-    window reaches. The same window bounds the bytes on their way to the tiers, and the bytes that are kept because
-    backward needs them first. A larger window hides more latency and needs as much more device memory.
+    Saved tensors are prefetched in the order in which the last similar micro-batch unpacked them, up to the window's
+    bytes ahead of their use. The window also limits the bytes that are being offloaded at a time, and the bytes that
+    are kept on the device because backward needs them first. A larger window hides more latency, and needs as much
+    more device memory.
 
     Args:
         window_bytes: the window in bytes (or `"512MiB"`). `"auto"` begins with one and a half of the largest saved
@@ -32,7 +33,7 @@ class PrefetchScheduler(pl.Callback):
 
     #: Share of the time that the compute stream may wait for loads before the window grows.
     TOLERATED_STALL = 0.005
-    #: Micro-batches between two changes: measurements show a change some micro-batches later.
+    #: Micro-batches between two changes of the window, until measurements reflect the first one.
     PATIENCE = 8
 
     def __init__(
@@ -83,7 +84,7 @@ class PrefetchScheduler(pl.Callback):
             offloader.run(replace(policy, window_bytes=window, window_depth=self._depth))
 
     def _begin(self) -> None:
-        """Forgets all measurements."""
+        """Resets all measurements."""
         self._patience = self.PATIENCE
         self._last_stall = self._last_seconds = 0.0
         self._last_share: float | None = None

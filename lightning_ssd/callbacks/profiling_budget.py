@@ -1,4 +1,4 @@
-"""`ProfilingBudget`: the steps and seconds that profiling may take before the first plan is in force."""
+"""`ProfilingBudget` limits the steps and seconds of profiling before the first plan."""
 
 from time import perf_counter
 
@@ -7,25 +7,25 @@ MAX_SECONDS = 30.0
 
 
 class ProfilingBudget:
-    """Counts steps and wall time since a start, and extrapolates by the last step's duration.
+    """Counts steps and wall time from its construction, and extrapolates by the last step's duration.
 
-    Time is the host's: `MAX_SECONDS` are seconds that a user waits. A host that runs ahead of its GPU is at most the
-    GPU's launch queue ahead, which is less than a step of a model whose steps take seconds.
+    The time is the host's, because `MAX_SECONDS` limits the time that a user waits. The host is ahead of the GPU by at
+    most the GPU's launch queue, which is less than a step if steps take seconds.
     """
 
     def __init__(self) -> None:
         self.steps = 0
-        """Steps that have ended since the start."""
+        """Ended steps since the start."""
         self._started = self._step_began = perf_counter()
         self._pace = 0.0
         """Seconds of the last step."""
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         self._step_began = perf_counter()
 
     def end_step(self) -> None:
-        """A step has ended."""
+        """Called when a step has ended."""
         self.steps += 1
         self._pace = perf_counter() - self._step_began
 
@@ -40,5 +40,5 @@ class ProfilingBudget:
         return f"{limits}, and has taken {self.steps} steps and {self.seconds:.0f} s"
 
     def allows(self, steps: int) -> bool:
-        """Returns whether so many more steps are expected to end within the budget."""
+        """Returns whether `steps` more steps are expected to end within the budget."""
         return self.steps + steps <= MAX_STEPS and self.seconds + steps * self._pace <= MAX_SECONDS

@@ -1,4 +1,4 @@
-"""SaveFolder: the trained model as a folder that transformers, or peft, loads."""
+"""`SaveFolder` writes the trained model as a folder that transformers, or peft, loads."""
 
 import logging
 from pathlib import Path
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 class SaveFolder(pl.Callback):
     """Writes the model to a folder when training ends: a model of `lightning_ssd.models.CausalLM`, or its adapters.
 
-    The folder has the layout of the one that the model came from, and `from_pretrained` loads it. A tensor at a time
-    is in memory. It is replaced when the new one is whole.
+    The folder has the layout of the model's original one, and `from_pretrained` loads it. Tensors are written one at a
+    time, so that host memory need not hold the model. An existing folder is replaced when the new one is complete.
 
     Args:
         folder: Folder to write. None: `model` beside the logger's files, or in `default_root_dir`.
-        every_n_steps: Writes it each time that so many optimizer steps have passed, too. None: at the end only.
+        every_n_steps: Optimizer steps after which the folder is also written during training. None: only at the end.
     """
 
     def __init__(self, folder: str | Path | None = None, every_n_steps: int | None = None) -> None:
@@ -47,7 +47,7 @@ class SaveFolder(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
-        """Writes the folder if it is time to."""
+        """Writes the folder every `every_n_steps` steps."""
         every = self.every_n_steps
         if every is not None and trainer.global_step > self._saved_step and trainer.global_step % every == 0:
             self._save(trainer, pl_module)
@@ -67,7 +67,7 @@ class SaveFolder(pl.Callback):
 
         def value(name: str) -> Tensor:
             tensor: Tensor = weights[name]
-            # Its memory would stay until the last one is written.
+            # `values` reads without caching: a cached tensor would stay in memory until the last one is written.
             return tensor.values() if isinstance(tensor, LazyTensor) else tensor
 
         folder = self._path(trainer)

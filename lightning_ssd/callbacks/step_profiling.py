@@ -16,13 +16,13 @@ Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
 
 
 class StepProfiling(pl.Callback):
-    """Warms up, records a micro-batch of the last warm-up step, times some more steps, and makes a profile.
+    """Warms up, records a micro-batch of the last warm-up step, times more steps, and makes a profile.
 
-    The micro-batch after the recorded one checks which tensors can be recomputed.
+    In the micro-batch after the recorded one, recomputed tensors are compared with saved ones.
 
     Args:
-        warm_up: steps before the recorded micro-batch, with its own step.
-        steps: steps that are timed, if `has_time` allows all.
+        warm_up: steps up to and including the step of the recorded micro-batch.
+        steps: timed steps, if `has_time` allows all.
 
     Raises:
         ValueError: an argument is out of range.
@@ -35,15 +35,15 @@ class StepProfiling(pl.Callback):
         self._steps = steps
         self._profiler: Profiler | None = None
         self._step = 0
-        """Steps that have ended."""
+        """Number of ended steps."""
         self._phase: Phase = "idle"
         """Purpose of the present micro-batch, or of the last one."""
         self._due = 0
-        """The step whose first micro-batch is recorded."""
+        """Number of the step whose first micro-batch is recorded."""
         self._timed_from = 0
-        """The first step that is timed."""
+        """Number of the first timed step."""
         self._at_boundary = True
-        """Whether the next micro-batch is the first of a step."""
+        """True if the next micro-batch is the first of a step."""
         self._samples = self._tokens = 1
 
     def has_time(self, steps: int) -> bool:
@@ -51,7 +51,7 @@ class StepProfiling(pl.Callback):
         return True
 
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
-        """The profile is made. Called at the end of a step."""
+        """Called with the profile, at the end of the last timed step."""
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -89,7 +89,7 @@ class StepProfiling(pl.Callback):
 
     @property
     def measuring(self) -> bool:
-        """Whether steps are profiled, or will be."""
+        """True while steps are profiled or waiting to be."""
         return self._phase != "idle"
 
     @override

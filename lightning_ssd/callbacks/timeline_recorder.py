@@ -1,4 +1,4 @@
-"""`TimelineRecorder`: what every resource does in a training step, as a Chrome trace and as a picture."""
+"""`TimelineRecorder` writes the activity of every resource in a training step as a Chrome trace and a picture."""
 
 import logging
 import tempfile
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class TimelineRecorder(pl.Callback):
-    """Records what every resource does in a few training steps, and writes it as a Chrome trace and as a picture.
+    """Records the activity of every resource in a few training steps, and writes a Chrome trace and a picture.
 
     Rows: compute (GPU kernels; on a CPU, the operators of forward and backward on the training thread), copies from
     host memory to the device and back, reads and writes of the SSDs, the optimizer on the CPU, and waiting (on a GPU:
@@ -25,24 +25,24 @@ class TimelineRecorder(pl.Callback):
     phases of the training: forward, backward, optimizer. The percentage of a row is the share of the time in which it
     is busy.
 
-    It works under every strategy, plain Lightning's too, on a CPU and on a CUDA device, and changes no number of the
-    training. Outside of the recorded steps it does nothing; within them every operator is recorded, which takes a few
-    microseconds each. A GPU finishes its work before the first recorded step and after the last. Work that began before
-    the first step or ends after the last is not shown. Of several processes the first one records.
+    The callback works under every strategy, including plain Lightning's, on CPU and CUDA devices, and does not change
+    results. Outside of the recorded steps it does nothing. Within them, recording takes a few microseconds per
+    operator, and the GPU is synchronized before the first step and after the last. Work that began before the first
+    step or ends after the last is not shown. Of several processes, the first one records.
 
     Example:
         >>> trainer = Trainer(strategy="ssd_offload", callbacks=[TimelineRecorder(step=20, path="runs/step20")])
 
     Args:
-        step: the first step to record, counted from 0 as loggers count. Early steps are unlike later ones: caches are
-            cold, and `offload="auto"` still measures.
-        path: files to write, without ending: `PATH.json` (for chrome://tracing or ui.perfetto.dev) and `PATH.png`,
-            for which matplotlib is needed. Default: `timeline` in the Trainer's `default_root_dir`.
-        steps: how many steps to record.
+        step: number of the first recorded step, counted from 0 as loggers count. Early steps are not typical: caches
+            are cold, and `offload="auto"` is still measuring.
+        path: path of the written files without their suffixes: `PATH.json` (for chrome://tracing or ui.perfetto.dev)
+            and `PATH.png` (needs matplotlib). Default: `timeline` in the Trainer's `default_root_dir`.
+        steps: number of recorded steps.
 
     Raises:
-        ValueError: `step` or `steps` is out of range. When training starts: nothing can be written to `path`, or the
-            Trainer's own profiler records, which takes the one that a process has.
+        ValueError: `step` or `steps` is out of range; or, when training starts, `path` can't be written, or the
+            Trainer's profiler is torch's, of which a process has one.
     """
 
     def __init__(self, step: int = 20, path: str | Path | None = None, steps: int = 1) -> None:
@@ -54,10 +54,10 @@ class TimelineRecorder(pl.Callback):
         self._steps = steps
         self._path = None if path is None else Path(path).expanduser()
         self._profile: TimelineProfile | None = None
-        """While steps are recorded."""
+        """The recording, while steps are recorded."""
         self._done = False
         self._boundary = True
-        """Whether the next batch is the first one of a step."""
+        """True if the next batch is the first one of a step."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -157,7 +157,7 @@ class TimelineRecorder(pl.Callback):
         self._profile.start()
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        """Ends the recording, if there is one, and writes it. A training does not fail because of it."""
+        """Ends a running recording and writes it. Errors are logged, so that they do not end the training."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -173,7 +173,7 @@ class TimelineRecorder(pl.Callback):
             if find_spec("matplotlib") is not None:
                 timeline.save_picture(picture)
                 written += f" and {picture}"
-        except Exception as error:  # a full disk, a GPU that is lost: the training's own error must not be hidden
+        except Exception as error:  # a full disk, a lost GPU: the training's own error must not be hidden
             log.warning("the timeline could not be written to %s: %s", base.parent, error)
             return
         numbers = [str(step) for step, _ in timeline.steps]

@@ -1,14 +1,14 @@
-"""Operators of other code on offloaded parameters, gradients and optimizer states, outside of a unit's own forward.
+"""Runs operators on offloaded parameters, gradients and optimizer states outside of a unit's own forward.
 
-Each sees what it would see in plain training: whole values of the last step that was begun, in the dtype and on the
-device that the tensor has there. What it writes counts: it goes to the master weights (or to the gradient on the host)
-before the operator returns, after the steps that have begun and before the next one.
+An operator reads the same values as in plain training: those of the last step that was begun, whole, in the dtype and
+on the device of the plain tensor. Its writes are stored in the master weights (or the gradient on the host) before the
+operator returns, after the steps that have begun and before the next one.
 
-- Where autograd follows the operator (a tied head, a weight penalty), it is given the compute weights; all units that
-  it reads are held on the device until it returns. In mixed precision, what autocast would not run in 16 bits is given
-  the master weights, and its gradient is added up in fp32 on the host.
-- Otherwise it is given the values, and what it returns of their memory becomes an `OffloadedView`, which reads the
-  values of the moment and writes through, as an alias does in plain training.
+- If autograd records the operator (a tied head, a weight penalty), its inputs are the compute weights, and all units
+  that it reads are kept on the device until it returns. In mixed precision, operators that autocast would not run in
+  16 bits get the master weights instead, and their gradients are summed in fp32 on the host.
+- Otherwise its inputs are copies of the values or the resident ones, and results that share memory with them become
+  `OffloadedView` objects, which read the present values and write through, as aliases do in plain training.
 
 Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time.
 """
@@ -44,11 +44,11 @@ _REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
 
 
 class Source(ABC):
-    """Whole values that are kept elsewhere.
+    """Whole values of an offloaded tensor, wherever they are stored.
 
     Attributes:
-        access: what operators on them go through.
-        name: for messages.
+        access: runs the operators on the tensor.
+        name: name of the tensor in messages.
     """
 
     access: "Access"
@@ -56,18 +56,18 @@ class Source(ABC):
 
     def __init__(self) -> None:
         self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
-        """Views of the values that other code holds."""
+        """Views of the values that user code references."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """Returns the values on the plain parameter's device: the resident ones, or a copy."""
+        """Returns the values on the device of the plain parameter: the resident ones, or a copy."""
 
     @abstractmethod
     def write(self, values: Tensor) -> None:
-        """Takes over `values`, which `read` has returned and an operator has changed."""
+        """Stores `values`, a result of `read` that an operator has changed."""
 
-    def changed(self) -> None:  # noqa: B027  # autograd saves weights alone by reference
-        """Lets autograd know that the values were changed in place."""
+    def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
+        """Increments the version counter, by which autograd detects in-place changes."""
 
 
 class Weights(Source):
@@ -83,14 +83,14 @@ class Weights(Source):
 
     @property
     def whole(self) -> bool:
-        """Whether the parameter is a tensor of its own at present: the training has ended, or weights are summoned."""
+        """True if the parameter is a plain tensor at present: training has ended, or weights are summoned."""
         return self.flat.summoned or not isinstance(self.item.parameter, OffloadedParameter)
 
     def read(self) -> Tensor:
         if self.whole:
             return self.item.parameter.data
         if (memory := self.flat.memory(self.index)) is not None:
-            self.access.staged.pull(self.flat)  # of another parameter of the flat
+            self.access.staged.pull(self.flat)  # other parameters of the flat may have been changed, too
             return memory
         if not self.flat.mixed:
             return self.flat.view(self.index)
@@ -101,11 +101,11 @@ class Weights(Source):
         if self.whole:
             return
         flat, item = self.flat, self.item
-        if flat.memory(self.index) is not None:  # `values` are it
+        if flat.memory(self.index) is not None:  # `values` are this memory
             self.access.staged.pull(flat)
             return
         self.access.begin_change(flat)
-        self.access.stream.wait(flat)  # a copy to the device reads the host memory that is written now
+        self.access.stream.wait(flat)  # a running copy to the device reads the host memory that is written here
         values = values.detach().to("cpu")
         staged = self.access.staged.stage(flat)
         staged.changed = True
@@ -114,7 +114,7 @@ class Weights(Source):
             flat.view(self.index).copy_(item.of(staged.masters))
 
     def share(self) -> Tensor:
-        """Returns the memory that the parameter has in plain training, which other tensors are to share from now on."""
+        """Returns the parameter's memory in plain training, which other tensors share from now on."""
         values = self.read()
         if not self.whole and self.flat.memory(self.index) is None:
             values = values.clone(memory_format=torch.preserve_format)
@@ -127,7 +127,7 @@ class Weights(Source):
 
 
 class Replaced(Source):
-    """Values that were a parameter's until its `.data` was set: aliases from before keep them, as in plain training."""
+    """Values of a parameter before its `.data` was set. Earlier aliases keep them, as in plain training."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -141,21 +141,21 @@ class Replaced(Source):
         return self._values
 
     def write(self, values: Tensor) -> None:
-        """Does nothing: `read` has returned the values themselves."""
+        """Does nothing: the operator has changed the values themselves, which `read` returns."""
 
 
 class Access:
     """Runs operators on offloaded tensors for one `ModelStates`.
 
     Args:
-        stores: where the flats live.
-        stream: fetches their weights.
+        stores: stores of the flat parameters.
+        stream: prefetches their weights.
         staged: stages their values on the host.
-        begin_change: called before weights of a flat change; raises RuntimeError if they may not.
-        grad_of: returns a parameter's gradient as `Tensor.grad` has it in plain training.
-        set_grad: takes over a gradient that is assigned, or None.
+        begin_change: called before weights of a flat parameter change; raises RuntimeError if they may not.
+        grad_of: returns a parameter's gradient as `Tensor.grad` in plain training.
+        set_grad: stores a gradient that user code assigns, or None.
         add_grad: adds a gradient in fp32.
-        watched: told that a hook was registered that may look at gradients.
+        watched: called when user code registers a hook that may read gradients.
     """
 
     def __init__(
@@ -178,15 +178,15 @@ class Access:
         self.add_grad = add_grad
         self._watched = watched
         self.summed_on_host: set[FlatParameter] = set()
-        """Flats whose gradients since the last step have a part that backward adds up in fp32 on the host."""
+        """Flat parameters of whose gradients backward sums a part in fp32 on the host, since the last step."""
         self._bases: dict[int, Tensor] = {}
-        """The values that the running operator reads, by source: several tensors may share one."""
+        """Values that the running operator reads, by identity of the source, which several tensors may share."""
         self._flats = list(stores)
-        # `torch.utils.swap_tensors`, which would take the parameters' place unseen, refuses what has weak references.
+        # `torch.utils.swap_tensors` would replace parameters unnoticed. It refuses tensors that have weak references.
         self._unswappable = [weakref.ref(item.parameter) for flat in stores for item in flat.slices]
 
     def open(self) -> None:
-        """Makes the parameters of the flats offloaded ones."""
+        """Makes the parameters of the flats `OffloadedParameter` objects."""
         for flat in self._flats:
             for index, item in enumerate(flat.slices):
                 item.parameter.__class__ = OffloadedParameter
@@ -195,7 +195,7 @@ class Access:
                 item.parameter.source = Weights(self, flat, index)
 
     def close(self) -> None:
-        """Makes the parameters ordinary ones, without values: those are given back later."""
+        """Makes the parameters ordinary ones, without values, which the caller restores."""
         for flat in self._flats:
             for item in flat.slices:
                 del item.parameter.flat, item.parameter.source  # type: ignore[attr-defined]
@@ -203,10 +203,11 @@ class Access:
 
     @contextlib.contextmanager
     def ordinary(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Makes parameters, whose compute weights are held, ordinary ones while compiled code uses them.
+        """Makes parameters ordinary ones while compiled code uses them. Their compute weights are resident.
 
         Raises:
-            RuntimeError: the compiled code has changed a weight that it has in 16 bits only.
+            RuntimeError: the compiled code has changed a weight that is on the device in 16 bits, or memory that is
+                shared with a weight.
         """
         offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
         versions = [parameter._version for parameter in offloaded]
@@ -234,7 +235,7 @@ class Access:
         """Runs `func`, which was called with offloaded tensors.
 
         Raises:
-            RuntimeError: it can't have the same effect as in plain training; the message says what to do instead.
+            RuntimeError: `func` can't have the same effect as in plain training; the message names a remedy.
         """
         found: dict[int, OffloadedParameter | OffloadedView] = {}
         offloaded_in(args, found)
@@ -309,7 +310,7 @@ class Access:
             changed = [key for key, value in values.items() if value._version != versions[key]]
             if any(values[key].grad_fn is not node for key, node in nodes.items()):
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-            if writes and not changed:  # not every kernel tells (`torch._fused_adamw_`)
+            if writes and not changed:  # some kernels do not increment versions (`torch._fused_adamw_`)
                 changed = list(values)
             changed += [id(tensor) for tensor in _statistics(func, args, kwargs) if id(tensor) in values]
             for key in values if writes else ():
@@ -335,15 +336,15 @@ class Access:
     def _values(
         self, found: "Mapping[int, OffloadedParameter | OffloadedView]", *, computing: bool, matmul: bool = False
     ) -> Iterator[dict[int, Tensor]]:
-        """Yields the tensors that stand for offloaded ones while an operator runs.
+        """Yields the tensors that replace offloaded ones as arguments of an operator.
 
         Args:
-            found: the offloaded tensors.
-            computing: whether autograd follows the operator.
+            found: the offloaded tensors, by identity.
+            computing: whether autograd records the operator.
             matmul: whether autocast would cast its arguments to 16 bits.
         """
         held: dict[FlatParameter, None] = {}
-        """Flats whose compute weights the operator is given."""
+        """Flat parameters whose compute weights are arguments of the operator."""
         for tensor in found.values():
             source = tensor.source
             if isinstance(source, Weights) and not source.whole and (not source.flat.mixed or _rounds(tensor, matmul)):
@@ -356,7 +357,7 @@ class Access:
             self._bases = before
 
     def _stand_in(self, tensor: "OffloadedParameter | OffloadedView", computing: bool, matmul: bool) -> Tensor:
-        """Returns what the running operator is given for `tensor`."""
+        """Returns the argument of the running operator in place of `tensor`."""
         if isinstance(tensor, OffloadedParameter):
             source = _weights(tensor)
             if source.whole or (source.flat.mixed and _rounds(tensor, matmul)):
@@ -371,7 +372,7 @@ class Access:
         return self._value(tensor)
 
     def base(self, source: Source) -> Tensor:
-        """Returns the values of `source` for the running operator, whose writes to them are taken over afterwards."""
+        """Returns the values of `source` for the running operator, whose writes to them are stored afterwards."""
         if id(source) not in self._bases:
             self._bases[id(source)] = source.read()
         return self._bases[id(source)]
@@ -387,7 +388,7 @@ class Access:
             else:
                 value = base.detach()
         if tensor.requires_grad and torch.is_grad_enabled():
-            value.requires_grad_(True)  # so that autograd refuses what it refuses of a leaf
+            value.requires_grad_(True)  # so that autograd refuses in-place writes as it does for a leaf
         return value
 
     def _wrap(
@@ -397,13 +398,13 @@ class Access:
         found: "Mapping[int, OffloadedParameter | OffloadedView]",
         followed: "dict[Weights, Tensor]",
     ) -> Any:
-        """Returns `result` with offloaded tensors in place of those that stood for them, and of views of them.
+        """Returns `result` with offloaded tensors in place of their replacements and of views of these.
 
         Args:
-            result: of the operator.
-            values: what stood for the offloaded tensors.
-            found: the offloaded tensors.
-            followed: gets the weights that autograd follows a view of, with their memory.
+            result: result of the operator.
+            values: tensors that replaced the offloaded tensors, by identity of the latter.
+            found: the offloaded tensors, by identity.
+            followed: receives weights of which autograd records a view, with their memory.
         """
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
@@ -438,7 +439,7 @@ class Access:
         found: "Mapping[int, OffloadedParameter | OffloadedView]",
         followed: "dict[Weights, Tensor]",
     ) -> Tensor:
-        """Returns `value`, which autograd follows, as a view that refuses what one of a leaf refuses; see `_wrap`."""
+        """Returns `value`, which autograd records; a view of a weight refuses in-place writes like a view of a leaf."""
         for key, tensor in found.items():
             if not isinstance(tensor, OffloadedParameter) or _weights(tensor).whole:
                 continue
@@ -450,16 +451,16 @@ class Access:
         return value
 
     def _share(self, weights: Weights, memory: Tensor) -> None:
-        """Has a parameter share `memory`, which a view that autograd follows has, until there is no such view.
+        """Makes a parameter share `memory`, the memory of a view that autograd records, until no such view exists.
 
-        Views that are taken while a micro-batch runs are left apart: comparing their bytes at every use would be slow.
+        Not called for views that are made during a micro-batch: comparing their bytes at every use would be slow.
         """
         with torch._C.DisableTorchFunctionSubclass():
             in_flat = memory.untyped_storage()._cdata == weights.item.parameter.untyped_storage()._cdata
         if weights.flat.memory(weights.index) is None:
             weights.flat.shared[weights.index] = SharedMemory(memory)
         del memory
-        if in_flat:  # the storage is left to the view
+        if in_flat:  # the view keeps the storage; the flat makes another one
             self.stream.release(weights.flat)
 
     def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
@@ -486,7 +487,7 @@ class Access:
         check_shareable(data, source.name)
         for flat in self._flats:
             if not all(memory.referenced or memory.foreign for memory in flat.shared.values()):
-                self.staged.pull(flat)  # which frees memory that no other has any more
+                self.staged.pull(flat)  # drops memory that user code no longer references
         self.begin_change(source.flat)
         with torch.inference_mode(False), torch.no_grad():
             if source.aliases:
@@ -503,8 +504,8 @@ class Access:
         """Returns an ordinary tensor over the memory that `tensor` has in plain training.
 
         Args:
-            tensor: offloaded.
-            sharing: what is to share the memory, for messages.
+            tensor: the offloaded tensor.
+            sharing: name of the tensor that will share the memory, for messages.
         """
         source = tensor.source
         if not isinstance(source, Weights | Replaced):
@@ -526,8 +527,8 @@ class Access:
 
 
 class _WholeWeight(torch.autograd.Function):
-    """A parameter's whole weights, where the flat's memory is not what the operator wants: it has fewer bits, or other
-    tensors of user code share memory with the parameter."""
+    """The whole weights of a parameter for an operator that can't use the flat's memory: it has fewer bits, or tensors
+    of user code share memory with the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, source: Weights) -> Tensor:
@@ -545,7 +546,7 @@ class _WholeWeight(torch.autograd.Function):
 
 
 class _FollowedView(torch.autograd.Function):
-    """A view that can't be written in place while autograd follows it, which would not reach the parameter."""
+    """A view that refuses in-place writes while autograd records it, because they would not change the parameter."""
 
     @staticmethod
     def forward(ctx: Any, view: Tensor) -> Tensor:
@@ -557,7 +558,7 @@ class _FollowedView(torch.autograd.Function):
 
 
 def _check_full_precision(tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
-    """Raises RuntimeError if the graph has a weight of `tensors` in 16 bits, where plain Lightning has it in fp32."""
+    """Raises RuntimeError if a weight of `tensors` is in 16 bits in the graph, which is fp32 in plain Lightning."""
     for tensor in tensors:
         if isinstance(tensor, OffloadedParameter) and not _weights(tensor).whole and tensor.flat.mixed:
             raise RuntimeError(
@@ -573,19 +574,19 @@ def _weights(parameter: OffloadedParameter) -> Weights:
 
 
 def _rounds(tensor: "OffloadedParameter | OffloadedView", matmul: bool) -> bool:
-    """Whether plain training would round the parameter `tensor` to the compute weights' dtype for a matrix product."""
+    """Returns True if plain training would cast the parameter `tensor` to the compute dtype for a matrix product."""
     if not matmul or not isinstance(tensor, OffloadedParameter):
         return False
     return autocast_to(tensor.flat.dtype, tensor.flat.device)
 
 
 def _written(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Returns the arguments that a function of `Kind.WRITE` writes to: the first one, which may be passed by name."""
+    """Returns the argument that a function of `Kind.WRITE` changes: the first one, which may be passed by name."""
     return args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")]
 
 
 def _statistics(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns running statistics that a normalization writes without telling: no version counter moves."""
+    """Returns the running statistics that a normalization updates without incrementing their version counters."""
     if func not in _STATISTICS:
         return []
     return [*args[_STATISTICS[func]], kwargs.get("running_mean"), kwargs.get("running_var")]
@@ -626,7 +627,7 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _offset(value: Tensor, base: Tensor) -> int | None:
-    """Returns where `value` begins in `base`, in bytes; None: elsewhere. Parameters of a flat share its storage."""
+    """Returns the offset of `value` in `base` in bytes, or None if it is not in `base` (flats share a storage)."""
     offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)
     same = value.untyped_storage()._cdata == base.untyped_storage()._cdata
     return offset if same and 0 <= offset < max(1, base.nbytes) else None
@@ -643,7 +644,7 @@ def _geometry(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
-    """Returns a tree of arguments with the tensors of `values` in place of those with their identities."""
+    """Returns a tree of arguments with offloaded tensors replaced by `values`, which are keyed by identity."""
     if isinstance(value, OffloadedParameter | OffloadedView):
         return values[id(value)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -663,7 +664,7 @@ def _export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[s
 
 
 def _references_saved() -> contextlib.AbstractContextManager[object]:
-    """Has autograd keep references to weights, where no hooks of the training do it."""
+    """Makes autograd save references to weights, unless hooks of the training do so already."""
     if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return contextlib.nullcontext()
     return saved_tensors_hooks(_pack, _unpack)

@@ -1,9 +1,9 @@
-"""A flat: parameters that move and step together, side by side in one buffer.
+"""A flat parameter: parameters that are transferred and stepped together, contiguous in one buffer.
 
-They belong to one unit, have one compute dtype and one parameter group. On the device the flat has one storage, which
-every parameter is a view of. Evicted, the storage has no memory, and the parameters keep their shapes and strides;
-fetched, it has memory again. A tensor of other code that still refers to the storage at eviction keeps its bytes: the
-storage is left to it, and the flat takes another one.
+They belong to one unit, and have one compute dtype and one parameter group. On the device the flat parameter has one
+storage, of which every parameter is a view. Evicting frees the storage's memory, and the parameters keep their shapes
+and strides; prefetching allocates it again. If a tensor of user code still references the storage at eviction, it keeps
+the storage and its bytes, and the flat parameter makes another storage.
 """
 
 from bisect import bisect_right
@@ -18,20 +18,20 @@ from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, unmar
 from lightning_ssd.model_states.shared_memory import SharedMemory
 
 ALIGNMENT = 64
-"""Elements: each parameter begins at a multiple, so that kernels meet aligned memory in every dtype."""
+"""Alignment of each parameter in elements, so that kernels get aligned memory in every dtype."""
 
 
 @dataclass(frozen=True)
 class ParamView:
-    """One parameter of a flat.
+    """One parameter of a flat parameter.
 
     Attributes:
-        name: its qualified name.
+        name: qualified name of the parameter.
         parameter: the module's parameter.
-        start: where it begins in the flat, in elements.
-        dtype: of the parameter as the model was built.
-        shape: of the parameter.
-        stride: of the parameter, where its elements lie in memory without gaps, else that of a contiguous one.
+        start: offset of the parameter in the flat parameter, elements.
+        dtype: dtype of the parameter when the model was built.
+        shape: shape of the parameter.
+        stride: strides of the parameter if it is dense (its elements are in memory without gaps), else contiguous ones.
     """
 
     name: str
@@ -43,18 +43,18 @@ class ParamView:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements of the parameter."""
         return self.shape.numel()
 
     def of(self, flat: Tensor) -> Tensor:
-        """Returns the parameter's view of `flat`, a contiguous tensor with one element for each of the flat's."""
+        """Returns the parameter's view of `flat`, a contiguous tensor with as many elements as the flat parameter."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.start)
 
     def flatten(self, values: Tensor) -> Tensor:
-        """Returns the elements of `values`, which has the parameter's shape, in the order in which the flat has them.
+        """Returns the elements of `values`, of the parameter's shape, in their order in the flat parameter.
 
         Returns:
-            A contiguous one-dimensional tensor of `numel` elements; a view where `values` lies in memory as they do.
+            A contiguous one-dimensional tensor of `numel` elements; a view if `values` has the parameter's strides.
         """
         if values.stride() != self.stride:
             laid = torch.empty_strided(self.shape, self.stride, dtype=values.dtype, device=values.device)
@@ -63,15 +63,15 @@ class ParamView:
 
 
 class FlatParameter:
-    """The device's side of some parameters of a unit.
+    """The device memory of several parameters of a unit.
 
     Threads: the training thread, and autograd's while the training thread waits in `backward`.
 
     Args:
-        name: for messages, unique.
-        parameters: with their qualified names; the caller points them to the flat with `attach`.
-        dtype: of the compute weights.
-        device: where they compute.
+        name: unique name, for messages.
+        parameters: qualified names and parameters; the caller makes them views by `attach`.
+        dtype: dtype of the compute weights.
+        device: device of the compute weights.
     """
 
     def __init__(
@@ -88,30 +88,30 @@ class FlatParameter:
             self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.nbytes = self.numel * dtype.itemsize
         self.mixed = any(item.dtype != dtype for item in self.slices)
-        """Whether the compute weights have another dtype than the parameters of the model as it was built."""
+        """Whether a parameter had another dtype than the compute weights when the model was built."""
         self.attached = False
-        """Whether the parameters are views of the flat."""
+        """Whether the parameters are views of the flat parameter."""
         self.resident = False
-        """Whether the compute weights are on the device, or on their way there."""
+        """Whether the compute weights are on the device, or being copied there."""
         self.users = 0
-        """Forwards of the unit and operators that are running and have been given the compute weights."""
+        """Number of running forwards of the unit and running operators that use the compute weights."""
         self.summoned = False
-        """Whether the parameters are whole tensors of their own, for a while (`whole_weights`, `load_state_dict`)."""
+        """Whether the parameters are temporarily plain tensors (`whole_weights`, `load_state_dict`)."""
         self.shared: dict[int, SharedMemory] = {}
-        """Of parameters, by index, memory that user code may share with them."""
+        """Memory that user code may share with parameters, by index of the parameter."""
         self.fetch: Callable[[], None] = self.refuse_fetch
         """Makes the flat resident for backward or for an operator; set by the owner of the flat."""
         self._starts = [item.start for item in self.slices]
         self._make_storage()
 
     def allocate(self) -> Tensor:
-        """Gives the storage memory, of the compute stream, and returns its bytes; their contents are undefined."""
+        """Allocates the storage's memory on the compute stream and returns its bytes, whose contents are undefined."""
         self._storage.resize_(self.nbytes)
         self.resident = True
         return self._bytes
 
     def release(self) -> None:
-        """Takes the storage's memory away; the compute stream may go on reading it till it meets the next owner."""
+        """Frees the storage's memory. Kernels on the compute stream that still read it run before its next owner's."""
         self.resident = False
         own = self._references + (len(self.slices) if self.attached else 0)
         if torch._C._storage_Use_Count(self._storage._cdata) <= own:
@@ -123,14 +123,17 @@ class FlatParameter:
             self.attach()
 
     def attach(self) -> None:
-        """Makes the parameters views of the flat."""
+        """Makes the parameters views of the flat parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             for item, view in zip(self.slices, self._views, strict=True):
                 item.parameter.data = view
         self.attached = True
 
     def adopt(self) -> None:
-        """Makes the parameters views of the flat, whose store has their values; user code may share their memory."""
+        """Makes the parameters views of the flat parameter, whose store has their values already.
+
+        Memory of the parameters that tensors of user code still reference becomes shared memory.
+        """
         memories = {index: SharedMemory(item.parameter) for index, item in enumerate(self.slices)}
         before = {index: item.parameter.device for index, item in enumerate(self.slices)}
         self.attach()
@@ -143,22 +146,22 @@ class FlatParameter:
         return self.shared[index].tensor() if index in self.shared else None
 
     def view(self, index: int) -> Tensor:
-        """Returns the compute weights of parameter `index`; the flat is resident."""
+        """Returns the compute weights of parameter `index`. The flat parameter must be resident."""
         return self._views[index].detach()
 
     def save(self, tensor: Tensor) -> SavedWeight:
-        """Returns what autograd keeps of `tensor`, a view of a parameter of the flat."""
+        """Returns the reference that autograd saves in place of `tensor`, a view of a parameter."""
         offset = tensor.storage_offset() * tensor.itemsize // self.dtype.itemsize
         return _SavedView(self, bisect_right(self._starts, offset) - 1, tensor)
 
     def load(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]) -> Tensor:
-        """Returns a view of the storage, which is resident."""
+        """Returns a view of the storage, which must be resident."""
         with torch._C._DisableTorchDispatch():
             return torch.empty(0, dtype=dtype, device=self.device).set_(self._storage, offset, size, stride)
 
     def _make_storage(self) -> None:
-        """Makes a storage without memory. It is marked: a saved tensor that shares it is a weight of this flat."""
-        # It may be called in a forward, which user code follows, and in an evaluation: it is used after them, too.
+        """Makes a storage without memory, tagged so that saved tensors that share it are recognized as weights."""
+        # Dispatch modes of user code must not see these operators, nor inference mode make tensors of inference.
         with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
             weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self._views = [item.of(weights) for item in self.slices]
@@ -166,12 +169,12 @@ class FlatParameter:
             self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self._storage)
             del weights
         self._references = torch._C._storage_Use_Count(self._storage._cdata)
-        """Of the storage, all but those of parameters that are views of it."""
+        """References to the storage, without those of parameters that are views of it."""
         self._storage.resize_(0)
         mark_offloaded(self._storage, self)
 
     def refuse_fetch(self) -> None:
-        """Raises RuntimeError: the training of the flat has ended."""
+        """Raises RuntimeError, because the training of the flat parameter has ended."""
         raise RuntimeError(
             f"backward wants the weights of {self.name} after the training that they were offloaded in has ended. Call "
             "backward inside of it, or don't keep the loss after `Trainer.fit`."
@@ -179,7 +182,7 @@ class FlatParameter:
 
 
 class _SavedView(SavedWeight):
-    """A view of a parameter, as autograd has saved it. It holds no memory; what it needs again it fetches."""
+    """A view of a parameter that autograd has saved. It holds no memory; unpacking makes the weights resident."""
 
     __slots__ = ("_dtype", "_flat", "_index", "_offset", "_size", "_stride", "_version")
 
@@ -190,7 +193,7 @@ class _SavedView(SavedWeight):
         self._offset = int(tensor.storage_offset())
         self._size = tensor.size()
         self._stride = tensor.stride()
-        # Of the parameter: what shares its memory need not share its counter (`.data`).
+        # The parameter's version: tensors that share its memory need not share its counter (`.data`).
         with torch._C.DisableTorchFunctionSubclass():
             self._version = flat.slices[index].parameter._version
 
@@ -203,5 +206,5 @@ class _SavedView(SavedWeight):
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the strides of `tensor` if its elements fill their memory without gaps, else contiguous ones."""
+    """Returns the strides of `tensor` if it is dense (without gaps in memory), else contiguous ones."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

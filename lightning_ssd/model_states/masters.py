@@ -1,9 +1,9 @@
-"""fp32 master weights of bf16 parameters that stay on the device, which the user's optimizer steps there.
+"""fp32 master weights of resident bf16 parameters, which the user's optimizer steps on the device.
 
-In the optimizer's groups a master stands for its parameter, and has the only gradient: the parameter's gradients,
-summed in fp32. After a step the parameters are the masters, rounded. User code may use either: what it writes to a
-parameter goes to the master before the next step, `state_dict` or `whole_weights()`, and an element that still is the
-rounded master leaves the master as it is; what it writes to a master goes to the parameter before the next forward.
+In the optimizer's groups a master replaces its parameter. Only the master has a gradient: the parameter's gradients,
+summed in fp32. After a step, parameters are set to the rounded masters. User code may use both. Its writes to a
+parameter are copied to the master before the next step, `state_dict` or `whole_weights()`; elements that equal the
+rounded master do not change the master. Its writes to a master are copied to the parameter before the next forward.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from lightning_ssd.model_states.parameter import TrainedParameter, hook_gradient
 from lightning_ssd.model_states.split import write_changed
 
 _CHUNK = 2**24
-"""Elements that are compared at a time, as comparing needs memory on the device."""
+"""Elements that are compared at a time, which limits the device memory for comparing."""
 
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -28,15 +28,15 @@ _DATA: Any = Tensor.data
 class MasteredParameter(TrainedParameter):
     """The class of a bf16 parameter on the device while it has an fp32 master.
 
-    `grad` is the master's: it is fp32, so that user code that clips or scales it loses no digits. A gradient of another
-    dtype that is assigned is converted, which copies it. In-place writes to the parameter are noticed by its version
-    counter, and those through `data` because it was read. Writes by code that uses neither, such as through a DLPack
-    capsule or a data pointer, are lost.
+    `grad` is the master's fp32 gradient, so that user code that clips or scales it loses no digits. An assigned
+    gradient of another dtype is converted, which copies it. In-place writes to the parameter are detected by its
+    version counter. Once `data` was read, the parameter is compared instead. Writes that use neither, such as through a
+    DLPack capsule or a data pointer, are lost.
 
     Attributes:
-        master: its fp32 master weights.
-        exposed: whether `data` was read or set, so that a write may leave the version counter as it is.
-        assigned: a gradient that was assigned and converted, and its version then.
+        master: fp32 master weights of the parameter.
+        exposed: whether `data` was read or set, so that writes need not increment the version counter.
+        assigned: an assigned gradient that was converted, and its version at that time.
     """
 
     master: nn.Parameter
@@ -45,7 +45,7 @@ class MasteredParameter(TrainedParameter):
 
     @property
     def grad(self) -> Tensor | None:
-        add_gradient(self)  # user code may look before the hook is called that adds it
+        add_gradient(self)  # user code may read it before the hook that adds it is called
         return self.master.grad
 
     @grad.setter
@@ -71,15 +71,15 @@ class MasteredParameter(TrainedParameter):
 
 
 class MasterWeights:
-    """The masters of some parameters.
+    """The fp32 master weights of bf16 parameters on the device.
 
     Args:
-        parameters: on the device, in bf16. What their optimizers have of them is their masters' from then on.
-        optimizers: the model's.
-        values: masters that there are already, on the same device; others are made from the parameters.
+        parameters: bf16 parameters. Their optimizers' states and group entries become their masters'.
+        optimizers: optimizers of the model.
+        values: existing masters, on the same device; the others are made from the parameters.
 
     Attributes:
-        of: of each parameter, its master, on the same device.
+        of: master of each parameter, on the same device.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class MasterWeights:
         }
         self._parameter_of = {master: parameter for parameter, master in self.of.items()}
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
-        """Of each parameter, its version and its master's when the one was last the other, rounded."""
+        """Versions of each parameter and of its master when the parameter last equalled the rounded master."""
         self._optimizers = optimizers
-        self._lent = False
+        self._summoned = False
         self._handles = [hook_gradient(parameter, add_gradient) for parameter in self.of]
         for optimizer in optimizers:
             self._put_in(optimizer, self.of)
@@ -112,12 +112,12 @@ class MasterWeights:
             self._note(parameter)
 
     def follow(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Rounds the masters that user code has changed to their parameters, of `parameters` or of all.
+        """Rounds masters that user code has changed to their parameters, for `parameters` or for all.
 
         Raises:
-            RuntimeError: it has changed a parameter and its master.
+            RuntimeError: user code has changed a parameter and its master.
         """
-        if self._lent:
+        if self._summoned:
             return
         changed = []
         for parameter in self.of if parameters is None else parameters:
@@ -133,12 +133,12 @@ class MasterWeights:
         self._round(changed)
 
     def adopt(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Writes what user code has changed of `parameters`, or of all, to their masters, and the other way.
+        """Copies user code's changes of parameters to their masters and vice versa, for `parameters` or for all.
 
         Raises:
-            RuntimeError: as `follow`; or a gradient that was assigned was changed afterwards.
+            RuntimeError: user code has changed a parameter and its master.
         """
-        if self._lent:
+        if self._summoned:
             return
         chosen = list(self.of if parameters is None else parameters)
         self.follow(chosen)
@@ -150,26 +150,26 @@ class MasterWeights:
                 self._note(parameter)
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[None]:
-        """Makes the parameters their masters, in fp32; what is changed there counts."""
-        if self._lent:
+    def summon(self) -> Iterator[None]:
+        """Makes the parameters their fp32 masters within the context; changes of them count."""
+        if self._summoned:
             yield
             return
         self.adopt()
-        self._lent = True
+        self._summoned = True
         rounded = {parameter: _data(parameter) for parameter in self.of}
         try:
             for parameter, master in self.of.items():
                 _set_data(parameter, master.data)
             yield
         finally:
-            self._lent = False
+            self._summoned = False
             for parameter, weights in rounded.items():
                 _set_data(parameter, weights)
             self._round(list(self.of))
 
     def close(self) -> None:
-        """Gives the optimizers their parameters back."""
+        """Restores the parameters in the optimizers' groups and states."""
         self.follow()
         for handle in self._handles:
             handle.remove()
@@ -182,7 +182,7 @@ class MasterWeights:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Has user code's writes reach the masters: those before the step, or those in its closure."""
+        """Copies user code's writes to the masters: writes before the step, or in its closure."""
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": self._followed(optimizer, kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
@@ -191,7 +191,7 @@ class MasterWeights:
         return None
 
     def _followed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns a closure before which parameters follow their masters, which the step may have changed."""
+        """Returns a closure that first rounds masters, which the step may have changed, to their parameters."""
 
         def run() -> Any:
             self.follow(self._stepped(optimizer))
@@ -237,12 +237,12 @@ class MasterWeights:
 
 
 def add_gradient(parameter: nn.Parameter) -> None:
-    """Adds what autograd has accumulated of a parameter, if anything, to its master's gradient."""
+    """Adds the gradient that autograd has accumulated for a parameter, if any, to its master's gradient."""
     grad: Tensor | None = _GRAD.__get__(parameter)
     if grad is None:
         return
     _GRAD.__set__(parameter, None)
-    master = cast(MasteredParameter, parameter).master  # the class is another while compiled code runs
+    master = cast(MasteredParameter, parameter).master  # its class is nn.Parameter while compiled code runs
     if master.grad is None:
         master.grad = grad.float()
     else:
@@ -268,7 +268,7 @@ def _write(master: Tensor, values: Tensor) -> None:
 
 
 def _pass_on_states(optimizer: Optimizer, heirs: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Gives what the optimizer keeps of parameters to others."""
+    """Moves the optimizer states of parameters to other parameters (`heirs`)."""
     for parameter, heir in heirs.items():
         if parameter in optimizer.state:
             optimizer.state[heir] = optimizer.state.pop(parameter)

@@ -36,7 +36,6 @@ from lightning_ssd.model_states.gradient_access import GradientAccess
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.left import LeftStates
-from lightning_ssd.model_states.lent_weights import LentWeights
 from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad
 from lightning_ssd.model_states.optimizer_state import check_state, guard_state
@@ -49,6 +48,7 @@ from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_scheduler import StepScheduler
+from lightning_ssd.model_states.summoned import SummonedWeights
 from lightning_ssd.model_states.terms import StepTerms
 from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_unit
 from lightning_ssd.model_states.whole_step import WholeStep
@@ -407,20 +407,20 @@ class ModelStates:
         self.state_dicts.before_change()
         self.drain()
         self._prefetcher.release_all()
-        lent = {flat: LentWeights(flat, store.checkout()) for flat, store in self.stores.items()}
+        summoned = {flat: SummonedWeights(flat, store.checkout()) for flat, store in self.stores.items()}
         self._summoned = True
         try:
-            for weights in lent.values():
-                weights.lend()
-            with self._masters.lend():
+            for weights in summoned.values():
+                weights.summon()
+            with self._masters.summon():
                 yield
         finally:
             self._summoned = False
             ending = Ending()
-            for weights in lent.values():
-                ending.run(weights.take_back)
+            for weights in summoned.values():
+                ending.run(weights.restore)
             ending.raise_failure()
-            for flat, weights in lent.items():
+            for flat, weights in summoned.items():
                 if not self.recorded:
                     self.stores[flat].checkin(weights.masters)
                 elif not self.stores[flat].is_unchanged(weights.masters):

@@ -1,7 +1,7 @@
-"""Tensors whose values are elsewhere: offloaded parameters, and what other code has made of them without copying.
+"""Tensor classes of offloaded parameters, and of aliases that user code makes of them.
 
-Most uses of an offloaded parameter are inside its unit's forward, whose hook has fetched the weights: those are let
-through. Every other operator on one goes to its `Access`.
+Most uses of an offloaded parameter are in its unit's forward, whose hook has prefetched the weights: these operators
+run directly. Every other operator on an offloaded parameter is run by its `Access`.
 """
 
 import contextlib
@@ -20,49 +20,52 @@ if TYPE_CHECKING:
 
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Has `hook` called when autograd has accumulated a gradient of `parameter`, be it frozen now, as it may thaw."""
+    """Registers `hook` for accumulated gradients, also on a frozen parameter, which may require gradients later."""
     with torch._C.DisableTorchFunctionSubclass():
         wants = parameter.requires_grad
-        parameter.requires_grad_(True)  # torch takes the hook of no other
+        parameter.requires_grad_(True)  # torch refuses the hook otherwise
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
         parameter.requires_grad_(wants)
     return handle
 
 
 class Kind(Enum):
-    """What a function does with the tensors that it is given."""
+    """The effect of a function on its tensor arguments."""
 
     METADATA = auto()
-    """It reads no element, and acts on the tensor object itself."""
+    """Reads no element, and acts on the tensor object itself."""
     DTYPE = auto()
-    """It reads no element; what it returns depends on the dtype of the model as it was built."""
+    """Reads no element; the result depends on the dtype with which the model was built."""
     MATMUL = auto()
-    """It computes, writes nothing, returns no view, and autocast casts its arguments to 16 bits."""
+    """Computes, writes no argument, returns no view, and autocast casts its arguments to 16 bits."""
     KERNEL = auto()
-    """It computes, writes nothing and returns no view."""
+    """Computes, writes no argument and returns no view."""
     OPERATOR = auto()
-    """One of autograd's operators: what it returns may be a view, which autograd follows if it follows the argument."""
+    """An operator of autograd: the result may be a view, which autograd records if it records the argument."""
     COMPUTE = auto()
-    """Anything else: it may return a view, and write to its arguments where autograd does not look."""
+    """Any other function: it may return a view, and may write to its arguments unnoticed by autograd."""
     WRITE = auto()
-    """It changes its arguments in place."""
+    """Changes its arguments in place."""
     ALIAS = auto()
     """`Tensor.detach` and `Tensor.data`."""
     SET_DATA = auto()
+    """Sets `Tensor.data`."""
     GET_GRAD = auto()
+    """Reads `Tensor.grad`."""
     SET_GRAD = auto()
+    """Sets or deletes `Tensor.grad`."""
     HOOK = auto()
-    """It registers a hook that may look at gradients."""
+    """Registers a hook that may read gradients."""
     EXPORT = auto()
-    """It gives memory to code that is not torch's: a read-only copy."""
+    """Passes memory to code outside of torch, which gets a read-only copy."""
     ADDRESS = auto()
-    """It returns an address, which is valid for a moment only."""
+    """Returns an address, which is valid only as long as the weights are resident."""
     FREEZE = auto()
-    """It makes a tensor a leaf that autograd follows."""
+    """Sets whether autograd records operators on the tensor (`requires_grad_`)."""
 
 
 class TrainedParameter(nn.Parameter):
-    """The class of a parameter while one training has more to it than its values. Copies and pickles are ordinary."""
+    """Base class of parameters with additional state during a training. Copies and pickles are ordinary parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -79,7 +82,7 @@ class TrainedParameter(nn.Parameter):
 
 @contextlib.contextmanager
 def ordinary(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Makes those of `parameters` that are of a training's own class ordinary ones, while compiled code uses them."""
+    """Makes every `TrainedParameter` of `parameters` an ordinary one, while compiled code uses it."""
     classes = {parameter: type(parameter) for parameter in parameters if isinstance(parameter, TrainedParameter)}
     for parameter in classes:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -93,14 +96,14 @@ def ordinary(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 class OffloadedParameter(TrainedParameter):
     """The class of a parameter while its weights are offloaded.
 
-    Some functions of torch, which do not call `__torch_function__`, read a tensor's memory in C++, and an evicted
-    parameter has none: on a CPU they end the process with SIGSEGV. They are `torch.tensor(p)`, `x.new_tensor(p)`,
-    `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. Give them `p.clone()`, or
-    call them inside `whole_weights()`. `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
+    Some functions of torch do not call `__torch_function__` and read a tensor's memory in C++. An evicted parameter has
+    no memory: on a CPU these functions end the process with SIGSEGV. They are `torch.tensor(p)`, `x.new_tensor(p)`,
+    `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. Use `p.clone()` instead,
+    or call them inside `whole_weights()`. `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
 
     Attributes:
-        flat: the flat that it belongs to.
-        source: its weights as plain Lightning has them.
+        flat: flat parameter that it is a view of.
+        source: its weights as in plain Lightning.
     """
 
     flat: "FlatParameter"
@@ -122,7 +125,7 @@ class OffloadedParameter(TrainedParameter):
             return access_of(args, kwargs).run(kind, func, args, kwargs or {})
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        """As `.data = source`: torch does not show this method to `__torch_function__`."""
+        """Does the same as `.data = source`. (Torch does not call `__torch_function__` for this method.)"""
         if not isinstance(source, Tensor) or args or kwargs:
             raise RuntimeError(
                 f"`set_` gives {self.source.name}, which is offloaded, other memory, which can't be done while it "
@@ -133,14 +136,14 @@ class OffloadedParameter(TrainedParameter):
 
 
 class OffloadedView(Tensor):
-    """What shares memory with a parameter, a gradient or an optimizer state in plain training: `p.data`, `p.grad`, ...
+    """A tensor that in plain training shares memory with a parameter, gradient or optimizer state, such as `p.data`.
 
-    It has no memory of its own. An operator on it reads the values of that moment, and what is written to it counts.
+    It has no memory of its own: operators read the present values of the source, and writes are stored there.
 
     Attributes:
-        source: the values that it is a view of.
-        offset: where the view begins in the source, in bytes.
-        versioned: whether autograd notices what is written to it: not through `Tensor.data`.
+        source: source of the values.
+        offset: offset of the view in the source, bytes.
+        versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
     """
 
     source: "Source"
@@ -158,7 +161,7 @@ class OffloadedView(Tensor):
         *,
         versioned: bool,
     ) -> "OffloadedView":
-        """Returns a view of `source`; arguments as the attributes."""
+        """Returns a view of `source`; the arguments are the attributes of a tensor and of this class."""
         with torch.inference_mode(False), torch.no_grad():
             hollow = torch.empty_strided(size, stride, dtype=dtype, device=device)
             hollow.untyped_storage().resize_(0)
@@ -180,7 +183,7 @@ class OffloadedView(Tensor):
             return access_of(args, kwargs).run(kind, func, args, kwargs or {})
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Refused: torch does not show this method to `__torch_function__`."""
+        """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
         raise RuntimeError(f"`set_` of a view of {self.source.name}, which is offloaded. Use `copy_`.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -193,7 +196,7 @@ class OffloadedView(Tensor):
 
 
 def offloaded_in(value: Any, found: "dict[int, OffloadedParameter | OffloadedView]") -> None:
-    """Puts every offloaded tensor of a tree of arguments into `found`, by identity."""
+    """Adds every offloaded tensor of a tree of arguments to `found`, by identity."""
     if isinstance(value, OffloadedParameter | OffloadedView):
         found[id(value)] = value
     elif isinstance(value, list | tuple):
@@ -205,7 +208,7 @@ def offloaded_in(value: Any, found: "dict[int, OffloadedParameter | OffloadedVie
 
 
 def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> "Access":
-    """Returns the access of the offloaded tensors among some arguments."""
+    """Returns the `Access` of the offloaded tensors among some arguments."""
     found: dict[int, OffloadedParameter | OffloadedView] = {}
     offloaded_in(args, found)
     offloaded_in(kwargs, found)
@@ -213,12 +216,12 @@ def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> "Access":
 
 
 def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether autocast is on and casts the arguments of matrix products on `device` to `dtype`."""
+    """Returns whether autocast is enabled and casts arguments of matrix products on `device` to `dtype`."""
     return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == dtype
 
 
 def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
-    """Whether all parameters among `values` are in use by a forward, and may be given to the function as they are."""
+    """Returns whether all parameters among `values` are in use by a forward, so that functions can use them."""
     for value in values:
         of = type(value)
         if of is OffloadedParameter:
@@ -235,12 +238,12 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
 
 
 def _saves_references() -> bool:
-    """Whether autograd, if it saves a weight, gives it to hooks, which keep a reference in its place."""
+    """Returns True unless autograd would save a weight without hooks, which save a reference in its place."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def kind_of(func: Callable[..., Any]) -> Kind:
-    """Returns the kind of a function that `__torch_function__` was called with."""
+    """Returns the kind of a function for which torch has called `__torch_function__`."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = cast(Any, func).__self__.__name__
@@ -270,7 +273,7 @@ _GETTERS = {
     "__cuda_array_interface__": Kind.EXPORT,
     **dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Kind.COMPUTE),
 }
-"""Attributes that show elements, or the dtype; the others are metadata."""
+"""Attributes whose values depend on elements or on the dtype; all others are metadata."""
 
 _EXPORTS = ("numpy", "__array__", "__dlpack__")
 _ADDRESSES = ("data_ptr", "storage", "_typed_storage")
@@ -284,7 +287,7 @@ _KINDS: dict[Any, Kind] = {
     Tensor.register_post_accumulate_grad_hook: Kind.HOOK,
     Tensor.element_size: Kind.DTYPE,
     Tensor.requires_grad_: Kind.FREEZE,
-    # What reads no element. What is left out here costs time, and is right nevertheless.
+    # Functions that read no element. A function that is missing here is slower, but correct.
     **dict.fromkeys(
         (
             Tensor.dim,
@@ -349,4 +352,4 @@ _KINDS: dict[Any, Kind] = {
         Kind.KERNEL,
     ),
 }
-"""By function: those that `kind_of` does not tell by their names, and those that it has told already."""
+"""Kinds of functions that their names do not tell, and cached results of `kind_of`."""

@@ -1,12 +1,12 @@
-"""Prefetch of weights: on the device around their use, in recorded order, within a byte budget.
+"""Prefetches weights to the device before their use, in recorded order and within a byte budget, and evicts them.
 
 A *use* of a unit is its forward, or a saved weight that backward unpacks. The uses of the last micro-batch predict
-those of this one: from the present use on, as many units as the budget holds are kept or prefetched, and the others
-are evicted (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time, never numbers.
+those of this one: from the present use on, as many units as fit into the budget are kept or prefetched, and the others
+are evicted (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time and do not change results.
 
 Threads: the training thread and, in backward, autograd's thread of the device. Both may call at once, since the
 training thread runs operations on the CPU that have saved weights: every public method takes the lock. Its holder waits
-for steps, reads and copies only, whose threads never take it.
+only for steps, reads and copies, whose threads never take it.
 
 Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
 which the compute stream waits for before a use; then to the running operations, which `users` and `_nodes` count;
@@ -28,15 +28,15 @@ from lightning_ssd.spans import wait_for
 
 
 class ParamPrefetcher:
-    """Fetches and evicts the flat parameters of units.
+    """Prefetches and evicts the flat parameters of units.
 
     Args:
         units: flat parameters of each unit.
-        stores: where the values of each flat parameter are stored.
-        copies: copies of the device.
-        budget: bytes of the device that compute weights may take; units in use stay in any case.
-        unstage: unstages what user code has staged on the host; called before weights are fetched.
-        pull: adopts what user code has written to memory that it shares with a flat parameter; called before its use.
+        stores: store of each flat parameter.
+        copies: copy engine of the device.
+        budget: bytes of device memory for compute weights; units in use are resident even if they exceed it.
+        unstage: unstages values that are staged for user code; called before weights are prefetched.
+        pull: copies user code's writes to memory that it shares with a flat parameter; called before its use.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ParamPrefetcher:
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
         self._kind = "evaluate"
         self.in_micro_batch = False
-        """Whether a forward has begun whose backward has not ended."""
+        """True from the begin of a training forward to the end of its backward."""
         self._uses: list[int] = []
         self._cursor = 0
         self._lock = threading.RLock()
@@ -86,7 +86,7 @@ class ParamPrefetcher:
             self._cursor = 0
 
     def pre_forward(self, unit: int) -> None:
-        """Begins a forward of `unit`; returns when the compute stream is ordered after the prefetch of its weights."""
+        """Begins a forward of `unit`. On return, the compute stream is ordered after the prefetch of its weights."""
         with self._lock:
             for flat in self._units[unit]:
                 flat.users += 1
@@ -95,7 +95,7 @@ class ParamPrefetcher:
             self._use(unit)
 
     def post_forward(self, unit: int) -> None:
-        """Ends a forward of `unit`, also one that has failed."""
+        """Ends a forward of `unit`, also after an error."""
         with self._lock:
             for flat in self._units[unit]:
                 flat.users -= 1
@@ -105,11 +105,11 @@ class ParamPrefetcher:
         """Keeps flat parameters of any units resident while an operator outside of their forwards runs.
 
         Args:
-            flats: fetched if they are not resident.
-            record: whether the next micro-batch is expected to use them, too.
+            flats: the flat parameters, which are made resident.
+            record: whether the use is recorded, so that the next micro-batch prefetches them.
 
         Raises:
-            RuntimeError: the step of one has begun.
+            RuntimeError: the step of one of them has begun.
         """
         held: list[FlatParameter] = []
         try:
@@ -139,11 +139,11 @@ class ParamPrefetcher:
         """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.
 
         Raises:
-            RuntimeError: its step has begun.
+            RuntimeError: the step of `flat` has begun.
         """
         with self._lock:
             self.check(flat)
-            if not flat.mixed:  # else backward needs the values that the forward has cast
+            if not flat.mixed:  # else backward needs the values that were cast for the forward
                 self._pull(flat)
             unit = self._unit_of[flat]
             node = torch._C._current_autograd_node()
@@ -164,23 +164,23 @@ class ParamPrefetcher:
             )
 
     def retire(self, flat: FlatParameter) -> None:
-        """Evicts `flat`, whose step begins; it is not fetched before `renew`."""
+        """Evicts `flat`, whose step begins, and excludes it from prefetching until `renew`."""
         with self._lock:
             self._retired.add(flat)
             self.release(flat)
 
     def renew(self) -> None:
-        """Ends a step: retired flat parameters are fetched again, each once its step is done."""
+        """Ends a step: retired flat parameters may be prefetched again, each once its step is done."""
         with self._lock:
             self._retired.clear()
 
     def prefetch(self) -> None:
-        """Starts to fetch the units that are used next."""
+        """Starts to prefetch the units that are used next."""
         with self._lock:
             self._prefetch(self._lookahead())
 
     def release(self, flat: FlatParameter) -> None:
-        """Evicts `flat`; a later fetch copies the values that are stored then."""
+        """Evicts `flat`. A later prefetch copies the values that are stored then."""
         with self._lock:
             load = self._loads.pop(flat, None)
             if load is not None:
@@ -190,7 +190,7 @@ class ParamPrefetcher:
                     flat.release()
 
     def release_all(self) -> None:
-        """Evicts all flat parameters; none is in use."""
+        """Evicts all flat parameters, none of which may be in use."""
         with self._lock:
             for flat in list(self._loads):
                 self.release(flat)
@@ -220,14 +220,14 @@ class ParamPrefetcher:
             wanted = self._lookahead()
             for flat in [flat for flat in self._loads if self._is_evictable(flat, wanted)]:
                 self.release(flat)
-            self._prefetch(wanted)  # the unit itself is the first
+            self._prefetch(wanted)  # `unit` is the first of them
         else:
             self._fetch(unit)
         for flat in self._units[unit]:
             self.wait(flat)
 
     def _lookahead(self) -> list[int]:
-        """Returns the unit of the last use and the next ones that the budget holds, in the order of their use."""
+        """Returns the last used unit and the next ones that fit into the budget, in the order of their use."""
         expected = self._expected[self._kind]
         units = dict.fromkeys(self._uses[-1:])
         taken = sum(self._nbytes[unit] for unit in units)
@@ -256,7 +256,7 @@ class ParamPrefetcher:
     def _is_evictable(self, flat: FlatParameter, wanted: Sequence[int]) -> bool:
         unit = self._unit_of[flat]
         in_use = flat.users or any(unit in running.units for running in self._nodes.values())
-        # A load that was not issued yet would write memory that has another owner by then.
+        # A load that is not issued yet would write the memory after another owner has got it.
         return not in_use and unit not in wanted and self._loads[flat].issued
 
 
@@ -264,8 +264,8 @@ class _RunningNode(NamedTuple):
     """An autograd node whose backward uses weights.
 
     Attributes:
-        number: its sequence number.
-        units: units whose weights it has unpacked; it may not have launched its kernels yet.
+        number: autograd's sequence number of the node.
+        units: units whose weights the node has unpacked; it may not have launched its kernels yet.
     """
 
     number: int
@@ -285,7 +285,7 @@ class _Load:
         return self._issued.done()
 
     def wait(self) -> None:
-        """Orders the compute stream after the copy; the host waits until the copy was issued."""
+        """Orders the compute stream after the copy. Blocks the host until the copy is issued."""
         mark = wait_for(self._issued, "weights")
         if not self._waited:
             self._waited = True

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.lent_weights import LentWeights
 from lightning_ssd.model_states.shared_memory import same_bits
 from lightning_ssd.model_states.split import write_changed
 from lightning_ssd.model_states.state_store import StagedState, StateStore
+from lightning_ssd.model_states.summoned import SummonedWeights
 
 
 @dataclass
@@ -19,20 +19,20 @@ class StagedFlat:
     """Values of one flat parameter on the host.
 
     Attributes:
-        values: all of them.
+        values: weights and optimizer states.
         masters: fp32 master weights, `flat.numel` elements; stored by `unstage` if `changed`.
         changed: whether master weights or optimizer states were written.
-        lent: set while the parameters are the master weights.
+        summoned: set while the parameters are views of the master weights.
     """
 
     values: StagedState
     masters: Tensor
     changed: bool = False
-    lent: LentWeights | None = None
+    summoned: SummonedWeights | None = None
 
 
 class StagedFlats:
-    """Flat parameters that user code has staged: those of its last access, which the next one may need again.
+    """Flat parameters that are staged for user code: those of its last access, which the next one may need again.
 
     Duty: stages master weights and optimizer states for an access, and keeps memory that user code shares with
     parameters (`.data`) in agreement with the master weights: `pull` from that memory, `push` to it.
@@ -69,18 +69,18 @@ class StagedFlats:
         self.pull(flat, keep=keep)
         return self._stage(flat, keep=keep)
 
-    def lend(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
-        """Makes the parameters of `flat` its staged master weights, to be changed until `take_back`."""
+    def summon(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
+        """Makes the parameters of `flat` views of its staged master weights, which may be changed until `restore`."""
         staged = self.stage(flat, keep=keep)
         staged.changed = True
-        staged.lent = LentWeights(flat, staged.masters)
-        staged.lent.lend()
+        staged.summoned = SummonedWeights(flat, staged.masters)
+        staged.summoned.summon()
 
-    def take_back(self, flat: FlatParameter) -> None:
-        """Makes the parameters of `flat` views of it again, unless it was unstaged since `lend`."""
-        if (staged := self._staged.get(flat)) is not None and staged.lent is not None:
-            lent, staged.lent = staged.lent, None
-            lent.take_back()
+    def restore(self, flat: FlatParameter) -> None:
+        """Makes the parameters of `flat` views of it again, unless it was unstaged since `summon`."""
+        if (staged := self._staged.get(flat)) is not None and staged.summoned is not None:
+            summoned, staged.summoned = staged.summoned, None
+            summoned.restore()
 
     def pull(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> None:
         """Copies memory that user code shares with parameters of `flat`, and has changed, to the master weights.
@@ -153,8 +153,8 @@ class StagedFlats:
         """Ends the staging of all flat parameters but those in `keep`, and stores changed values."""
         for flat in [flat for flat in self._staged if flat not in keep]:
             staged = self._staged.pop(flat)
-            if staged.lent is not None:  # a `load_state_dict` that failed
-                staged.lent.take_back()
+            if staged.summoned is not None:  # a `load_state_dict` that failed
+                staged.summoned.restore()
             if staged.changed:
                 staged.values.set_masters(staged.masters)
             self._stores[flat].unstage(staged.values, changed=staged.changed)

@@ -54,7 +54,7 @@ class StateDicts:
         self._rules = rules
         self._where = where
         self._masters = masters
-        self._lent_masters = contextlib.ExitStack()
+        self._summoned_masters = contextlib.ExitStack()
         """Open while a checkpoint is loaded into master weights on the device."""
         self._release = release
         self._changing = changing
@@ -147,7 +147,7 @@ class StateDicts:
                 "them before `fit`, in `setup` or in `configure_model`."
             )
         if self._mastered(owner):
-            self._lent_masters.enter_context(self._masters.lend())
+            self._summoned_masters.enter_context(self._masters.summon())
         flats = {self._where[parameter][0] for _, parameter in self._offloaded(owner)}
         self._changing()
         for flat in flats:
@@ -155,15 +155,15 @@ class StateDicts:
                 continue
             self._staged.stage(flat, keep=flats)
             self._release(flat)
-            self._staged.lend(flat, keep=flats)
+            self._staged.summon(flat, keep=flats)
             self._loading.add(flat)
 
     def _after_load(self, owner: nn.Module, incompatible: object) -> None:
         """Makes the parameters views of their flats again; their values are stored by the next `unstage`."""
         for flat in self._loading:
-            self._staged.take_back(flat)
+            self._staged.restore(flat)
         self._loading.clear()
-        self._lent_masters.close()
+        self._summoned_masters.close()
 
     def _add_states(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Adds copies of the optimizer states of offloaded parameters."""

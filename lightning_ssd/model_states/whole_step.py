@@ -17,26 +17,27 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_ssd.model_states.optimizers import parameters_of
 from lightning_ssd.spans import OPTIMIZER, span
 
-Lend = Callable[[], contextlib.AbstractContextManager[None]]
+Summon = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class WholeStep:
-    """Stands for the `step` of one optimizer.
+    """Replaces the `step` of one optimizer.
 
     Args:
-        optimizer: the user's; its `step` is replaced until `restore`.
-        lend: while it lasts, offloaded parameters have whole weights and gradients on the CPU, and changes count.
+        optimizer: the user's optimizer, whose `step` is replaced until `restore`.
+        summon: returns a context in which offloaded parameters have whole weights and gradients on the CPU, and
+            changes of both count.
     """
 
-    def __init__(self, optimizer: Optimizer, lend: Lend) -> None:
+    def __init__(self, optimizer: Optimizer, summon: Summon) -> None:
         self._optimizer = optimizer
         self._step = optimizer.step
         self._own = vars(optimizer).get("step")
-        self._lend = lend
-        self._lent = contextlib.ExitStack()
+        self._summon = summon
+        self._summoned = contextlib.ExitStack()
         """Open while `step` runs, except within a closure."""
         self._restored = False
-        functools.update_wrapper(self, optimizer.step)  # schedulers look at what they have put there
+        functools.update_wrapper(self, optimizer.step)  # schedulers read attributes that they have set on `step`
         optimizer.step = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,13 +47,13 @@ class WholeStep:
             args = (self._offloaded(args[0]), *args[1:])
         elif callable(kwargs.get("closure")):
             kwargs = {**kwargs, "closure": self._offloaded(kwargs["closure"])}
-        with self._lent:
+        with self._summoned:
             self._open()
             return self._step(*args, **kwargs)
 
     def restore(self) -> None:
-        """Gives the optimizer its own `step` back."""
-        self._restored = True  # for other code that calls this one
+        """Restores the optimizer's own `step`."""
+        self._restored = True  # other code may still call this object
         if vars(self._optimizer).get("step") is not self:
             return
         if self._own is None:
@@ -61,15 +62,15 @@ class WholeStep:
             self._optimizer.step = self._own
 
     def _open(self) -> None:
-        self._lent.enter_context(self._lend())
-        self._lent.enter_context(_on_cpu(self._optimizer))
-        self._lent.enter_context(span(OPTIMIZER + type(self._optimizer).__name__))
+        self._summoned.enter_context(self._summon())
+        self._summoned.enter_context(_on_cpu(self._optimizer))
+        self._summoned.enter_context(span(OPTIMIZER + type(self._optimizer).__name__))
 
     def _offloaded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a closure that runs with offloaded weights."""
 
         def run() -> Any:
-            self._lent.close()
+            self._summoned.close()
             result = closure()
             self._open()
             return result
@@ -89,7 +90,7 @@ def _on_cpu(optimizer: Optimizer) -> Iterator[None]:
             parameter.grad = None if grad is None else grad.cpu()
             moved.append((parameter, resident))
     for owner, state in optimizer.state.items():
-        # A checkpoint that was loaded has put them on the parameter's device.
+        # Loading a checkpoint puts states on the parameter's device.
         if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in tree_leaves(state)):
             optimizer.state[owner] = tree_map_only(Tensor, Tensor.cpu, state)
     try:

@@ -1,4 +1,4 @@
-"""Measurements that plans are made of: a training step operator by operator, the host's overhead, and the machine."""
+"""Measurements for planners: the operators of a training step, the host's overhead, and the machine's rates."""
 
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.profiling.limits import (

@@ -1,4 +1,4 @@
-"""Host overhead of a plan: forwards and backwards of a small transformer, with and without a plan."""
+"""Host overhead of a plan, measured by forwards and backwards of a small transformer with and without a plan."""
 
 import contextlib
 import functools
@@ -26,17 +26,17 @@ from lightning_ssd.storage import PinnedPool
 from lightning_ssd.types import Choice
 
 BLOCKS, HEADS, HIDDEN, TOKENS = 4, 2, 16, 4
-"""Shape of the transformer: so small that the host takes longer than the device."""
+"""Shape of the transformer, so small that launching its operators takes longer than executing them."""
 
 HOST_BYTES = 2**21
-"""Host memory for its activations."""
+"""Bytes of host memory for its activations."""
 
 REPEATS = 9
 
 
 @functools.cache
 def measure_host_overhead(device: torch.device) -> HostOverhead:
-    """Measures the host overhead of plans on `device`, once a process."""
+    """Measures the host overhead of plans on `device`. The result is cached for the process."""
     states = [torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(states), torch.inference_mode(False), torch.enable_grad():
         costs = _Costs(device)
@@ -85,7 +85,7 @@ class _Costs:
         self._value = torch.zeros(1, TOKENS, HIDDEN, device=device, requires_grad=True)
         pool = PinnedPool(HOST_BYTES, pin=device.type == "cuda")
         copies = make_copy_engine(device)  # last: it starts threads
-        # With no window, backward finds every offloaded tensor in its tier.
+        # Without a prefetch window, backward finds every offloaded tensor in its tier.
         policy = OffloadPolicy(KeepAll(), window_bytes=0)
         self._offloader = ActivationOffloader(copies, {"host": HostTier(pool, copies)}, policy, min_bytes=1)
         self._director = PlanMode([[self._model]], device, self._offloader.pack, self._offloader.unpack)
@@ -134,12 +134,12 @@ class _Costs:
         )
 
     def _compare(self, *ways: Callable[[], AbstractContextManager[object]]) -> list[_Spent]:
-        """Returns the host seconds of forwards inside the contexts of `ways`, and of their backwards.
+        """Returns the host seconds of a forward inside each context of `ways`, and of its backward.
 
-        Rounds over all ways spread a temporary slowdown of the host evenly.
+        The ways alternate, so that a temporary slowdown of the host affects all of them.
         """
         rounds = [[self._once(following) for following in ways] for _ in range(REPEATS)]
-        # The lower quartile leaves out rounds in which other threads ran.
+        # The lower quartile excludes rounds in which other threads ran.
         return [
             _Spent(*(statistics.quantiles(seconds)[0] for seconds in zip(*spent, strict=True)))
             for spent in zip(*rounds, strict=True)

@@ -1,4 +1,4 @@
-"""Limits of a training: the rates and bytes of the machine that it may use, and GPU memory of unknown origin."""
+"""Limits of a training: bandwidths and bytes that it may use, and GPU memory that no recorded operator explains."""
 
 from dataclasses import replace
 
@@ -20,14 +20,14 @@ from lightning_ssd.profiling.model import Profiler
 from lightning_ssd.types import InputChoice, OffloadTierName
 
 HOST_FILL = 0.85
-"""Share of the host tier that tensors of different sizes can fill."""
+"""Share of the host tier that tensors of different sizes fill before fragments leave no room."""
 
 
 def measure_training_machine(offloader: ActivationOffloader) -> HardwareProfile:
     """Measures the machine of a training, whose SSDs are those of `offloader`."""
     machine = measure_machine(None)
     if offloader.device.type == "cuda":
-        torch.cuda.empty_cache()  # of tensors of the measurement
+        torch.cuda.empty_cache()  # free the measurement's tensors
     ssd = offloader.tiers.get("ssd")
     if isinstance(ssd, SSDTierBase):
         read, write = ssd.blobs.read_bandwidth, ssd.blobs.write_bandwidth
@@ -37,7 +37,7 @@ def measure_training_machine(offloader: ActivationOffloader) -> HardwareProfile:
 
 def current_placement(profiler: Profiler, offloader: ActivationOffloader) -> FixedPlacement:
     """Returns the tiers of model states, and the host memory that remains for activations."""
-    # One half of staging memory is for reads ahead, the other one for writes behind.
+    # One half of the staging memory is for prefetched reads, the other one for delayed writes.
     staging = _staging_bytes(offloader) // 2
     return replace(profiler.settled(), staging_bytes=staging, host_room=int(HOST_FILL * _capacity(offloader, "host")))
 
@@ -51,15 +51,15 @@ def limit_hardware(
     gpu_bytes: int,
     ssd_bytes_per_day: int | None,
 ) -> HardwareProfile:
-    """Returns the machine with the bytes of each tier that a training may take.
+    """Returns the machine with the bytes of each tier that a training may use.
 
     Args:
-        machine: as measured.
-        profile: of the model.
-        placement: of model states, which have their memory already.
-        offloader: has the tiers for activations.
-        gpu_bytes: of the GPU, in all.
-        ssd_bytes_per_day: that may be written; `None`: as the machine says.
+        machine: measured machine.
+        profile: profile of the model.
+        placement: tiers of model states, which are allocated already.
+        offloader: activation offloader, whose tiers have fixed capacities.
+        gpu_bytes: bytes of the GPU that the training may use.
+        ssd_bytes_per_day: bytes that may be written to the SSDs a day; `None`: the limit of `machine`.
     """
     kept = simulate(profile, machine, default_plan(profile, placement, {}, 0))
     return replace(
@@ -83,21 +83,22 @@ def add_unseen_memory(
     """Returns the profile with the measured GPU memory that no recorded operator accounts for (CUDA).
 
     Args:
-        profile: of the model.
-        hardware: of the machine.
-        placement: of model states.
-        profiler: measured steps in which all saved tensors were offloaded.
-        offloader: of these steps.
-        automatic_optimization: whether Lightning calls the optimizers, so that no step is part of a timed backward.
+        profile: profile of the model.
+        hardware: measured machine.
+        placement: tiers of model states.
+        profiler: profiler that has measured steps in which all saved tensors were offloaded.
+        offloader: activation offloader of these steps.
+        automatic_optimization: True if Lightning calls the optimizers, so that no optimizer step is part of a timed
+            backward.
     """
     if offloader.device.type != "cuda":
         return profile
     tiers: dict[InputChoice, int] = {name: tier.capacity for name, tier in offloader.tiers.items()}
     plan = default_plan(profile, placement, tiers, offloader.policy.window_bytes)
     resident = resident_bytes(profile, plan)[0]
-    # At least 0: late steps may have had less in flight than is possible.
+    # At least 0: the steps may have had fewer bytes in flight than the simulation assumes.
     other = max(0, profiler.peak_bytes - simulate(profile, hardware, plan).gpu_peak_bytes)
-    # Between steps nothing is in flight, and everything was evicted.
+    # Between steps no transfer is in flight, and all saved tensors are freed.
     if set(placement.weights) == {"gpu"} and automatic_optimization:
         other = min(other, profiler.resting_bytes - resident)
     between = max(0, profiler.between_bytes - resident - other)
@@ -105,11 +106,11 @@ def add_unseen_memory(
 
 
 def _capacity(offloader: ActivationOffloader, tier: OffloadTierName) -> int:
-    """Returns the bytes of a tier for activations; 0 without that tier."""
+    """Returns the bytes of a tier for activations, 0 if the offloader lacks the tier."""
     return offloader.tiers[tier].capacity if tier in offloader.tiers else 0
 
 
 def _staging_bytes(offloader: ActivationOffloader) -> int:
-    """Returns the bytes of host memory that data passes on its way to and from the SSDs."""
+    """Returns the bytes of host memory that stages transfers to and from the SSDs."""
     ssd = offloader.tiers.get("ssd")
     return ssd.staging.budget if isinstance(ssd, SSDTier) else 0

@@ -1,4 +1,4 @@
-"""What this machine does in a second, for the planner: a few seconds of work on each of its parts."""
+"""Measures the machine's rates for the planner (FLOP/s, bytes/s, stepped parameters/s), in a few seconds each."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ from lightning_ssd.storage import BlobStore
 from lightning_ssd.storage.slab import Slab
 
 PRODUCT = 8192
-"""Rows and columns of the matrices that the device multiplies; on a CPU an eighth of it."""
+"""Rows and columns of the matrices that a GPU multiplies; a CPU multiplies matrices of an eighth of this size."""
 
 COPIED = 2**28
 """Bytes of a copy."""
 
 STEPPED = 2**26
-"""Parameters of an optimizer step: more than caches hold."""
+"""Parameters of a timed optimizer step: more than the processor's caches hold."""
 
 REPEATS = 5
 
 
 def measure_machine(path: Path | None) -> HardwareProfile:
-    """Returns what the machine does, its GPU if it has one, and the drive that `path` is on.
+    """Returns the measured rates of the host, the GPU if there is one, and the SSD.
 
     Args:
-        path: a directory on the SSD to use; None: no SSD is used.
+        path: a directory on the SSD; None: no SSD is measured.
 
     Raises:
-        StorageError: it can't be used.
+        StorageError: the directory can't be used.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -53,11 +53,11 @@ def measure_machine(path: Path | None) -> HardwareProfile:
     host = usable_memory()
     with torch.random.fork_rng(
         [torch.cuda.current_device()] if cuda else []
-    ):  # who measures amid a training draws none of its random numbers
+    ):  # a measurement during a training must not change its random numbers
         flops = _products(device)
         stepping = adam_step(STEPPED)
         step = _seconds(torch.device("cpu"), stepping)
-        # Twice as many copies as fit into that time: steps take longer beside them.
+        # Twice as many copies as fit into the time of a step, because copies slow the step down.
         count = ceil(2 * (REPEATS + 1) * step * max(copy_in, copy_out) / COPIED)
         beside = _beside_copies(device, count, stepping) if cuda else step
     slower = 1 - step / beside
@@ -77,18 +77,18 @@ def measure_machine(path: Path | None) -> HardwareProfile:
         host_bytes=host,
         ssd_bytes=ssd_bytes,
         launch=measure_host_overhead(device),
-        # As many bytes of copies as would leave nothing of it to the optimizer.
+        # The copy bandwidth at which, by extrapolation, no memory bandwidth would remain for the optimizer.
         host_memory_bandwidth=2 * min(copy_in, copy_out, both) / slower if slower > 0 else None,
     )
 
 
 def mixed_bandwidth(read: float, write: float) -> float:
-    """Returns bytes/s of as many reads as writes, one after the other, from bytes/s of each alone."""
+    """Returns the bandwidth of a drive that reads and writes equal bytes in turn, from both bandwidths (bytes/s)."""
     return 2 / (1 / read + 1 / write)
 
 
 def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Returns the least seconds that `run` takes, after one for warming up."""
+    """Returns the minimum seconds of `REPEATS` calls of `run`, after a warm-up call."""
     least = float("inf")
     for _ in range(REPEATS + 1):
         if device.type == "cuda":
@@ -102,21 +102,24 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def _products(device: torch.device) -> float:
-    """Returns FLOP/s of a matrix product in the dtype that trainings use there."""
+    """Returns the FLOP/s of a matrix product in the device's usual training dtype."""
     size, dtype = (PRODUCT, torch.bfloat16) if device.type == "cuda" else (PRODUCT // 8, torch.float32)
     one = torch.randn(size, size, dtype=dtype, device=device)
     return 2 * size**3 / _seconds(device, lambda: one @ one)
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Returns bytes/s, read and written, of the device's memory."""
+    """Returns the bandwidth of the device's memory, bytes read and written per second."""
     values = torch.empty(COPIED, dtype=torch.uint8, device=device)
     other = torch.empty_like(values)
     return 2 * COPIED / _seconds(device, lambda: other.copy_(values))
 
 
 def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) -> float:
-    """Returns the least seconds that `run`, on the CPU, takes while `count` copies run each way; infinity: longer."""
+    """Returns the minimum seconds of `run`, on the CPU, while `count` copies run each way.
+
+    The result is infinity if the copies end before the first call of `run` does.
+    """
     slabs = [Slab(COPIED, pin=True) for _ in range(2)]
     others = [torch.empty(COPIED, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
@@ -137,14 +140,14 @@ def _beside_copies(device: torch.device, count: int, run: Callable[[], None]) ->
 
 
 def _copy_both_ways(hosts: Sequence[Tensor], others: Sequence[Tensor], streams: Sequence[torch.cuda.Stream]) -> None:
-    """Has a copy made to the device, from the first of `hosts`, and one from it, to the second, on a stream each."""
+    """Issues a copy from the first of `hosts` to the device and one from the device to the second, on two streams."""
     for stream, target, source in zip(streams, (others[0], hosts[1]), (hosts[0], others[1]), strict=True):
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
 
 def _copies(device: torch.device) -> tuple[float, float, float]:
-    """Returns bytes/s to the device, from it, and each way with both at once."""
+    """Returns the bandwidths (bytes/s) to the device, from the device, and in each direction if both are in use."""
     pin = device.type == "cuda"
     slabs = [Slab(COPIED, pin=pin) for _ in range(2)]
     hosts = [slab.tensor for slab in slabs]
@@ -165,12 +168,12 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
 
 
 def adam_step(numel: int, *, split: bool = False, compiled: bool = True) -> Callable[[], None]:
-    """Returns what makes a step of AdamW of `numel` parameters on the CPU, from bf16 gradients to bf16 weights.
+    """Returns a function that steps AdamW once on the CPU, from bf16 gradients to bf16 weights.
 
     Args:
-        numel: how many, a multiple of 64.
-        split: with split master weights, else whole ones.
-        compiled: by our own kernel, else by torch's.
+        numel: number of parameters, a multiple of 64.
+        split: whether master weights are split (16 bits are the compute weight) instead of whole fp32 numbers.
+        compiled: whether to use our own kernel instead of torch's.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
     flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))

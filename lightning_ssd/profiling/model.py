@@ -1,4 +1,4 @@
-"""`Profiler`: measures units, operators and saved tensors of a training, and where its model states are."""
+"""`Profiler` measures the units, operators and saved tensors of a training, and the tiers of its model states."""
 
 import statistics
 from collections import Counter, defaultdict
@@ -32,23 +32,25 @@ from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.types import Tier
 
 QUEUE = 128
-"""Operations that fit into a GPU's launch queue at least, with the copies of their saved tensors."""
+"""Operations that surely fit into a GPU's launch queue, together with the copies of their saved tensors."""
 
 REST = "rest"
 """Name of the operator that sums the operations of a unit whose results are not saved."""
 
 
 class Profiler:
-    """Profiles one training: one micro-batch operation by operation, then some ordinary steps.
+    """Profiles a training: one micro-batch operation by operation, then a few ordinary steps.
 
-    The host does not wait for the device before `profile`. Results of the training are the same bit for bit.
+    The results of the training do not change, bit for bit. The recorded micro-batch and `profile` synchronize the host
+    with the device; ordinary steps are timed without.
 
     Args:
-        units: of the model, in the order of the forward.
+        units: units of the model, in the order of the forward.
         offloader: activation offloader of the training.
         states: offloaded model states; `None`: all are on the device.
-        optimizers: of the model.
-        again: whether recomputation is allowed: weights do not change between a forward and its backward.
+        optimizers: optimizers of the model.
+        again: whether recomputation is allowed, which needs that weights do not change between a forward and its
+            backward.
     """
 
     def __init__(
@@ -64,11 +66,11 @@ class Profiler:
         self.graph = ForwardGraph()
         """The recorded micro-batch."""
         self.peak_bytes = 0
-        """Peak of allocated device memory in timed forwards and backwards (CUDA)."""
+        """Peak of allocated device memory in timed forwards and backwards, bytes (CUDA)."""
         self.between_bytes = 0
-        """Peak of allocated device memory between them, in optimizer steps (CUDA)."""
+        """Peak of allocated device memory between micro-batches, such as in optimizer steps, bytes (CUDA)."""
         self.resting_bytes = 0
-        """Allocated device memory before the first timed step, with all gradients (CUDA)."""
+        """Allocated device memory before the first timed step, plus gradients not allocated then, bytes (CUDA)."""
         self._offloader = offloader
         self._states = states
         self._optimizers = optimizers
@@ -82,9 +84,10 @@ class Profiler:
         self._between: list[tuple[Any, Any]] = []
         self._ended: Any = None
         self._begun = self._ahead = 0
-        """Timed steps after the first one, and those that the host began before the device had ended the last one."""
+        """Timed steps after the first one, and those of them that the host began before the device ended the previous.
+        """
         self._launches: dict[UnitCall, list[float]] = defaultdict(list)
-        """Host seconds of each call of a unit until the next one began, without those for offloading."""
+        """Host seconds from each call of a unit to the next call, without the time that offloading took."""
         self._visiting: tuple[UnitCall, float] | None = None
         self._entered: Counter[int] = Counter()
         self._handles: list[RemovableHandle] = []
@@ -97,14 +100,14 @@ class Profiler:
         self._follow(self._recorder, self._recorder.saved, self._recorder.wanted)
 
     def begin_backward(self) -> None:
-        """A forward has ended, and its backward begins."""
+        """Called between the forward and the backward of every micro-batch."""
         self._turn(None)
         if self._recorder is not None and not self._recorded_backward:
             self._recorded_backward = True
             self._recorder.begin_backward()
 
     def end_recording(self) -> None:
-        """The recorded micro-batch has ended."""
+        """Called at the end of the recorded micro-batch. Synchronizes the device, and completes `graph`."""
         recorder = self._recorder
         self._stop_recording()
         if recorder is not None:
@@ -115,10 +118,10 @@ class Profiler:
             saved = self.graph.saved(self._offloader.min_bytes)
             self._saved = saved if self._again else [replace(item, again=False) for item in saved]
 
-    # ---- one micro-batch in which everything that seems recomputable is recomputed and compared ----
+    # ---- one micro-batch in which each recomputable saved tensor is recomputed and compared ----
 
     def begin_checking(self) -> None:
-        """Checks recomputation in the next micro-batch."""
+        """Compares recomputed tensors with the saved ones in the next micro-batch."""
         director = self._director = PlanMode(
             [unit.modules for unit in self.units], self._offloader.device, self._offloader.pack, self._offloader.unpack
         )
@@ -128,7 +131,7 @@ class Profiler:
         self._follow(director, director.saved, director.check)
 
     def end_checking(self) -> None:
-        """The checked micro-batch has ended."""
+        """Called at the end of the checked micro-batch. Tensors that were not proved equal are not recomputed."""
         director, self._director = self._director, None
         if director is None:
             return
@@ -152,7 +155,7 @@ class Profiler:
         on_saved: Callable[[torch.UntypedStorage, SavedStorage], None],
         on_unpacked: Callable[[SavedStorage], None],
     ) -> None:
-        """Runs the next forward inside `mode`, which is told of saved and unpacked storages."""
+        """Runs the next forward inside `mode`, with callbacks for saved and unpacked storages."""
         policy = self._offloader.policy
         self._mode_before = policy.mode
         self._offloader.run(replace(policy, mode=mode, on_saved=on_saved, on_unpacked=on_unpacked))
@@ -164,7 +167,7 @@ class Profiler:
     # ---- ordinary steps ----
 
     def begin_timing(self) -> None:
-        """Times the following steps, and begins a new peak of device memory."""
+        """Times the following steps, and resets the peaks of device memory."""
         if self._offloader.device.type == "cuda":
             dropped = {
                 one for unit in self.units for _, one in unit.parameters if one.requires_grad and one.grad is None
@@ -182,7 +185,7 @@ class Profiler:
                 self._handles.append(module.register_forward_pre_hook(self._begin_visit(index), prepend=True))
 
     def begin_forward(self, *, of_step: bool) -> None:
-        """A timed micro-batch begins; `of_step`: it is the first one of a step."""
+        """Called when a timed micro-batch begins; `of_step` is True for the first one of a step."""
         if self._ended is not None and of_step:
             self._begun += 1
             self._ahead += self._clock.elapsed(self._ended, self._ended) is None
@@ -191,19 +194,19 @@ class Profiler:
         self._turn(UnitCall(0, 0))
 
     def end_backward(self) -> None:
-        """The backward of a timed micro-batch has ended."""
+        """Called when the backward of a timed micro-batch has ended."""
         self.peak_bytes = max(self.peak_bytes, self._take_peak())
         self._ended = self._clock.now()
 
     def pause(self) -> None:
-        """Ends the time between micro-batches: a micro-batch or a validation begins."""
+        """Ends the time between micro-batches, when a micro-batch or a validation begins."""
         if self._ended is not None:
             self._between.append((self._ended, self._clock.now()))
             self._ended = None
             self.between_bytes = max(self.between_bytes, self._take_peak())
 
     def resume(self) -> None:
-        """A validation has ended, whose memory is not measured."""
+        """Called when a validation has ended, whose peak of device memory is discarded."""
         self._take_peak()
 
     def end_timing(self) -> None:
@@ -221,11 +224,11 @@ class Profiler:
         return begin
 
     def _turn(self, visit: UnitCall | None) -> None:
-        """The host begins a call of a unit; None: a backward."""
+        """Ends the time of the present call, as the host begins another one, or a backward (None)."""
         now = perf_counter() - self._offloader.sending_seconds
         if self._visiting is not None:
             before, begun = self._visiting
-            if visit == before:  # of the first unit, whose time includes the operations before it
+            if visit == before:  # the first unit, whose time includes the operations before it
                 return
             self._launches[before].append(now - begun)
         self._visiting = None if visit is None else (visit, now)
@@ -237,7 +240,7 @@ class Profiler:
         self._visiting = None
 
     def _take_peak(self) -> int:
-        """Returns the peak of allocated device memory since the last call (CUDA; else 0)."""
+        """Returns the peak of allocated device memory since the last call, bytes (0 without CUDA)."""
         if self._offloader.device.type != "cuda":
             return 0
         peak = torch.cuda.max_memory_allocated(self._offloader.device)
@@ -275,12 +278,12 @@ class Profiler:
         """Returns the profile of the training; the host waits for the device.
 
         Args:
-            name: name of the model.
+            name: name of the model in the profile.
             steps: number of timed steps.
             micro_batches: micro-batches per step.
             samples: samples per micro-batch.
             tokens: tokens per micro-batch.
-            clip_norm: whether gradients are clipped by their norm, or scaled.
+            clip_norm: whether gradients are clipped by their global norm, or scaled by a loss scaler.
         """
         if self._offloader.device.type == "cuda":
             torch.cuda.synchronize(self._offloader.device)
@@ -302,7 +305,7 @@ class Profiler:
         )
 
     def _launch_seconds(self, costs: HostOverhead) -> Mapping[UnitCall, float]:
-        """Returns the host seconds that launch the forward of each call of a unit, without the overhead of a plan."""
+        """Returns the host seconds to launch the forward of each call of a unit, without the overhead of a plan."""
         counts = Counter(operation.visit for operation in self.graph.operations)
         left = Counter(item.visit for item in self.saved())
         seconds: dict[UnitCall, float] = {}
@@ -314,12 +317,12 @@ class Profiler:
             if given < QUEUE:
                 paces.append(seconds[visit] / count)
             given += count
-        # A call that took longer per operation than the first ones has waited: for weights, or for the launch queue.
+        # A call with more time per operation than the first calls has waited for weights or for the launch queue.
         usual = statistics.median(paces) if paces else 0.0
         return {visit: min(seconds[visit], usual * counts[visit]) for visit in seconds}
 
     def _state_bytes(self, unit: Unit) -> tuple[int, int, int, int, int]:
-        """Returns the number of trained parameters, and the bytes of weights, gradients and states (read, written)."""
+        """Returns the trained parameters, and bytes of weights, gradients, and optimizer states (read, written)."""
         trained = weights = gradients = states = 0
         stores = {} if self._states is None else self._states.stores
         owned = {parameter for _, parameter in unit.parameters}
@@ -344,7 +347,7 @@ class Profiler:
         return trained, weights, gradients, states, states
 
     def _tiers(self, unit: Unit) -> tuple[Tier, Tier]:
-        """Returns the tiers of most of the unit's weights, and of most of its other states."""
+        """Returns the tiers (weights, optimizer states) of most bytes of the unit."""
         if self._states is None:
             return "gpu", "gpu"
         nbytes: dict[tuple[Tier, Tier], int] = defaultdict(int)
@@ -368,11 +371,12 @@ def unit_profiles(
     """Returns the profiles of calls of units, in the order of the forward; units that were not called come last.
 
     Args:
-        units: of the model.
+        units: units of the model.
         graph: graph of a forward and backward.
-        saved: its saved tensors that may be offloaded.
-        launches: host seconds that launch the operations of each call.
-        state_bytes: returns parameters, and bytes of weights, gradients and states (read, written), of a unit.
+        saved: saved tensors of the graph that may be offloaded.
+        launches: host seconds to launch the operations of each call.
+        state_bytes: returns the trained parameters of a unit, and its bytes of weights, gradients, and optimizer
+            states (read, written).
     """
     measured = graph.transients.measure()
     profiles = []
@@ -451,7 +455,11 @@ def _unit_profile(
 
 
 def count_samples(batch: Any) -> tuple[int, int]:
-    """Returns the samples and tokens of a batch: rows of its first tensor, and elements if these are integers."""
+    """Returns the samples and tokens of a batch.
+
+    Samples are the rows of its first tensor; tokens are the elements of that tensor if it is a matrix of integers, else
+    the samples.
+    """
     for value in tree_leaves(batch):
         if isinstance(value, Tensor) and value.dim():
             rows = value.shape[0]
@@ -460,7 +468,7 @@ def count_samples(batch: Any) -> tuple[int, int]:
 
 
 def count_bytes(batch: Any) -> int | None:
-    """Returns the bytes of the tensors of a batch; None: it has none, or sparse ones."""
+    """Returns the bytes of the tensors of a batch, or None if it has no tensors or one that is not strided."""
     tensors = [value for value in tree_leaves(batch) if isinstance(value, Tensor)]
     if not tensors or any(value.layout is not torch.strided for value in tensors):
         return None

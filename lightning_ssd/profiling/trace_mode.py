@@ -1,4 +1,4 @@
-"""Records one forward and backward: what was made of what, what autograd saved, and how long everything took."""
+"""Records one forward and backward: the graph of operations, the saved tensors, and the seconds of each operation."""
 
 import contextlib
 import functools
@@ -20,29 +20,29 @@ from lightning_ssd.device import make_clock
 from lightning_ssd.device.storage_tags import BUFFER
 
 HEAD_START = 0.5
-"""Seconds that a GPU works ahead of what is timed: it has the clock then that it can keep."""
+"""Seconds of work given to a GPU before timed operations, so that it runs at the clock rate that it can sustain."""
 
 LEAD = 0.05
-"""Seconds that it is given where the host has waited for it: it has kept its clock, and has nothing to do."""
+"""Seconds of work given to a GPU after the host has waited for it: its clock rate is sustained, its queue empty."""
 
 MOST_LEADS = 32
-"""How often it is given them in a forward, or a backward."""
+"""Most times that `LEAD` is given in a forward, or in a backward."""
 
 PRODUCT = 4096
-"""Rows and columns of the matrices that it multiplies meanwhile."""
+"""Rows and columns of the matrices that are multiplied as that work."""
 
 
 class TraceMode(UnitDispatchMode):
-    """Records a forward, and how long its operations take, and those of the backward that follows.
+    """Records the graph of a forward, and the seconds of its operations and of those of the following backward.
 
-    Operations are timed one by one: what the device waits for between them does not count.
+    Operations are timed one by one: waits of the device between them do not count.
 
     Args:
         units: as in `UnitDispatchMode`.
-        device: that it runs on.
+        device: device of the model.
 
     Attributes:
-        graph: of the forward that ran last, complete after `finish`.
+        graph: graph of the last forward, complete after `finish`.
     """
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
@@ -52,14 +52,14 @@ class TraceMode(UnitDispatchMode):
         self._clock = make_clock(device)
         self._spans: list[tuple[Any, Any] | None] = []
         self._last: Any = None
-        """The end of what the device was given last."""
+        """The end of the last work that was given to the device."""
         self._leads = 0
         self._backward = _BackwardMode(self)
         self._backward_spans: list[tuple[UnitCall, Any, Any]] = []
         self._backward_of: UnitCall | None = None
-        """The visit whose backward runs; None: forward runs."""
+        """The unit call whose backward runs; None: forward runs."""
         self._numbers: weakref.WeakKeyDictionary[SavedStorage, int] = weakref.WeakKeyDictionary()
-        """Of what autograd saves, the number of the buffer."""
+        """Number of the buffer of each saved storage."""
         self._part = Segment("start", 0, 0)
         self._where: list[str] = []
         for modules in units:
@@ -80,7 +80,7 @@ class TraceMode(UnitDispatchMode):
         return super().__enter__()
 
     def saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
-        """Autograd has saved `storage`, for the first time in this forward."""
+        """Called when autograd saves `storage` for the first time in this forward."""
         number = self._numbers[record] = self._number(storage)
         buffer = self.graph.buffers[number]
         if buffer.visit is None:
@@ -88,13 +88,13 @@ class TraceMode(UnitDispatchMode):
             self.graph.transients.save(storage, self.visit, number)
 
     def wanted(self, record: SavedStorage) -> None:
-        """Backward is about to be given what `record` has."""
+        """Called when backward unpacks a tensor of `record`."""
         number = self._numbers.get(record)
         if number is not None and (visit := self.graph.buffers[number].visit) is not None:
             self.graph.transients.want(visit, number)
 
     def finish(self) -> None:
-        """Takes down how long the operations took; the device has passed them."""
+        """Records the seconds of the operations in the graph. The device must have executed all of them."""
         for operation, span in zip(self.graph.operations, self._spans, strict=True):
             operation.seconds = 0.0 if span is None else self._clock.elapsed(*span) or 0.0
         for visit, start, end in self._backward_spans:
@@ -104,27 +104,28 @@ class TraceMode(UnitDispatchMode):
         self._backward_spans.clear()
 
     def begin_backward(self) -> None:
-        """The forward is over; from here on operations belong to its backward."""
+        """Begins to record operations as the backward's."""
         self._backward_of = self.visit
         self._get_ahead(HEAD_START)
         self._leads = MOST_LEADS
         self._backward.__enter__()  # type: ignore[no-untyped-call]
 
     def end_backward(self) -> None:
-        """The backward is over."""
+        """Ends the recording of the backward."""
         self._backward.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.graph.transients.close()
 
     def _stay_ahead(self) -> None:
-        """Before an operation: gets ahead again if the GPU is through with all others, as after an `item()`."""
+        """Called before an operation: gives the GPU work if its queue is empty, as after an `item()`."""
         if self._device.type == "cuda" and self._leads and self._clock.elapsed(self._last, self._last) is not None:
             self._leads -= 1
             self._get_ahead(LEAD)
 
     def _get_ahead(self, lead: float) -> None:
-        """Keeps a GPU busy for so many seconds, so that the host is ahead: else launches are timed with operations.
+        """Gives a GPU work for `lead` seconds, so that the host launches ahead and launch times are not measured.
 
-        It works, as it does in training: one that rests has a higher clock afterwards than it can keep.
+        The work is matrix products, and not a wait: after a rest, a GPU runs at a higher clock rate than it can
+        sustain in training.
         """
         if self._device.type != "cuda":
             return
@@ -143,7 +144,7 @@ class TraceMode(UnitDispatchMode):
         self._last = self._clock.now()
 
     def _time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
-        """Runs an operation; returns its result, and when it began and ended (None: a view, which is no work)."""
+        """Runs an operation. Returns its result, and its begin and end (None for a view, which takes no time)."""
         if _only_shows(func):
             return func(*args, **kwargs), None
         self._stay_ahead()
@@ -229,7 +230,7 @@ class TraceMode(UnitDispatchMode):
 
 
 class _BackwardMode(TorchDispatchMode):
-    """Is told of every operation of a backward. Autograd's threads take it over from the one that calls it."""
+    """Intercepts every operation of a backward. Autograd's threads inherit it from the thread that calls backward."""
 
     supports_higher_order_operators = True
 
@@ -245,15 +246,15 @@ class _BackwardMode(TorchDispatchMode):
 
 @functools.cache
 def _only_shows(func: Any) -> bool:
-    """Whether an operation returns views only. Composite ones, which inference mode shows whole, may copy."""
+    """Returns True if an operation only returns views. Composite ones, not decomposed in inference mode, may copy."""
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     return func.is_view and not composite
 
 
 def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Returns the FLOPs of an operation by torch's formulas; 0: there is none for it."""
+    """Returns the FLOPs of an operation by torch's formulas, 0 if torch has no formula for it."""
     packet = func._overloadpacket
-    with contextlib.suppress(Exception):  # shapes that torch's formula does not know
+    with contextlib.suppress(Exception):  # shapes that torch's formula does not support
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             return float(sdpa_flop_count(*(value.shape for value in args[:3])))
         if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
@@ -268,7 +269,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.UntypedStorage]:
 
 
 def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
-    """Returns the storages that `tree` shows, and of each whether it is a weight."""
+    """Returns the storages of the tensors in `tree`, each with True if it is a weight's."""
     found: dict[torch.UntypedStorage, bool] = {}
     for value in tensors_of(tree):
         if value.layout is torch.strided and not value.is_quantized:
@@ -278,16 +279,16 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
 
 
 def _repeatable(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether an operation may be run again. Whether it then returns the same is tried out (`director`)."""
+    """Returns True if an operation may be executed again. `PlanMode` compares the results of a second execution."""
     name = func._schema.name
     if func._schema.is_mutable or func.namespace not in ("aten", "prims"):
         return False
-    # Statistics that it updates, which no schema tells; memory that nobody has written yet.
+    # Running statistics, whose updates no schema tells; and uninitialized memory.
     if "batch_norm" in name or "moving_avg" in name or "empty" in name:
         return False
     given = tensors_of((args, kwargs))
-    # Without a tensor to go by, a result has the default dtype, which is another one in backward.
+    # Without an input tensor, the result has the default dtype, which may be another one in backward.
     if not given or any(value.is_inference() for value in (*given, *tensors_of(result))):
         return False
-    # A generator of the user's own would have to be set back.
+    # A generator of the user would have to be reset to its state in the forward.
     return not (is_random(func) and kwargs.get("generator") is not None)

@@ -1,7 +1,7 @@
-"""What a training step of a model does, traced on tensors without memory: bytes and FLOPs exact, times calculated.
+"""Traces a training step on tensors without memory: bytes and FLOPs are exact, times are calculated.
 
 The user's own `training_step` runs forward and backward once under torch's `FakeTensorMode`, in which tensors have
-shapes and no values, and the recorder that measures real trainings follows it.
+shapes and no values, and is recorded by the `TraceMode` that also profiles real trainings.
 """
 
 import contextlib
@@ -33,22 +33,22 @@ from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.trace_mode import TraceMode, count_flops
 
 FEW, MANY = 2**12, 2**24
-"""Most elements of a tensor whose real values are computed: of floats, and of the results of factory functions."""
+"""Most elements of a tensor whose real values are computed: `FEW` for floats, `MANY` for factory functions."""
 
 __all__ = ["TracingError", "fake_tensors", "trace"]
 
 
 class TracingError(ValueError):
-    """A `training_step` that depends on values, or an operator that does not know the shape of its result."""
+    """The `training_step` depends on values, or an operator's output shape can't be inferred."""
 
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Has modules built and run without memory while it lasts. Scalars such as `loss.item()` are unknown there."""
+    """Builds and runs modules of its body without memory. Scalars such as `loss.item()` are unknown there."""
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True) as mode:
         FakeTensor.__deepcopy__ = _copy  # type: ignore[method-assign]  # torch's own copies the bytes, of which there are none
-        # `Module.to` swaps such tensors, which torch refuses where weak references to them exist: the mode has some.
+        # `Module.to` swaps such tensors. Torch refuses to swap tensors with weak references, which the mode holds.
         utils: Any = torch.utils
         weakref, utils.weakref = utils.weakref, SimpleNamespace(getweakrefs=lambda tensor: [])
         try:
@@ -74,19 +74,20 @@ def trace(
     hardware: HardwareProfile,
     min_bytes: int,
 ) -> ForwardGraph:
-    """Returns what one forward and backward do.
+    """Returns the graph of one forward and backward.
 
     Args:
-        units: of the module.
-        module: built under `mode`.
+        units: units of the module.
+        module: model that was built under `mode`.
         run: computes the loss of a batch, in the precision of the training.
-        batch: any tree of tensors, real ones or of `mode`.
-        mode: of `fake_tensors`, which it is called within.
-        hardware: gives the times: an operation takes as long as its FLOPs or its bytes, whichever takes longer.
-        min_bytes: saved tensors whose storage is smaller stay on the device.
+        batch: any tree of tensors, real ones or fake ones of `mode`.
+        mode: active result of `fake_tensors`.
+        hardware: rates of the machine. An operation is assumed to take the time of its FLOPs or of its bytes, whichever
+            is longer.
+        min_bytes: saved tensors with a smaller storage are kept on the device.
 
     Raises:
-        TracingError: the forward can't be followed without values; it names the operator.
+        TracingError: the forward can't be traced without values; the message names the operator.
     """
     recorder = _Tracer([unit.modules for unit in units], hardware)
 
@@ -133,11 +134,11 @@ def trace(
 
 
 class _Saved:
-    """A storage that autograd saves."""
+    """The identity of a storage that autograd saves."""
 
 
 class _View:
-    """A saved tensor, and its storage."""
+    """A saved tensor, and the identity of its storage."""
 
     def __init__(self, tensor: Tensor, saved: _Saved) -> None:
         self.tensor = tensor
@@ -145,7 +146,7 @@ class _View:
 
 
 class _Tracer(TraceMode):
-    """Records a forward and backward on tensors without memory; its spans are calculated times."""
+    """Records a forward and backward on tensors without memory, with calculated times."""
 
     def __init__(self, units: Sequence[Sequence[nn.Module]], hardware: HardwareProfile) -> None:
         super().__init__(units, torch.device("cpu"))
@@ -153,10 +154,10 @@ class _Tracer(TraceMode):
         self.saved_storages: dict[int, _Saved] = {}
         self.last_operator: Any = None
         self._values = WeakTensorKeyDictionary()
-        """Real values of tensors that depend on the integers of the batch alone: user code may look at those."""
+        """Real values of tensors that depend only on integers of the batch: user code may read such values."""
 
     def give_value(self, tensor: Tensor, value: Tensor) -> None:
-        """Tells the values of a tensor of integers, or of few floats, which those of others are computed from."""
+        """Sets the real values of a tensor of integers or of few floats, from which other values are computed."""
         if value.numel() <= FEW or not (value.is_floating_point() or value.is_complex()):
             self._values[tensor] = value
 
@@ -173,11 +174,11 @@ class _Tracer(TraceMode):
         return result
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns the real result of an operation whose inputs have known values; None: unknown."""
+        """Returns the real result of an operation if all its inputs have known values, else None."""
         given = tensors_of((args, kwargs))
         computable = all(value in self._values for value in given)
         if func._schema.is_mutable and not computable:
-            for value in given:  # views of them may be known: none is, from here on
+            for value in given:  # its views may be known, too: all known values are dropped
                 if value in self._values:
                     self._values.clear()
                     break
@@ -205,7 +206,7 @@ class _Tracer(TraceMode):
 
 @contextlib.contextmanager
 def _explained(recorder: _Tracer) -> Iterator[None]:
-    """Turns errors of tracing into one that names the operator and the remedy."""
+    """Raises errors of tracing as a TracingError that names the operator and the remedy."""
     remedy = (
         "Train a few steps with `callbacks=[lightning_ssd.ModelProfiler(FILE)]` instead, and give its profile: "
         "`--profile FILE`."
@@ -232,7 +233,7 @@ def _explained(recorder: _Tracer) -> Iterator[None]:
 
 
 def _is_causal(func: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether an attention skips half of its products."""
+    """Returns True if an attention is causal, which needs half of the products that torch's formula counts."""
     names = [argument.name for argument in func._schema.arguments]
     if "is_causal" not in names:
         return False

@@ -1,4 +1,4 @@
-"""The weights of a flat as whole tensors on the CPU, which user code may change: `whole_weights`, `load_state_dict`."""
+"""Weights of a flat parameter as whole tensors on the CPU, for user code in `whole_weights` and `load_state_dict`."""
 
 import torch
 from torch import Tensor
@@ -7,24 +7,24 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.shared_memory import SharedMemory, same_stride
 
 
-class LentWeights:
-    """Makes the parameters of a flat whole tensors, from `lend` until `take_back`.
+class SummonedWeights:
+    """Makes the parameters of a flat parameter whole tensors, from `summon` until `restore`.
 
     Args:
-        flat: whose parameters.
-        masters: its master weights, which the parameters are views of meanwhile; owned until `take_back`. A parameter
-            that shares memory with tensors of user code, of the same dtype and on the CPU, has that memory instead.
+        flat: the flat parameter.
+        masters: its fp32 master weights, of which the parameters are views meanwhile; owned until `restore`. A
+            parameter that shares memory with tensors of user code, in fp32 and on the CPU, has that memory instead.
     """
 
     def __init__(self, flat: FlatParameter, masters: Tensor) -> None:
         self.masters = masters
         self._flat = flat
-        self._lent: list[Tensor] = []
+        self._summoned: list[Tensor] = []
         self._before: dict[int, Tensor] = {}
-        """Values of memory that is shared and could not be lent, as user code may change it meanwhile."""
+        """Copies of shared memory that could not become the parameter's, to detect changes by user code."""
 
-    def lend(self) -> None:
-        """Makes the parameters whole."""
+    def summon(self) -> None:
+        """Makes the parameters whole tensors."""
         flat = self._flat
         with torch._C.DisableTorchFunctionSubclass():
             for index, item in enumerate(flat.slices):
@@ -34,20 +34,20 @@ class LentWeights:
                 elif memory is not None:
                     self._before[index] = memory.clone()
                 item.parameter.data = whole
-                self._lent.append(whole)
+                self._summoned.append(whole)
         flat.summoned = True
 
-    def take_back(self) -> None:
-        """Makes the parameters views of the flat; what they were changed to is in the masters then.
+    def restore(self) -> None:
+        """Makes the parameters views of the flat again. The master weights have the changes of user code.
 
         Raises:
-            RuntimeError: a parameter was given memory that can't be taken over.
+            RuntimeError: `.data` of a parameter was set to an unsuitable tensor, or shared memory was changed.
         """
         flat = self._flat
         flat.summoned = False
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
-                for index, whole in enumerate(self._lent):
+                for index, whole in enumerate(self._summoned):
                     data = flat.slices[index].parameter.data
                     if data.is_set_to(whole):
                         self._sync(index, whole)
@@ -71,7 +71,7 @@ class LentWeights:
             memory.copy_(masters)
 
     def _replace(self, index: int, data: Tensor) -> None:
-        """User code has set `.data` of a parameter."""
+        """Adopts a tensor that user code has set as `.data` of a parameter."""
         flat, item = self._flat, self._flat.slices[index]
         if data.shape != item.shape or data.dtype not in (self.masters.dtype, item.dtype):
             raise RuntimeError(
