@@ -33,6 +33,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader
 
+    from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy
     from lightning_ssd._lightning import pl
     from lightning_ssd.models.gpt import GPT
@@ -40,31 +41,18 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     hidden, layers, batch = map(int, case["shape"].split("x"))
     cuda = case["device"] == "cuda"
 
-    class Probe(pl.Callback):
-        begun: list[float] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            if cuda:
-                torch.cuda.synchronize()
-            self.begun.append(time.perf_counter())
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            if cuda:
-                torch.cuda.synchronize()
-            self.begun.append(time.perf_counter())
-
     activations: dict[str, Any] = {"states": "gpu", "offload": 0.5, "spill": "ssd_first", "min_bytes": 2**16}
     states: dict[str, Any] = {"states": "ssd", "offload": "none", "gpu_memory": "1GiB"}
     arguments = activations if case["name"] == "activations" else states
     strategy = SSDOffloadStrategy(case["path"], checksum=case["checksum"], backend="posix", **arguments)
-    probe = Probe()
+    times = StepTimes(losses=False)
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=1,
         precision="bf16-true" if cuda else "32-true",
         strategy=strategy,
         max_epochs=1,
-        callbacks=[probe],
+        callbacks=[times],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -74,7 +62,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     model = GPT(50304, 1024, hidden, layers, max(1, hidden // 128), gradient_checkpointing=case["name"] == "states")
     ids = torch.randint(0, 50257, (batch * (WARM_UP + case["steps"]), case["tokens"]))
     trainer.fit(model, DataLoader(ids, batch_size=batch))
-    steps = [after - before for before, after in zip(probe.begun, probe.begun[1:], strict=False)][WARM_UP:]
+    steps = times.seconds(WARM_UP)
     machine = torch.cuda.get_device_name() if cuda else "CPU"
     return {"seconds": statistics.median(steps), "steps": steps, "machine": machine}
 

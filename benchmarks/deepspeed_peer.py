@@ -16,6 +16,7 @@ import deepspeed
 import torch
 
 from benchmarks.finetuned_models import MODELS, make_model, random_batch
+from benchmarks.processes import cap_gpu_memory
 
 
 def configuration(mode: str, batch: int, largest: int, path: str, clip: float) -> dict[str, Any]:
@@ -78,8 +79,7 @@ def main() -> None:
         "LOCAL_RANK": "0",
     }
     deepspeed.init_distributed("nccl")
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(a.gpu_gib * 2**30 / total)
+    cap_gpu_memory(a.gpu_gib)
     if a.mode == "nvme":
         os.makedirs(a.path, exist_ok=True)
     with torch.device("meta"):

@@ -24,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,14 +48,15 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch.utils.data import DataLoader, Dataset
 
+    from benchmarks.processes import cap_gpu_memory
+    from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy, SwapPlanner
     from lightning_ssd._lightning import pl
     from lightning_ssd.models import DiT
 
     cuda = torch.cuda.is_available() and not case["dry_run"]
     if cuda:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, case["gpu"] * 2**30 / total))
+        cap_gpu_memory(case["gpu"])
     plain = case["mode"] in ("keep", "recompute")
     warm_up = WARM_UP.get(case["mode"], 3)
     steps = warm_up + case["steps"]
@@ -81,23 +81,6 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             return {"images": self.latents[index % case["batch"]], "labels": torch.tensor(index % 1000)}
 
-    class Probe(pl.Callback):
-        begun: list[float] = []
-        losses: list[float] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            if cuda:
-                torch.cuda.synchronize()
-            self.begun.append(time.perf_counter())
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-            self.losses.append(outputs["loss"].item())
-
-        def on_train_end(self, *_: Any) -> None:
-            if cuda:
-                torch.cuda.synchronize()
-            self.begun.append(time.perf_counter())
-
     model = BenchmarkDiT(
         case["image"],
         hidden_size=case["hidden"],
@@ -106,7 +89,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         gradient_checkpointing=case["mode"] in ("recompute", "both"),
     )
     strategy = "auto" if plain else SSDOffloadStrategy(case["path"])
-    probe = Probe()
+    probe = StepTimes()
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=1,
@@ -121,7 +104,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         default_root_dir=case["path"],
     )
     trainer.fit(model, DataLoader(RandomLatents(), batch_size=case["batch"]))
-    times = [b - a for a, b in zip(probe.begun, probe.begun[1:], strict=False)][warm_up:]
+    times = probe.seconds(warm_up)
     batch = {"images": torch.empty(case["batch"], 4, 1, 1)}
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -45,6 +45,7 @@ def train(case: dict[str, Any], path: str) -> None:
     from torch import Tensor
     from torch.utils.data import DataLoader, Dataset
 
+    from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy
     from lightning_ssd._lightning import pl
     from lightning_ssd.models import CausalLM, LoRACausalLM
@@ -66,28 +67,10 @@ def train(case: dict[str, Any], path: str) -> None:
         def __getitem__(self, index: int) -> Tensor:
             return self.ids[index % case["batch"]]
 
-    class Probe(pl.Callback):
-        begun: list[float] = []
-        losses: list[float] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            if cuda:
-                torch.cuda.synchronize()
-            self.begun.append(time.perf_counter())
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-            self.losses.append(outputs["loss"].item())
-            print(f"  step {len(self.losses)}: loss {self.losses[-1]:.3f}", file=sys.stderr, flush=True)
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            if cuda:
-                torch.cuda.synchronize()
-            self.begun.append(time.perf_counter())
-
     ours = case["mode"] == "ours"
     kind = LoRACausalLM if case["adapters"] else CausalLM
     module = kind(config=sizes, draw_late=ours, chunked_loss=ours, gradient_checkpointing=True, lr=1e-4, warmup_steps=1)
-    probe = Probe()
+    probe = StepTimes()
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=1,
@@ -105,7 +88,7 @@ def train(case: dict[str, Any], path: str) -> None:
     )
     started = time.perf_counter()
     trainer.fit(module, DataLoader(SameTokens(), batch_size=case["batch"]))
-    steps = [b - a for a, b in zip(probe.begun, probe.begun[1:], strict=False)][WARM_UP:]
+    steps = probe.seconds(WARM_UP)
     step = statistics.median(steps)
     result = {
         "parameters": sum(parameter.numel() for parameter in module.parameters()),

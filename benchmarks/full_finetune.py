@@ -51,6 +51,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     from torch.utils.data import DataLoader, Dataset
 
     from benchmarks.finetuned_models import make_model, random_batch
+    from benchmarks.step_times import StepTimes
     from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
     from lightning_ssd._lightning import pl
     from lightning_ssd.model_states import adam
@@ -96,20 +97,9 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         def __getitem__(self, index: int) -> dict[str, Tensor]:
             return {name: values[index % case["batch"]] for name, values in self.batch.items()}
 
-    class Probe(pl.Callback):
-        begun: list[float] = []
-        losses: list[float] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            torch.cuda.synchronize()
-            self.begun.append(time.perf_counter())
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-            self.losses.append(outputs["loss"].item())
-            print(f"  step {len(self.losses)}: loss {self.losses[-1]:.3f}", file=sys.stderr, flush=True)
-
+    class Probe(StepTimes):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.begun.append(time.perf_counter())
+            self.begun.append(time.perf_counter())  # without a wait for the GPU, which `drained` includes
             trainer.strategy.model_states.drain()
             self.drained = time.perf_counter() - self.begun[-1]
 
@@ -145,7 +135,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         model = FineTunedGPT(50304, 1024, hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
     started = time.perf_counter()
     trainer.fit(model, DataLoader(SameTokens(), batch_size=case["batch"]))
-    steps = [b - a for a, b in zip(probe.begun, probe.begun[1:], strict=False)][WARM_UP:]
+    steps = probe.seconds(WARM_UP)
     result = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "step": statistics.median(steps),

@@ -174,7 +174,11 @@ def save(checkpoint: Any, path: str | Path) -> None:
 
 
 class _Filling(io.RawIOBase):
-    """A file that puts the values where a mark was to be written."""
+    """A file that puts the values where a mark was to be written.
+
+    `torch.serialization.skip_data` does not serve: it leaves holes for ordinary tensors, too, and the file alone says
+    which hole belongs to which tensor, to a reader who unpickles all objects of the checkpoint.
+    """
 
     def __init__(self, file: io.BufferedWriter, marks: dict[bytes, LazyTensor]) -> None:
         self._file = file

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import budget, build, state_storage
-from lightning_ssd.storage import ChecksumError, PosixBackend, StorageError, StorageFullError
+from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
 from tests.support.compare import assert_same
-from tests.support.faults import FaultyBackend
+from tests.support.faults import FailingAtBackend, FaultyBackend
 from tests.support.models import Block, Model
 from tests.support.products import combinations, thorough
 from tests.support.states import assert_nothing_is_left, host, loader, some_stay, ssd, train
@@ -196,21 +196,6 @@ def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: st
     assert_same(resumed_model, expected)
 
 
-class Failing(FaultyBackend):
-    """Fails the writes from a given one on."""
-
-    def __init__(self, writes: int) -> None:
-        super().__init__(PosixBackend())
-        self.left = writes
-
-    def _transfer(self, operation: Any, call: Any, buffer: Tensor, offset: int) -> int:
-        if operation == "write":
-            self.left -= 1
-            if self.left < 0:
-                raise OSError(5, "Input/output error")
-        return super()._transfer(operation, call, buffer, offset)
-
-
 @pytest.mark.parametrize("writes", [40, 90])
 def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: Path, writes: int) -> None:
     """With two slots a step counts in all units, or in none."""
@@ -226,7 +211,7 @@ def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: 
     trainer.fit(plain, loader(), loader(2, seed=2))
     steps = [*seen, plain.state_dict()]
     model = Model()
-    strategy = ssd(backend=Failing(writes), clip="speculative")
+    strategy = ssd(backend=FailingAtBackend(writes, "write", dead=True), clip="speculative")
     trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, default_root_dir=tmp_path, **arguments)
     with pytest.raises(StorageError, match=r"write.*scratch.*Input/output error"):
         trainer.fit(model, loader(), loader(2, seed=2))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd.storage import Backend, BackendFile, PosixBackend, StorageError
+from lightning_ssd.storage import StorageError
 from tests.support.endings import STEPS, WIDTH, Toy, offload
-from tests.support.faults import FailingAtBackend, Operation, WrappedFile
+from tests.support.faults import FailingAtBackend, Move, Operation, WrappingBackend
 from tests.support.trainings import Watch, make_trainer, nothing_left, package_threads  # noqa: F401
 
 NOTE = "After that, "
@@ -234,7 +234,7 @@ class Uneven(Toy):
         return torch.optim.AdamW(self.parameters(), 0.01)
 
 
-class LateFault(Backend):
+class LateFault(WrappingBackend):
     """Fails one write of the first block's optimizer states, after the second block's next step or half a second.
 
     Attributes:
@@ -243,16 +243,13 @@ class LateFault(Backend):
     """
 
     name = "late"
-    device_buffers = False
 
     def __init__(self) -> None:
+        super().__init__()
         self.armed = False
         self.overtaken: list[bool] = []
         self._writes: list[int] = []
         self._next_step = threading.Event()
-
-    def open(self, path: Path) -> BackendFile:
-        return WrappedFile(PosixBackend().open(path), self._transfer)
 
     def arm(self) -> None:
         """The next step's write fails."""
@@ -260,12 +257,12 @@ class LateFault(Backend):
         self._writes.clear()
         self._next_step.clear()
 
-    def _transfer(self, operation: Operation, call: Any, buffer: Tensor, offset: int) -> int:
+    def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
         if operation == "write" and self.armed and buffer.numel() == Uneven.FIRST_BYTES:
             self.armed = False
             self.overtaken.append(self._next_step.wait(timeout=0.5))  # it is set at once where nothing stops that step
             raise OSError(errno.EIO, "Input/output error")
-        done = int(call(buffer, offset))
+        done = call(buffer, offset)
         if operation == "write" and buffer.numel() == Uneven.SECOND_BYTES:
             self._writes.append(offset)
             if len(self._writes) == 2:

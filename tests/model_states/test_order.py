@@ -12,31 +12,28 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd.model_states.plain_data import decode, from_bytes
-from lightning_ssd.storage import Backend, BackendFile, PosixBackend
+from lightning_ssd.storage import Backend, PosixBackend
 from tests.support.endings import WIDTH, Toy, offload
-from tests.support.faults import Operation, WrappedFile
+from tests.support.faults import Move, Operation, WrappingBackend
 from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
 
 
-class WatchedWrites(Backend):
+class WatchedWrites(WrappingBackend):
     """Tells of each write before it is made, and holds it while it is told to."""
 
     name = "watched"
-    device_buffers = False
 
     def __init__(self) -> None:
+        super().__init__()
         self.open_gate = threading.Event()
         self.open_gate.set()
         self.arrived = threading.Event()
 
-    def open(self, path: Path) -> BackendFile:
-        return WrappedFile(PosixBackend().open(path), self._transfer)
-
-    def _transfer(self, operation: Operation, call: Any, buffer: Tensor, offset: int) -> int:
+    def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
         if operation == "write":
             self.arrived.set()
             assert self.open_gate.wait(timeout=60)
-        return int(call(buffer, offset))
+        return call(buffer, offset)
 
 
 def recorded_step(path: Path) -> int:

@@ -2,13 +2,12 @@
 
 import random
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_ssd.device import CUDACopyEngine, Mark
-from lightning_ssd.storage import Backend, BackendFile, PosixBackend
+from tests.support.faults import Move, Operation, WrappingBackend
 
 
 class SlowCopies(CUDACopyEngine):
@@ -37,28 +36,11 @@ class SlowCopies(CUDACopyEngine):
                 torch.cuda._sleep(random.randrange(2_000_000))
 
 
-class SlowBackend(Backend):
+class SlowBackend(WrappingBackend):
     """Every I/O is held up for a random time: this is the drive's own time, nothing waits for it by sleeping."""
 
     name = "slow"
-    device_buffers = False
 
-    def __init__(self) -> None:
-        self._inner = PosixBackend()
-
-    def open(self, path: Path) -> BackendFile:
-        file = self._inner.open(path)
-
-        class Slow(BackendFile):
-            def write(self, buffer: Tensor, offset: int) -> int:
-                time.sleep(random.random() * 2e-3)
-                return file.write(buffer, offset)
-
-            def read(self, buffer: Tensor, offset: int) -> int:
-                time.sleep(random.random() * 2e-3)
-                return file.read(buffer, offset)
-
-            def close(self) -> None:
-                file.close()
-
-        return Slow()
+    def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
+        time.sleep(random.random() * 2e-3)
+        return call(buffer, offset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -13,9 +14,31 @@ import torch
 from lightning_ssd.storage import Backend, BackendFile, PosixBackend
 
 Operation = Literal["write", "read"]
+Move = Callable[[torch.Tensor, int], int]
+"""`BackendFile.write` or `BackendFile.read`: takes a buffer and an offset, returns the bytes transferred."""
 
 
-class FaultyBackend(Backend):
+class WrappingBackend(Backend):
+    """Passes every transfer of another backend through `transfer`.
+
+    Args:
+        inner: the backend that does the transfers.
+    """
+
+    device_buffers = False
+
+    def __init__(self, inner: Backend | None = None) -> None:
+        self._inner = inner or PosixBackend()
+
+    def open(self, path: Path) -> BackendFile:
+        return WrappedFile(self._inner.open(path), self.transfer)
+
+    @abstractmethod
+    def transfer(self, operation: Operation, call: Move, buffer: torch.Tensor, offset: int) -> int:
+        """Does a transfer by `call`, or does not; returns the bytes that it reports as transferred."""
+
+
+class FaultyBackend(WrappingBackend):
     """Does what it is told to do wrong, from then on: set the attributes after the store is made.
 
     Args:
@@ -28,24 +51,14 @@ class FaultyBackend(Backend):
     """
 
     name = "faulty"
-    device_buffers = False
 
     def __init__(self, inner: Backend | None = None) -> None:
-        self._inner = inner or PosixBackend()
+        super().__init__(inner)
         self.error: dict[Operation, Exception] = {}
         self.short: set[Operation] = set()
         self.flip = False
 
-    def open(self, path: Path) -> BackendFile:
-        return WrappedFile(self._inner.open(path), self._transfer)
-
-    def _transfer(
-        self,
-        operation: Operation,
-        call: Callable[[torch.Tensor, int], int],
-        buffer: torch.Tensor,
-        offset: int,
-    ) -> int:
+    def transfer(self, operation: Operation, call: Move, buffer: torch.Tensor, offset: int) -> int:
         if operation in self.error:
             raise self.error[operation]
         if operation in self.short:
@@ -88,9 +101,7 @@ class CorruptingBackend(Backend):
     def open(self, path: Path) -> BackendFile:
         file = self._inner.open(path)
 
-        def transfer(
-            operation: Operation, call: Callable[[torch.Tensor, int], int], buffer: torch.Tensor, offset: int
-        ) -> int:
+        def transfer(operation: Operation, call: Move, buffer: torch.Tensor, offset: int) -> int:
             if operation == "read":
                 return call(buffer, offset)
             with self._lock:
@@ -105,7 +116,7 @@ class CorruptingBackend(Backend):
         return WrappedFile(file, transfer)
 
 
-class FailingAtBackend(Backend):
+class FailingAtBackend(WrappingBackend):
     """Fails at one transfer, by its number, and then at none or at all others.
 
     Args:
@@ -119,10 +130,9 @@ class FailingAtBackend(Backend):
     """
 
     name = "failing"
-    device_buffers = False
 
     def __init__(self, at: int, operation: Operation, *, dead: bool = False, armed: bool = True) -> None:
-        self._inner = PosixBackend()
+        super().__init__()
         self._left = at
         self._operation = operation
         self._dead = dead
@@ -130,20 +140,11 @@ class FailingAtBackend(Backend):
         self._lock = threading.Lock()
         self.failed = 0
 
-    def open(self, path: Path) -> BackendFile:
-        return WrappedFile(self._inner.open(path), self._transfer)
-
     def arm(self) -> None:
         """Transfers count from now on."""
         self._armed = True
 
-    def _transfer(
-        self,
-        operation: Operation,
-        call: Callable[[torch.Tensor, int], int],
-        buffer: torch.Tensor,
-        offset: int,
-    ) -> int:
+    def transfer(self, operation: Operation, call: Move, buffer: torch.Tensor, offset: int) -> int:
         with self._lock:
             if self._armed and operation == self._operation:
                 self._left -= 1
@@ -153,7 +154,7 @@ class FailingAtBackend(Backend):
         return call(buffer, offset)
 
 
-class GatedBackend(Backend):
+class GatedBackend(WrappingBackend):
     """Holds every transfer at a gate, which is open at first.
 
     Args:
@@ -164,17 +165,13 @@ class GatedBackend(Backend):
     """
 
     name = "gated"
-    device_buffers = False
 
     def __init__(self, inner: Backend | None = None) -> None:
-        self._inner = inner or PosixBackend()
+        super().__init__(inner)
         self._gate = threading.Event()
         self._gate.set()
         self._arrived = threading.Semaphore(0)
         self.served: list[tuple[Operation, int]] = []
-
-    def open(self, path: Path) -> BackendFile:
-        return WrappedFile(self._inner.open(path), self._transfer)
 
     def hold(self) -> None:
         """Closes the gate, and forgets what was served."""
@@ -190,13 +187,7 @@ class GatedBackend(Backend):
         """Opens the gate."""
         self._gate.set()
 
-    def _transfer(
-        self,
-        operation: Operation,
-        call: Callable[[torch.Tensor, int], int],
-        buffer: torch.Tensor,
-        offset: int,
-    ) -> int:
+    def transfer(self, operation: Operation, call: Move, buffer: torch.Tensor, offset: int) -> int:
         self._arrived.release()
         assert self._gate.wait(timeout=60)
         self.served.append((operation, offset))
@@ -207,7 +198,7 @@ class WrappedFile(BackendFile):
     def __init__(
         self,
         inner: BackendFile,
-        transfer: Callable[[Operation, Callable[[torch.Tensor, int], int], torch.Tensor, int], int],
+        transfer: Callable[[Operation, Move, torch.Tensor, int], int],
     ) -> None:
         self._inner = inner
         self._transfer = transfer

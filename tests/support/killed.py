@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.storage import PosixBackend
-from tests.support.faults import FaultyBackend
+from tests.support.faults import FaultyBackend, Move, Operation
 from tests.support.trainings import make_trainer
 
 
@@ -63,13 +62,13 @@ class DyingBackend(FaultyBackend):
         super().__init__(PosixBackend())
         self._left = dies_at
 
-    def _transfer(self, operation: Any, call: Callable[[Tensor, int], int], buffer: Tensor, offset: int) -> int:
+    def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
         if operation == "write":
             self._left -= 1
             if self._left == 0:
                 call(buffer[: buffer.numel() // 8192 * 4096], offset)
                 os.kill(os.getpid(), signal.SIGKILL)
-        return super()._transfer(operation, call, buffer, offset)
+        return super().transfer(operation, call, buffer, offset)
 
 
 def recovering(path: Path, **arguments: Any) -> SSDOffloadStrategy:
