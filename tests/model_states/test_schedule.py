@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states.buffers import SSDBuffer
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.step import OptimizerStep
 from tests.support.access import loader
@@ -43,7 +44,13 @@ class Chain(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def events_of(path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> list[list[tuple[str, int]]]:
+def events_of(
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: type[Chain] = Chain,
+    clip_norm: float | None = None,
+    **arguments: Any,
+) -> list[list[tuple[str, int]]]:
     """Returns the events of each training step; steps and fetches are told by the methods that make them."""
     events: list[tuple[str, int]] = []
 
@@ -64,12 +71,13 @@ def events_of(path: Path, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> 
         told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.store.flat)))
     told(ParamPrefetcher, "_fetch", lambda stream, index: ("want", index))
     told(ParamPrefetcher, "release", lambda stream, flat: ("release", unit(flat)))
-    strategy = SSDOffloadStrategy(states="host", min_bytes=1, **({"gpu_memory": "1B"} | arguments))
+    strategy = SSDOffloadStrategy(**({"states": "host", "min_bytes": 1, "gpu_memory": "1B"} | arguments))
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, default_root_dir=path, max_epochs=1, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        gradient_clip_val=clip_norm,
     )  # fmt: skip
-    trainer.fit(Chain(events), loader())
+    trainer.fit(model(events), loader())
     steps: list[list[tuple[str, int]]] = [[]]
     for event in events:
         steps[-1].append(event)
@@ -168,6 +176,68 @@ def test_weights_are_fetched_ahead_and_released_behind(tmp_path: Path, monkeypat
     for unit in range(1, UNITS - 1):
         assert step.index(("want", unit)) < step.index(("forward", unit))
     assert step.index(("release", 0)) < step.index(("forward", 3))
+
+
+def test_weights_of_the_next_forward_are_fetched_when_a_step_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when that forward begins, so that the fetch overlaps with loading the next batch."""
+    for step in events_of(tmp_path, monkeypatch)[:-1]:
+        submitted, end = step.index(("speculative", 0)), len(step) - 1
+        assert ("want", 0) in step[submitted:end]
+
+
+class HeldJobs(Chain):
+    """Jobs of a step are queued from the backward on, and run when the step has ended."""
+
+    def hold(self, model_states: Any, wait: Callable[[], object]) -> None:
+        model_states._steps._worker.submit(wait)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.ended = threading.Event()
+        self.hold(self.trainer.strategy.model_states, lambda: self.ended.wait(60))  # type: ignore[union-attr]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.events.append(("released", 0))
+        self.ended.set()
+        super().on_train_batch_end()
+
+
+@pytest.mark.parametrize("clip", ["speculative", "deferred"])
+def test_queued_jobs_run_in_the_order_of_the_next_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any
+) -> None:
+    for step in events_of(tmp_path, monkeypatch, HeldJobs, clip=clip, clip_norm=1e3)[1:-1]:
+        assert [index for kind, index in step if kind == clip] == [3, 2, 1, 0]
+        jobs = step[step.index(("released", 0)) :]
+        assert [index for kind, index in jobs if kind == "step"] == [0, 1, 2, 3]
+
+
+class HeldReads(HeldJobs):
+    """States of a step are requested from the backward on, and read when the step has ended."""
+
+    def hold(self, model_states: Any, wait: Callable[[], object]) -> None:
+        stores = model_states.stores
+        model_states.scratch.states._worker.submit(wait)
+
+        def stage(buffer: SSDBuffer, memory: Tensor | None, *, read: bool) -> Any:
+            (flat,) = [flat for flat, store in stores.items() if buffer in store._buffers]
+            self.events.append(("read", int(flat.slices[0].name.split(".")[1])))
+            return read_buffer(buffer, memory, read=read)
+
+        SSDBuffer.stage = stage  # type: ignore[method-assign]
+
+
+read_buffer = SSDBuffer.stage
+
+
+def test_queued_reads_of_states_are_made_in_the_order_of_the_next_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SSDBuffer, "stage", read_buffer)  # put back at the end
+    for step in events_of(tmp_path, monkeypatch, HeldReads, states="ssd", offload="none")[1:-1]:
+        reads = step[step.index(("released", 0)) :]
+        assert list(dict.fromkeys(index for kind, index in reads if kind == "read")) == [0, 1, 2, 3]
 
 
 class Call(torch.autograd.Function):

@@ -1,0 +1,140 @@
+"""A CPU "device" whose copies are made late, as those of a GPU that is far behind the host."""
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ssd.device import CPUCopyEngine
+
+IDLE_SECONDS = 0.005
+"""Host time without a call after which the device catches up. Longer times only make tests slower."""
+
+
+def _uses(tensor: Tensor) -> int:
+    """Returns the number of owners of a tensor's storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_USES_OF_ONE_TENSOR = _uses(torch.empty(1))
+
+
+class _Mark(float):
+    """A copy of one direction, by its number. The value is the time when it was issued, which the clock reads."""
+
+    direction: str
+    number: int
+
+
+class LateCopies(CPUCopyEngine):
+    """Copies of a device that is behind the host.
+
+    A copy is made when the compute stream waits for its mark, or when the future of a mark completes: one more call of
+    the engine later, or when the host has made no call for `IDLE_SECONDS`. Until then the destination is undefined: a
+    missing wait, a source that is overwritten too early, and a buffer that is given to another owner too early change
+    numbers. `violations` names device buffers whose owner has released them before their copy was made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.violations: list[str] = []
+        self._condition = threading.Condition(threading.RLock())
+        """Guards all fields below. Copies are made while it is held; futures are completed without it."""
+        self._issued = {"d2h": deque[tuple[int, Tensor, Tensor]](), "h2d": deque[tuple[int, Tensor, Tensor]]()}
+        self._count = 0
+        self._futures: deque[tuple[str, int, int, Future[None]]] = deque()
+        self._calls = 0
+        self._completing = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._catch_up, name="late-device", daemon=True)
+        self._thread.start()
+
+    def d2h(self, src: Tensor, dst: Tensor, after: Any, *, awaited: bool = False) -> Any:
+        return self._issue("d2h", src, dst[: src.numel()])
+
+    def h2d(self, src: Tensor, dst: Tensor, after: Any, *, awaited: bool = False) -> Any:
+        return self._issue("h2d", src[: dst.numel()], dst)
+
+    def wait(self, mark: Any) -> None:
+        with self._condition:
+            self._call()
+            if mark is not None:
+                self._make(mark.direction, mark.number)
+
+    def on_d2h(self, mark: Any) -> "Future[None]":
+        return self._future("d2h", mark)
+
+    def on_h2d(self, mark: Any) -> "Future[None]":
+        return self._future("h2d", mark)
+
+    def drain(self) -> None:
+        with self._condition:
+            for direction in self._issued:
+                self._make(direction, self._count)
+            self._calls += 2
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not self._futures and not self._completing)
+
+    def close(self) -> None:
+        self.drain()
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        self._thread.join()
+
+    def _call(self) -> None:
+        self._calls += 1
+        self._condition.notify_all()
+
+    def _issue(self, direction: str, src: Tensor, dst: Tensor) -> Any:
+        with self._condition, torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
+            self._call()
+            self._count += 1
+            src, dst = src.detach(), dst.detach()
+            dst.fill_(0xFF)
+            self._issued[direction].append((self._count, src, dst))
+            mark = _Mark(perf_counter())
+            mark.direction, mark.number = direction, self._count
+            return mark
+
+    def _make(self, direction: str, number: int) -> None:
+        issued = self._issued[direction]
+        while issued and issued[0][0] <= number:
+            count, src, dst = issued.popleft()
+            with torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
+                dst.copy_(src)
+            on_device = src if direction == "d2h" else dst
+            if _uses(on_device) <= _USES_OF_ONE_TENSOR:
+                self.violations.append(f"the device memory of {direction} copy {count} was released before the copy")
+
+    def _future(self, direction: str, mark: Any) -> "Future[None]":
+        done: Future[None] = Future()
+        with self._condition:
+            self._call()
+            self._futures.append((direction, 0 if mark is None else mark.number, self._calls, done))
+        return done
+
+    def _catch_up(self) -> None:
+        while True:
+            with self._condition:
+                while not self._futures:
+                    if self._closed:
+                        return
+                    self._condition.wait()
+                direction, number, call, done = self._futures[0]
+                seen = self._calls
+                while self._calls <= call:
+                    if not self._condition.wait(IDLE_SECONDS) and self._calls == seen:
+                        break
+                    seen = self._calls
+                self._futures.popleft()
+                self._make(direction, number)
+                self._completing = True
+            done.set_result(None)
+            with self._condition:
+                self._completing = False
+                self._condition.notify_all()
