@@ -26,10 +26,14 @@ class Ending:
         try:
             step(*arguments, **options)
         except BaseException as error:
-            if self.failure is None:
-                self.failure = error
-            elif error is not self.failure:
-                log.warning("what else went wrong at the end: %s", error)
+            self.add(error)
+
+    def add(self, error: BaseException) -> None:
+        """Keeps the error of a step if it is the first, else logs it."""
+        if self.failure is None:
+            self.failure = error
+        elif error is not self.failure:
+            log.warning("another error at the end of training: %s", error)
 
     def raise_failure(self) -> None:
         """Raises the first error of the steps, unless something has failed before: that is raised elsewhere."""

@@ -1,10 +1,12 @@
-"""Optimizer states after training: in the user's optimizers again, as plain Lightning leaves them.
+"""The model after training, as plain Lightning leaves it: whole parameters, states in the user's optimizers.
 
 `trainer.save_checkpoint` after `fit`, `optimizer.state_dict()` and a second `fit` with the same optimizer find them.
 States in host memory become ordinary tensors. States on SSDs stay there, in files without a name, and are read on
 access; the files go away with the optimizer.
 """
 
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,40 +14,90 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ssd.model_states.buffers import HostBuffer, SSDBuffer, StateStaging
+from lightning_ssd.model_states.ending import Ending
+from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.lazy import LazyTensor
 from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer
+from lightning_ssd.model_states.settings import describe
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.storage import DetachedBlobs
 
+log = logging.getLogger(__name__)
+
 
 class LeftStates:
-    """Hands the states of offloaded parameters to the user's optimizers.
+    """Restores the parameters, and hands the states of offloaded parameters to the user's optimizers.
 
     Threads: the training thread; states on SSDs are read on the thread that accesses them.
 
     Ownership: states on SSDs belong to the lazy tensors, which share the detached files.
+
+    Args:
+        stores: where the values of each flat parameter are stored.
+        rules: how each flat parameter is stepped.
+        groups: for each flat parameter with a rule, its optimizer and the index of its parameter group.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        stores: Mapping[FlatParameter, StateStore],
+        rules: Mapping[FlatParameter, FlatOptimizer],
+        groups: Mapping[FlatParameter, tuple[Optimizer, int]],
+    ) -> None:
+        self._stores = stores
+        self._rules = rules
+        self._groups = groups
+        self._failed: dict[FlatParameter, Exception] = {}
+        """Errors of flat parameters whose last step was not made."""
         self._blobs: DetachedBlobs | None = None
         """Files of states on SSDs; set by `close_scratch`, before any state is read."""
         self._on_ssd = False
 
-    def hand_over(
-        self, store: StateStore, rule: FlatOptimizer, optimizer: Optimizer, failed: Exception | None, *, kept: bool
-    ) -> None:
-        """Puts the states of a flat parameter in `optimizer.state`, or states that raise an error when they are read.
+    def restore_parameters(self, ending: Ending, ahead: Sequence[str], *, hand_over: bool) -> None:
+        """Makes the parameters whole on the CPU, as the last step that was made left them.
 
         Args:
-            store: where they are stored. Nothing is staged, and no step under way.
-            rule: how the flat parameter is stepped.
-            optimizer: the user's.
-            failed: error of the last step.
+            ending: its failure gets a note if the weights are not those of one step.
+            ahead: names of flat parameters that are one step ahead of the others.
+            hand_over: whether optimizer states are handed over, too: one flat parameter after the other, since host
+                memory may not have room for all of them twice.
+        """
+        lost: list[str] = []
+        for flat, store in self._stores.items():
+            try:
+                store.drain()
+            except Exception as error:  # of a step that was not made; the weights are those before it
+                self._failed[flat] = error
+            if (unread := store.restore_to_cpu()) is not None:
+                ending.add(unread)
+                lost.append(flat.name)
+            if hand_over:
+                self._hand_over(flat, kept=False)
+            store.free_host_memory()
+        notes = [f"these weights could not be read, and are NaN now: {describe(lost)}"] if lost else []
+        if ahead:
+            notes.append(f"the weights are not those of one step: one ahead of the others are {describe(ahead)}")
+        if ending.failure is not None:
+            for note in notes:
+                log.error("%s", note)
+                ending.failure.add_note(f"After that, {note}.")
+
+    def hand_over(self, *, kept: bool) -> None:
+        """Puts all states in `optimizer.state`, or states that raise an error when they are read.
+
+        Args:
             kept: whether the states stay on SSDs for the next run.
         """
-        if isinstance(rule, WholeOptimizer):
+        for flat in self._stores:
+            self._hand_over(flat, kept=kept)
+
+    def _hand_over(self, flat: FlatParameter, *, kept: bool) -> None:
+        """Hands over the states of one flat parameter. Nothing of it is staged, and no step under way."""
+        rule, store = self._rules.get(flat), self._stores[flat]
+        if rule is None or isinstance(rule, WholeOptimizer):
             return
-        if failed is not None:
+        optimizer = self._groups[flat][0]
+        if (failed := self._failed.get(flat)) is not None:
             self._refuse(store, optimizer, f"a step of it failed ({failed}). Save before that happens.")
         elif kept:
             self._refuse(store, optimizer, "they are kept for the next run, which goes on from them by itself")

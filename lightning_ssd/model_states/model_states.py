@@ -43,7 +43,6 @@ from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
 from lightning_ssd.model_states.parameter import hook_gradient
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
-from lightning_ssd.model_states.settings import describe
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.state_store import StateStore
@@ -151,13 +150,16 @@ class ModelStates:
         self._optimizers = list({id(optimizer): optimizer for optimizer, _ in self.groups.values()}.values())
         self._summoned = False
         self._closed = False
-        self._left = LeftStates()
+        self._left = LeftStates(self.stores, self.rules, self.groups)
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
         # Two of them call each other: the prefetcher unstages before it fetches, staging waits for fetched weights.
         self._staged = StagedFlats(
-            self.stores, self._drain_flat, self._begin_change, arrived=lambda flat: self._prefetcher.wait(flat)
+            self.stores,
+            drain=lambda flat: self._steps.drain_flat(flat),
+            begin_change=self._begin_change,
+            arrived=lambda flat: self._prefetcher.wait(flat),
         )
         self._prefetcher = ParamPrefetcher(
             [flats for _, flats in self.units],
@@ -403,7 +405,7 @@ class ModelStates:
         if self._summoned:
             yield
             return
-        self._pull_all()
+        self._staged.pull_all()
         self.state_dicts.before_change()
         self.drain()
         self._prefetcher.release_all()
@@ -428,14 +430,6 @@ class ModelStates:
                         f"a hook changed weights of {flat.name}, which `recover=True` can't "
                         "repeat after a kill. Change them elsewhere, or set `recover=False`."
                     )
-
-    def _pull_all(self) -> None:
-        """Copies what user code has written to memory that it shares with parameters to their master weights."""
-        for flat in self.stores:
-            self._staged.pull(flat)
-
-    def _drain_flat(self, flat: FlatParameter) -> None:
-        self._steps.drain_flat(flat)
 
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.
@@ -546,7 +540,7 @@ class ModelStates:
             return
         ending = Ending(failure)
         if failure is None:
-            ending.run(self._pull_all)
+            ending.run(self._staged.pull_all)
             ending.run(self.finish)
         ending.run(self._end)
         self._restore_model(ending)
@@ -562,7 +556,7 @@ class ModelStates:
             Exception: the error of a step; the model is restored then.
         """
         assert not self.recorded, "flat parameters of a recorded run don't change"
-        self._pull_all()
+        self._staged.pull_all()
         self.drain()
         self.state_dicts.before_change()
         self._prefetcher.release_all()
@@ -608,56 +602,11 @@ class ModelStates:
 
     def _restore_model(self, ending: Ending) -> None:
         """Restores the parameters, hands optimizer states to the user's optimizers, and frees the stored values."""
-        failed = self._restore_parameters(ending)
+        # Only after the weights are restored, the journal says whether the next run needs the states.
+        self._left.restore_parameters(ending, self._steps.revert_partial_steps(), hand_over=not self.recorded)
         kept = self.recorded and self._steps.end_record(ending)
         if self.recorded:
-            for flat, store in self.stores.items():
-                self._hand_over_states(flat, store, failed.get(flat), kept=kept)
+            self._left.hand_over(kept=kept)
         ending.run(self._copies.close)
         if self.scratch is not None:
             ending.run(self._left.close_scratch, self.scratch, kept=kept)
-
-    def _restore_parameters(self, ending: Ending) -> dict[FlatParameter, Exception]:
-        """Makes the parameters whole on the CPU, as the last step that was made left them.
-
-        Without a journal, which says whether the next run needs them, optimizer states are handed over, too: one flat
-        parameter after the other, since host memory may not have room for all of them twice.
-
-        Args:
-            ending: its failure gets a note if the weights are not those of one step.
-
-        Returns:
-            Errors of flat parameters whose last step was not made.
-        """
-        ahead = self._steps.revert_partial_steps()
-        lost: list[str] = []
-        failed: dict[FlatParameter, Exception] = {}
-        for flat, store in self.stores.items():
-            try:
-                store.drain()
-            except Exception as error:  # of a step that was not made; the weights are those before it
-                failed[flat] = error
-            if (unread := store.restore_to_cpu()) is not None:
-                ending.run(_raise, unread)
-                lost.append(flat.name)
-            if not self.recorded:
-                self._hand_over_states(flat, store, failed.get(flat), kept=False)
-            store.free_host_memory()
-        notes = [f"these weights could not be read, and are NaN now: {describe(lost)}"] if lost else []
-        if ahead:
-            notes.append(f"the weights are not those of one step: one ahead of the others are {describe(ahead)}")
-        if ending.failure is not None:
-            for note in notes:
-                log.error("%s", note)
-                ending.failure.add_note(f"After that, {note}.")
-        return failed
-
-    def _hand_over_states(
-        self, flat: FlatParameter, store: StateStore, failed: Exception | None, *, kept: bool
-    ) -> None:
-        if flat in self.rules:
-            self._left.hand_over(store, self.rules[flat], self.groups[flat][0], failed, kept=kept)
-
-
-def _raise(error: Exception) -> None:
-    raise error

@@ -103,6 +103,11 @@ class StagedFlats:
         for index in last:
             del flat.shared[index]
 
+    def pull_all(self) -> None:
+        """Does so for all flat parameters."""
+        for flat in self._stores:
+            self.pull(flat)
+
     def _adopt_changes(
         self, flat: FlatParameter, changed: Mapping[int, Tensor], keep: Collection[FlatParameter]
     ) -> None:
