@@ -1,4 +1,4 @@
-"""Saved tensors: what autograd keeps for backward, kept elsewhere. Knows autograd and `storage`, not Lightning."""
+"""Offloads and recomputes tensors that autograd saves for backward. Knows autograd and `storage`, not Lightning."""
 
 from lightning_ssd.activations.config import OffloadConfig, make_offloader
 from lightning_ssd.activations.graph import ForwardGraph, Saved

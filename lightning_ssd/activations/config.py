@@ -1,4 +1,4 @@
-"""What a user may say about activation offload, checked, and made into an activation offloader."""
+"""The user's arguments for activation offload: their checks, and the activation offloader made from them."""
 
 import contextlib
 import logging
@@ -30,10 +30,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Where activations may go, and how many of them. `SSDOffloadStrategy` documents the fields.
+    """Arguments of activation offload. `SSDOffloadStrategy` documents the fields.
 
     Raises:
-        ValueError: a field is out of range; the message names it and says what it may be.
+        ValueError: a field is out of range; the message names the field and its legal values.
+        TypeError: a field has a wrong type.
     """
 
     path: str | Path | Sequence[str | Path] | None = None
@@ -67,18 +68,18 @@ class OffloadConfig:
         check_flag("checksum", self.checksum)
 
     def amount(self) -> float | int | Literal["auto", "none"]:
-        """Returns `offload` as a share of the bytes (`float`), bytes a micro-batch (`int`), or one of the words."""
+        """Returns `offload` as a share of the bytes (`float`), bytes per micro-batch (`int`), or one of the words."""
         amount = OFFLOAD.parse(self.offload)
         if isinstance(amount, str):
             return "auto" if amount == "auto" else "none"
         return amount
 
     def resolve(self, default_path: str | Path, processes: int = 1) -> "OffloadConfig":
-        """Returns the same with byte counts in place of percentages, of what is free now.
+        """Returns a copy with byte counts in place of percentages of the memory and disk space that are free now.
 
         Args:
-            default_path: directory for scratch files where the user named none.
-            processes: processes of this training on this machine, which share what is free.
+            default_path: directory for scratch files if the user has named none.
+            processes: processes of this training on this machine, which share the free memory and disk space.
         """
         memory = available_memory() // processes
         host = _bytes_of(HOST_MEMORY, self.host_memory, memory)
@@ -91,7 +92,7 @@ class OffloadConfig:
         return replace(self, host_memory=host, staging_memory=staging, ssd_capacity=capacity)
 
     def paths(self, default: str | Path) -> list[Path]:
-        """Returns the directories of the scratch files. `default` is made if it is missing, as nobody named it."""
+        """Returns the directories of the scratch files. If the user has named none, `default` is made and returned."""
         if self.path is None:
             if "://" in str(default):
                 raise ValueError(
@@ -106,18 +107,18 @@ class OffloadConfig:
 def make_offloader(
     config: OffloadConfig, device: torch.device, *, default_path: str | Path, rank: int = 0, processes: int = 1
 ) -> ActivationOffloader:
-    """Makes the activation offloader that `config` asks for; nothing is left behind when it can't.
+    """Makes the activation offloader of a configuration. On an error, tiers that were made are closed.
 
     Args:
-        config: what the user wants.
+        config: the user's arguments.
         device: the training device.
-        default_path: directory for scratch files where the user named none.
+        default_path: directory for scratch files if the user has named none.
         rank: global rank of this process.
         processes: processes of this training on this machine, which share its memory.
 
     Raises:
-        ValueError: an argument does not fit this device.
-        StorageError: the scratch space can't be had.
+        ValueError: an argument is not valid for this device.
+        StorageError: the scratch space can't be allocated.
     """
     config = config.resolve(default_path, processes)
     names = _tier_names(config, device)
@@ -170,7 +171,7 @@ def _make_placement(
 def _tier_names(config: OffloadConfig, device: torch.device) -> list[OffloadTierName]:
     if config.tier == "host":
         return ["host"]
-    # On a CPU "device" the host tier is the memory that the activations are in already.
+    # On a CPU device, activations are in host memory already.
     if config.host_memory == "auto":
         host = device.type != "cpu"
     else:
@@ -227,7 +228,7 @@ def _make_ssd_tier(
 
 
 def _copy_speed(copies: CopyEngine, pool: PinnedPool) -> tuple[float, float]:
-    """Measures copies out and in, in bytes/s: the best of three of one buffer."""
+    """Returns the bandwidths of d2h and h2d copies in bytes/s, each the best of three copies of one buffer."""
     data = copies.empty(SMALLEST_TIER)
     buffer = pool.acquire(SMALLEST_TIER)
     clock = make_clock(copies.device)
@@ -245,13 +246,13 @@ def _copy_speed(copies: CopyEngine, pool: PinnedPool) -> tuple[float, float]:
     return SMALLEST_TIER / seconds[0], SMALLEST_TIER / seconds[1]
 
 
-_PIECE_BYTES = 16 * 2**20  # one I/O: long enough for a drive's full speed, short enough to stage
+_PIECE_BYTES = 16 * 2**20  # bytes of an I/O request: enough for a drive's full bandwidth, few enough to stage
 SMALLEST_TIER = 64 * 2**20
-"""Bytes: copies of so many show the bandwidth."""
+"""Least bytes of a tier, which are also copied to measure its bandwidth."""
 
 
 LEAST_BUDGET = 10**6
-"""Bytes: a budget of fewer, without a unit, is a mistake."""
+"""Bytes of the smallest budget that needs no unit: a smaller number is probably a forgotten unit."""
 
 OFFLOAD = SizeArgument(
     "offload", ("auto", "none"), share_of="the bytes of a micro-batch", fractions=True, least=LEAST_BUDGET
@@ -277,7 +278,7 @@ def _bytes_of(argument: SizeArgument, value: int | str, free: int) -> int | str:
 
 
 def check_paths(path: object) -> None:
-    """Raises an error that names `path`, unless it is None, a local path, or several."""
+    """Raises a TypeError or ValueError that names `path`, unless it is None, a local path, or a list of local paths."""
     legal = "Give a directory such as '/nvme0', or a list of several."
     paths = [path] if isinstance(path, str | os.PathLike) else path
     if paths is None:

@@ -1,8 +1,7 @@
-"""The SSD tier on the direct path: device memory to SSD and back, no host buffer (GPUDirect Storage).
+"""The SSD tier on the direct path: transfers between device memory and SSD without host buffers (GPUDirect Storage).
 
-The backend reads and writes device memory on the host's clock, so nothing here is ordered by streams: a request is
-made when the GPU has produced the bytes (or is done with the memory they go to), and the device memory is the
-request's until its future is done.
+The backend's transfers are not ordered by streams. A request is therefore submitted once the GPU has produced the bytes
+(or no longer uses the destination's memory), and owns the device memory until its future is done.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ class DirectTier(SSDTierBase):
         return copy
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+        with contextlib.ExitStack() as stack:  # callbacks run in reverse order, also after errors of earlier ones
             stack.callback(self.blobs.close)
             stack.callback(self._copies.drain)
 
@@ -48,14 +47,14 @@ class _DirectCopy(StoredCopy):
         try:
             produced.result()
             self._requests.set_result([self.tier.blobs.write(piece, part) for piece, part in parts])
-        except Exception as error:  # a closed store, a lost device: the training thread gets it when it asks
+        except Exception as error:  # a closed store, a lost device: raised on the training thread in `wait_copied`
             self._requests.set_exception(error)
 
     def wait_copied(self) -> Mark:
         requests = self._requests.result()
         wait(requests)
         for request in requests:
-            if not request.cancelled():  # by `free`: nobody wants the bytes
+            if not request.cancelled():  # `free` cancels requests whose bytes are not needed
                 request.result()
         return None
 
@@ -77,7 +76,7 @@ class _DirectLoad(Load):
         copies = copy.tier._copies
         self.data = copies.empty(copy.blob.nbytes)
         self._requests: Future[list[Future[None]]] = Future()
-        # The memory is the compute stream's until it is done with the last owner: read into it from then on.
+        # The compute stream may still use the memory for its last owner: the reads are submitted after that.
         copies.on_h2d(copies.mark(awaited=True)).add_done_callback(partial(self._read, copy, urgent))
 
     @property

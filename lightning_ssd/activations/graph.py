@@ -1,4 +1,4 @@
-"""What the operations of one forward make of what, and which of it autograd saves."""
+"""The graph of one forward: its operations, the buffers that they read and make, and those that autograd saves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall
 
 @dataclass
 class Buffer:
-    """A storage that came up in a forward and is no weight.
+    """A storage in a forward that is no weight.
 
     Attributes:
-        nbytes: its bytes.
-        maker: index of the operation that made it; None: it was there before.
-        position: of the tensor that shows it among what its maker returned.
-        visit: that was under way when autograd saved it; None: it did not.
-        changed: written to after it was made.
+        nbytes: bytes of the storage.
+        maker: index of the operation that made it; None: it existed before the forward.
+        position: position of its tensor among the results of `maker`.
+        visit: unit call in which autograd saved it; None: it was not saved.
+        changed: whether it was changed in place after it was made.
     """
 
     nbytes: int
@@ -36,14 +36,14 @@ class Operation:
     """One operation.
 
     Attributes:
-        func: as dispatched.
-        part: that it belongs to.
-        visit: that was under way.
+        func: the dispatched operation.
+        part: segment of the forward.
+        visit: unit call in which it ran.
         where: name of the module that was running, relative to its unit.
         inputs: numbers of the buffers that it reads.
-        flops: of it.
-        repeatable: run again on the same buffers, it returns the same.
-        seconds: on the device.
+        flops: FLOPs of the operation.
+        repeatable: whether a second execution on the same buffers returns the same results.
+        seconds: device seconds.
     """
 
     func: Any
@@ -61,14 +61,14 @@ class Saved:
     """A buffer that autograd saves.
 
     Attributes:
-        visit: that was under way when it was saved first.
-        name: unique in the visit.
-        buffer: its number.
-        nbytes: its bytes.
-        chain: indices of the operations that make it from weights and from other buffers that are saved, in order.
-        scratch: most bytes that are needed on the way, beside the buffer.
-        again: whether they can be run again, in the backward of this visit.
-        inbound: it was there before the visit began.
+        visit: unit call in which it was first saved.
+        name: name, unique in the unit call.
+        buffer: number of the buffer.
+        nbytes: bytes of the buffer.
+        chain: indices of the operations that recompute it from weights and other saved buffers, in order.
+        scratch: peak workspace bytes during recomputation, without the buffer itself.
+        again: whether it can be recomputed in the backward of this unit call.
+        inbound: whether it was made before the unit call began.
     """
 
     visit: UnitCall
@@ -83,24 +83,24 @@ class Saved:
 
 @dataclass
 class ForwardGraph:
-    """The operations and buffers of one forward, both in the order in which they came up."""
+    """The operations and buffers of one forward, both in the order of their first use."""
 
     operations: list[Operation] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     backward_seconds: dict[UnitCall, float] = field(default_factory=dict)
-    """Of each visit, on the device."""
+    """Device seconds of the backward of each unit call."""
     transients: TransientMemory = field(default_factory=TransientMemory)
-    """What memory it took, and its backward, beside weights, their gradients, and what autograd saves."""
+    """Memory of forward and backward without weights, their gradients, and saved tensors."""
 
     def visits(self) -> list[UnitCall]:
-        """Returns all visits, in the order in which they began."""
+        """Returns all unit calls, in the order in which they began."""
         return list(dict.fromkeys(operation.visit for operation in self.operations))
 
     def saved(self, min_bytes: int) -> list[Saved]:
         """Returns the buffers that autograd saves.
 
         Args:
-            min_bytes: smaller buffers stay on the device, whatever becomes of the others.
+            min_bytes: bytes of the smallest buffer that may be dropped; smaller ones are kept on the device.
         """
         taken: dict[tuple[UnitCall, str], int] = {}
         made_by: dict[int, list[int]] = {}
@@ -131,26 +131,26 @@ class ForwardGraph:
         return found
 
     def _scratch(self, number: int, chain: set[int], made_by: Mapping[int, Sequence[int]]) -> int:
-        """Returns the most bytes on the device while a buffer is made by `chain`, beside itself.
+        """Returns the peak workspace bytes while `chain` recomputes a buffer, without the buffer itself.
 
         Args:
-            number: of the buffer.
-            chain: operations.
-            made_by: of each operation, what it makes that is not saved.
+            number: number of the buffer.
+            chain: indices of operations.
+            made_by: for each operation, numbers of the buffers that it makes and that are not saved.
         """
         made = {other for index in chain for other in made_by.get(index, ())}
         most = 0
         for index in chain:
             operation = self.operations[index]
             live = sum(self.buffers[read].nbytes for read in operation.inputs if read in made)
-            if index != self.buffers[number].maker:  # the buffer itself is not there yet
+            if index != self.buffers[number].maker:  # the buffer itself is not allocated yet
                 live += sum(self.buffers[other].nbytes for other in made_by.get(index, ()))
                 live -= self.buffers[number].nbytes
             most = max(most, live)
         return most
 
     def _chain(self, number: int, visit: UnitCall, min_bytes: int) -> set[int] | None:
-        """Returns what has to be run to make a buffer again in the backward of `visit`; None: it can't be."""
+        """Returns the operations that recompute a buffer in the backward of `visit`; None: it can't be recomputed."""
         chain: set[int] = set()
         wanted = [number]
         while wanted:
@@ -163,7 +163,7 @@ class ForwardGraph:
             if any(self.buffers[read].changed for read in maker.inputs):
                 return None
             chain.add(buffer.maker)
-            # What is saved, or small, is there.
+            # Inputs that are saved, or small, are available and need no recomputation.
             wanted += [
                 read
                 for read in maker.inputs
@@ -174,7 +174,7 @@ class ForwardGraph:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Returns the tensors in `tree`, in order."""
-    if isinstance(tree, Tensor):  # as most are
+    if isinstance(tree, Tensor):  # the most frequent case
         return [tree]
     return [value for value in tree_leaves(tree) if isinstance(value, Tensor)]
 
@@ -193,7 +193,7 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
 
 
 def is_random(func: Any) -> bool:
-    """Whether an operation draws random numbers."""
+    """Returns whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 

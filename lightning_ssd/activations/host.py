@@ -1,8 +1,8 @@
 """The host tier: saved tensors in pinned memory.
 
-Everything is ordered by streams, the host waits for nothing. Why a buffer may be reused at once when a copy is freed:
-the copy-out into it runs on the copy-out stream, which also runs the next owner's copy-out; and every load out of it
-was waited for by the compute stream (the contract of `StoredCopy.free`), after which the next owner's copy-out starts.
+All work is ordered by streams, and the host never waits. A buffer may be reused at once when its copy is freed: the d2h
+copy into it runs on the same stream as the next owner's d2h copy; and the compute stream has waited for every load from
+it (the contract of `StoredCopy.free`) before the next owner's d2h copy, which follows the compute stream.
 """
 
 from torch import Tensor
@@ -24,7 +24,7 @@ class HostTier(OffloadTier):
         self._copies = copies
 
     def store(self, data: Tensor, *, may_wait: bool) -> StoredCopy | None:
-        # Never waits for room: what holds it is freed by backward, which comes later on the same thread.
+        # Never waits for room: memory is freed by backward, which runs later on the same thread.
         nbytes = data.numel()
         if nbytes > self.pool.largest:
             return None

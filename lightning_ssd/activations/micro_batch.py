@@ -14,12 +14,12 @@ from lightning_ssd.types import OffloadTierName
 
 @dataclass(frozen=True)
 class Pattern:
-    """The shape of a finished micro-batch: what the next one like it will do.
+    """The saved storages of a finished micro-batch, by which similar later ones are predicted.
 
     Attributes:
         sizes: bytes of each saved storage, in the order of saving.
-        order: indices into `sizes`, in the order in which backward first wanted them.
-        complete: whether `order` speaks of all storages: none was saved without a record.
+        order: indices into `sizes`, in the order in which backward first unpacked them.
+        complete: whether `order` has all storages, because none was saved without a record.
     """
 
     sizes: tuple[int, ...]
@@ -28,23 +28,23 @@ class Pattern:
 
     @cached_property
     def largest(self) -> int:
-        """Bytes of the largest storage that may leave: what backward wants first does not."""
+        """Bytes of the largest storage that may be offloaded, which the one that backward needs first may not."""
         return max((size for index, size in enumerate(self.sizes) if index not in self.order[:1]), default=0)
 
     def bytes_that_may_leave(self, window_bytes: int) -> int:
-        """Bytes of the storages that are not `wanted_early`, which stay on the device."""
+        """Returns the bytes of the storages that may be offloaded: all but the `wanted_early` ones."""
         return sum(self.sizes) - sum(self.sizes[index] for index in self.wanted_early(window_bytes))
 
     def has(self, index: int, nbytes: int) -> bool:
-        """Whether storage `index` had `nbytes` bytes."""
+        """Returns whether storage `index` had `nbytes` bytes."""
         return index < len(self.sizes) and self.sizes[index] == nbytes
 
     def begins_with(self, sizes: Sequence[int]) -> bool:
-        """Whether its first storages had `sizes` bytes."""
+        """Returns whether the first storages had `sizes` bytes."""
         return self.sizes[: len(sizes)] == tuple(sizes)
 
     def wanted_early(self, window_bytes: int) -> frozenset[int]:
-        """Returns the indices of the storage that backward wanted first, and of those in the `window_bytes` after."""
+        """Returns the indices of the storage that backward needed first, and of the next `window_bytes` bytes."""
         early = set()
         left = window_bytes
         for position, index in enumerate(self.order):
@@ -58,14 +58,14 @@ class Pattern:
 
 @dataclass(frozen=True)
 class MicroBatchProfile:
-    """What one micro-batch took, on the device's clock.
+    """Times of one micro-batch on the device's clock, and its saved bytes.
 
     Attributes:
-        forward_seconds: from the start of the training step to the first saved tensor that backward wanted.
-        backward_seconds: from there to the end of backward.
-        stall_seconds: of each tier, how long the compute stream waited for it, to store and to load.
+        forward_seconds: seconds from the start of the training step until backward unpacks the first saved tensor.
+        backward_seconds: seconds from then until the end of backward.
+        stall_seconds: seconds for which the compute stream waited for each tier, (to store, to load).
         saved_bytes: bytes of all saved storages that were large enough to offload.
-        plan: the number of the plan that was in force.
+        plan: number of the plan in force.
     """
 
     forward_seconds: float
@@ -79,37 +79,37 @@ class MicroBatch:
     """The records of one forward and backward.
 
     Args:
-        patterns: what earlier micro-batches did; those that this one departs from are dropped as it goes.
-        clock: the device's clock.
-        plan: the number of the plan in force.
-        window_bytes: what backward wants first, and so many bytes after that, stays on the device.
+        patterns: patterns of earlier micro-batches, dropped as soon as this one differs from them.
+        clock: clock of the device.
+        plan: number of the plan in force.
+        window_bytes: bytes that are kept on the device because backward needs them first.
     """
 
     def __init__(self, patterns: Sequence[Pattern], clock: Clock, plan: int, window_bytes: int) -> None:
         self.sizes: list[int] = []
         self.saved_bytes = 0
         self._repeated = patterns[0] if patterns and patterns[0].complete else None
-        """The last micro-batch, as long as this one saves storages of the same sizes."""
+        """Pattern of the last micro-batch, while this one saves storages of the same sizes; None afterwards."""
         self.in_backward = False
-        """Whether backward has wanted something."""
+        """True once backward has unpacked a tensor."""
         self.stalls: dict[OffloadTierName, tuple[Stopwatch, Stopwatch]] = {
             tier: (Stopwatch(clock), Stopwatch(clock)) for tier in ("host", "ssd")
         }
         self._records: list[Callable[[], SavedStorage | None]] = []
         self._wanted: dict[int, None] = {}  # a set that keeps its order
         self._candidates = list(dict.fromkeys(patterns))
-        """Earlier micro-batches that this one may repeat, the newest first; the first one is known to match so far."""
+        """Patterns that this micro-batch may repeat, the newest first. The first one matches so far."""
         self._wanted_early: frozenset[int]
-        """Indices of storages of the first candidate."""
+        """Indices of the storages of the first candidate that backward needs first."""
         self.set_window(window_bytes)
         self._expected: Sequence[int] = ()
         self._position: dict[int, int] = {}
         self._cursor = 0
-        self._ahead: deque[tuple[weakref.ref[SavedStorage], int]] = deque()  # on their way back, not yet wanted
+        self._ahead: deque[tuple[weakref.ref[SavedStorage], int]] = deque()  # prefetched, not yet unpacked
         self._bytes_ahead = 0
-        self._early: dict[int, int] = {}  # what `keeps` kept and backward has not wanted yet, index to bytes
+        self._early: dict[int, int] = {}  # storages kept by `keeps` that backward has not unpacked yet, index -> bytes
         self._early_bytes = 0
-        self._settled = 0  # storages that `_expected` speaks of
+        self._settled = 0  # number of storages that `_expected` covers
         self._clock = clock
         self._plan = plan
         self._begun: Any = clock.now()
@@ -117,16 +117,16 @@ class MicroBatch:
         self._ended: Any = None
 
     def set_window(self, window_bytes: int) -> None:
-        """Has storages that backward wants in its first `window_bytes` stay on the device from now on."""
+        """Sets the bytes that are kept on the device, from now on, because backward needs them first."""
         self._window_bytes = window_bytes
         self._wanted_early = self._candidates[0].wanted_early(window_bytes) if self._candidates else frozenset()
 
     def stays_again(self, nbytes: int) -> bool:
-        """Whether the next saved storage may stay on the device without a record, if the placement leaves it there.
+        """Returns whether the next saved storage needs no record if the placement keeps it on the device.
 
-        A record takes the host some microseconds. It shows where in the order of backward its storage comes, which is
-        known for a storage that is saved as in the last micro-batch. Storages that backward wants within its first
-        `window_bytes` are always recorded.
+        A record costs some microseconds of the host. It tells the storage's position in the order of backward, which
+        is known already if the storage is saved as in the last micro-batch. Storages within the first `window_bytes`
+        of backward are always recorded.
         """
         index, repeated = len(self.sizes), self._repeated
         return repeated is not None and index not in self._wanted_early and repeated.has(index, nbytes)
@@ -137,11 +137,11 @@ class MicroBatch:
 
     @property
     def ended(self) -> bool:
-        """Whether its backward has run, and is over."""
+        """True if the micro-batch had a backward, which has ended."""
         return self.in_backward and self._ended is not None
 
     def add(self, record: SavedStorage) -> None:
-        """Takes the next saved storage; `record.index` is `len(sizes)`."""
+        """Adds the record of the next saved storage. `record.index` must be `len(sizes)`."""
         self._count(record.nbytes, weakref.ref(record))
 
     def _count(self, nbytes: int, record: Callable[[], SavedStorage | None]) -> None:
@@ -155,7 +155,7 @@ class MicroBatch:
             self.set_window(self._window_bytes)
 
     def keeps(self, record: SavedStorage) -> bool:
-        """Whether backward will want `record` so early that it would be fetched back at once: it never leaves."""
+        """Returns True, and counts `record` as kept, if backward needs it so early that it is not offloaded."""
         if record.index not in self._wanted_early:
             return False
         self._early[record.index] = record.nbytes
@@ -163,13 +163,13 @@ class MicroBatch:
         return True
 
     def begin_backward(self) -> None:
-        """Backward wants something for the first time, of what was saved so far."""
+        """Called when backward first unpacks a tensor of the micro-batch."""
         self.in_backward = True
         self._turned = self._clock.now()
         self._settle_order()
 
     def want(self, record: SavedStorage) -> None:
-        """Notes that backward wants `record` now."""
+        """Called when backward unpacks a tensor of `record`."""
         if not self.in_backward:
             self.begin_backward()
         if record.index >= self._settled:
@@ -179,10 +179,10 @@ class MicroBatch:
         self._cursor = max(self._cursor, self._position.get(record.index, -1) + 1)
 
     def to_fetch(self, window_bytes: int, window_depth: int | None) -> Iterator[SavedStorage]:
-        """Yields the records to bring back ahead of their use now, as far as the window has room, and steps past them.
+        """Yields the records to prefetch now, as far as the window has room, and counts them as prefetched.
 
-        What was kept for an early use takes up room in the window until it was used: fetching more at the turn from
-        forward to backward would raise the peak of memory, which is there.
+        Records that were kept for their early use count in the window until they are used: the peak of memory is at
+        the begin of backward, and prefetching more there would raise it.
         """
         self._forget_arrived()
         early = self._early_bytes
@@ -190,7 +190,7 @@ class MicroBatch:
             record = self._records[self._expected[self._cursor]]()
             if record is not None and record.state is State.OFFLOADED:
                 full = early + self._bytes_ahead + record.nbytes > window_bytes or len(self._ahead) == window_depth
-                # One that is larger than the window comes alone.
+                # A record that is larger than the window is prefetched alone.
                 if full and (self._ahead or early or not window_bytes):
                     return
                 self._ahead.append((weakref.ref(record), record.nbytes))
@@ -201,7 +201,7 @@ class MicroBatch:
                 self._cursor += 1
 
     def resident_bytes(self) -> int:
-        """Returns the bytes of the saved storages that are on the device, or on their way to or from it."""
+        """Returns the bytes of the saved storages that have device memory, including those in flight."""
         total = 0
         for nbytes, reference in zip(self.sizes, self._records, strict=True):
             record = reference()
@@ -210,12 +210,12 @@ class MicroBatch:
         return total
 
     def end(self) -> None:
-        """Backward is over."""
+        """Called when backward has ended."""
         if self._ended is None:
             self._ended = self._clock.now()
 
     def pattern(self) -> Pattern:
-        """Returns what this micro-batch did."""
+        """Returns the pattern of this micro-batch."""
         wanted = tuple(self._wanted)
         recorded = [record is not _no_record for record in self._records]
         if all(recorded):
@@ -223,11 +223,11 @@ class MicroBatch:
         repeated = self._repeated
         if repeated is not None and len(recorded) == len(repeated.sizes):
             if wanted == tuple(index for index in repeated.order if recorded[index]):
-                return repeated  # which knows the order of storages without a record, too
+                return repeated  # its order includes storages that had no record in this micro-batch
         return Pattern(tuple(self.sizes), wanted, complete=False)
 
     def profile(self) -> MicroBatchProfile | None:
-        """Returns what it took, or `None` while the device is not through with it (or it had no backward)."""
+        """Returns the profile, or `None` if the device has not executed the micro-batch yet or it had no backward."""
         if self._turned is None or self._ended is None:
             return None
         backward = self._clock.elapsed(self._turned, self._ended)
@@ -238,7 +238,7 @@ class MicroBatch:
         return MicroBatchProfile(forward, backward, stalls, self.saved_bytes, self._plan)
 
     def _forget_arrived(self) -> None:
-        """Drops from the front of the window what has been wanted, or died."""
+        """Drops records from the front of the window that were unpacked or freed."""
         while self._ahead:
             reference, nbytes = self._ahead[0]
             record = reference()
@@ -248,10 +248,10 @@ class MicroBatch:
             self._bytes_ahead -= nbytes
 
     def _settle_order(self) -> None:
-        """A backward begins over what was saved so far: settle on the order in which it will want things."""
+        """Predicts the order in which backward will unpack the storages that were saved so far."""
         self._settled = len(self.sizes)
         known = next((each.order for each in self._candidates if each.order and each.begins_with(self.sizes)), ())
-        # Never seen before: backward mostly goes in the reverse of saving.
+        # Without a matching pattern: mostly the reverse order of saving.
         order = known or range(self._settled - 1, -1, -1)
         self._expected = [index for index in order if index < self._settled]
         self._position = {index: position for position, index in enumerate(self._expected)}
@@ -259,5 +259,5 @@ class MicroBatch:
 
 
 def _no_record() -> None:
-    """Stands for the record of a storage that stays on the device."""
+    """Replaces the weak reference to the record of a storage that has none, because it is kept on the device."""
     return None

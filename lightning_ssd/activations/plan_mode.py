@@ -1,4 +1,4 @@
-"""A forward under a plan: what autograd saves of each operation is kept, sent out, or dropped and computed again."""
+"""Applies a plan to a forward: saved results of each operation are kept, offloaded, or dropped and recomputed."""
 
 import contextlib
 import weakref
@@ -24,13 +24,13 @@ from lightning_ssd.types import Choice
 
 
 class PlannedOp(NamedTuple):
-    """One operation, and what becomes of its results.
+    """One operation, and the plan's choices for its results.
 
     Attributes:
-        func: as dispatched.
-        choices: by position among the tensors that it returns.
-        saved: numbers of the buffers that autograd saves of those that are computed again, by position.
-        ends: seconds of the forward when it was over.
+        func: the dispatched operation.
+        choices: choice for each result, by its position among the returned tensors.
+        saved: numbers of the recomputed buffers that autograd saves, by position.
+        ends: end of the operation, seconds since the begin of the forward.
     """
 
     func: Any
@@ -40,18 +40,18 @@ class PlannedOp(NamedTuple):
 
 
 OpSchedule = Mapping[Segment, Sequence[PlannedOp]]
-"""The operations of a forward."""
+"""The operations of each segment of a forward."""
 
 
 def make_schedule(
     graph: ForwardGraph, choices: Mapping[int, Choice], chains: Mapping[int, Sequence[int]]
 ) -> OpSchedule:
-    """Returns the program of the forwards that are like the one of `graph`.
+    """Returns the schedule for forwards with the same operations as `graph`.
 
     Args:
-        graph: of a forward.
-        choices: of buffers that autograd saves, what becomes of them; others go where there is room.
-        chains: of those that are computed again, the operations that it takes.
+        graph: graph of a recorded forward.
+        choices: choice for saved buffers, by number; the placement policy decides about the others.
+        chains: for each recomputed buffer, indices of the operations that recompute it.
     """
     of_operation: dict[int, dict[int, Choice]] = {}
     saved: dict[int, dict[int, int]] = {}
@@ -77,19 +77,20 @@ def make_schedule(
 
 
 class PlanMode(UnitDispatchMode):
-    """Applies a program to the forwards that run inside it.
+    """Applies a schedule to the forwards that run inside it.
 
-    A part that does something else than the program says has no directions from there on: what it saves goes out.
+    In a segment whose operations differ from the schedule, the rest of the segment has no choices: the placement policy
+    decides about its saved tensors.
 
-    With `checking`, nothing is dropped: what would be computed again is saved, and computed again when backward wants
-    it, and the two are compared, byte by byte. No schema of an operation tells what kernels of other people's have
-    written to its result, or what it depends on beside its arguments; this does.
+    With `checking`, no tensor is dropped: tensors that would be recomputed are saved, recomputed when backward unpacks
+    them, and compared byte by byte. This detects writes by custom kernels to a result, and dependencies on more than
+    the arguments, which no schema of an operation tells.
 
     Args:
         units: as in `UnitDispatchMode`.
-        device: that the forwards run on.
-        pack: takes a tensor over, as autograd's hook does.
-        unpack: gives it back.
+        device: device of the forwards.
+        pack: pack hook of the activation offloader.
+        unpack: unpack hook of the activation offloader.
     """
 
     def __init__(
@@ -101,18 +102,18 @@ class PlanMode(UnitDispatchMode):
     ) -> None:
         super().__init__(units)
         self.program: OpSchedule = {}
-        """For the forwards that begin from now on."""
+        """Schedule of the forwards that begin from now on."""
         self._device = device
         self._pack = pack
         self._unpack = unpack
         self.pace = 1.0
-        """Seconds that forwards take for each that their operations took one by one."""
+        """Current forward time / sum of the operations' profiled seconds."""
         self.checking = False
         self.proved: set[int] = set()
-        """Buffers that were what they had been when they were computed again."""
+        """Numbers of buffers whose recomputed bytes equalled the saved ones."""
         self._expected: weakref.WeakKeyDictionary[SavedStorage, tuple[Recomputed, int]] = weakref.WeakKeyDictionary()
         self._held: list[Recomputed] = []
-        """Of the present forward: after it, they live as long as what autograd keeps."""
+        """Recomputed values of the present forward. After it, only autograd's nodes keep them alive."""
         self._steps: Sequence[PlannedOp] = ()
         self._next = 0
 
@@ -125,18 +126,18 @@ class PlanMode(UnitDispatchMode):
         super().__exit__(*error)
 
     def saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
-        """While checking: autograd has saved `storage`."""
+        """Called when autograd has saved `storage`, while checking."""
         tried: tuple[weakref.ref[Recomputed], int] | None = getattr(storage, TRIED, None)
         if tried is not None and (recomputed := tried[0]()) is not None:
             self._expected[record] = recomputed, tried[1]
 
     def check(self, record: SavedStorage) -> None:
-        """While checking: backward is about to be given what `record` has."""
+        """Called when backward unpacks a tensor of `record`, while checking: compares it with the recomputed one."""
         recomputed, number = self._expected.pop(record, (None, 0))
         if recomputed is None or recomputed.expired:
             return
         assert record.data is not None
-        with contextlib.suppress(RuntimeError):  # it reads what has changed since, or returns something else
+        with contextlib.suppress(RuntimeError):  # an argument has changed, or the result has another shape
             if torch.equal(record.data, recomputed.remake()):
                 self.proved.add(number)
 
@@ -169,7 +170,7 @@ class PlanMode(UnitDispatchMode):
         return result
 
     def _follow(self, func: Any) -> PlannedOp | None:
-        """Returns what the program has for the next operation, if it is `func`."""
+        """Returns the schedule's entry for the next operation, if that is `func`."""
         if self._next >= len(self._steps):
             return None
         step = self._steps[self._next]
@@ -182,6 +183,6 @@ class PlanMode(UnitDispatchMode):
 
 
 def choice_of(storage: torch.UntypedStorage) -> Choice | None:
-    """Returns what becomes of `storage`, if that was said."""
+    """Returns the plan's choice for `storage`, or None if the plan has none."""
     choice: Choice | None = getattr(storage, CHOICE, None)
     return choice

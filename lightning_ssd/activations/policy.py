@@ -12,7 +12,7 @@ from lightning_ssd.activations.unit_dispatch_mode import UnitDispatchMode
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """What an `ActivationOffloader` does with saved tensors; `ActivationOffloader.run` puts it in force.
+    """The treatment of saved tensors by an `ActivationOffloader`, applied by `ActivationOffloader.run`.
 
     To change some of the rules, run a copy of the policy in force:
     `offloader.run(dataclasses.replace(offloader.policy, window_bytes=2**28))`.
@@ -27,7 +27,7 @@ class OffloadPolicy:
         hooks_enabled: whether saved-tensor hooks are active in forwards. Without them all saved tensors are kept.
         on_saved: called with each storage that is saved and may be offloaded, once per micro-batch, on the thread of
             `pack`.
-        on_unpacked: called with each storage that is about to be given to backward, on the thread of `unpack`.
+        on_unpacked: called with each storage before backward unpacks a tensor of it, on the thread of `unpack`.
     """
 
     placement: Placement

@@ -1,9 +1,9 @@
-"""Saved tensors that are dropped, and computed again when backward wants them.
+"""Saved tensors that are dropped in forward, and recomputed when backward unpacks them.
 
 `torch.utils.checkpoint` reruns whole modules. This module reruns single operators, below autograd: a `RecomputeNode` is
-an operator with its arguments, of which activations are packed as autograd's saved tensors are. They may be kept,
-offloaded, or recomputed themselves. So any choice of operators can be recomputed, each once, and no graph is built
-anew. The same kernel on the same bytes with the same strides gives the same results.
+an operator with its arguments. Activations among the arguments are packed like autograd's saved tensors: they may be
+kept, offloaded, or recomputed themselves. So any choice of operators can be recomputed, each once, and no autograd
+graph is built again. The same kernel on the same bytes with the same strides gives the same results.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ Pack = Callable[[Tensor], Any]
 
 
 class RecomputeNode:
-    """How to make again what an operation has made.
+    """An executed operation with its arguments, by which its results can be recomputed.
 
     Args:
-        func: the operation, as dispatched.
-        args: its arguments; it has returned already.
-        kwargs: its arguments by name.
-        returned: the tensors that it has returned, in order.
-        random: what `random_state` returned before it ran.
-        pack: takes a tensor over, as autograd's hook does.
-        unpack: gives it back.
+        func: the dispatched operation, which has returned already.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
+        returned: tensors that the operation has returned, in order.
+        random: result of `random_state` before the operation ran.
+        pack: pack hook of the activation offloader.
+        unpack: unpack hook of the activation offloader.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class RecomputeNode:
         self._unpack = unpack
         self._returned = [_describe(tensor) for tensor in returned]
         self._grad_enabled = torch.is_grad_enabled()
-        """Some kernels return workspaces for backward only where gradients are enabled (oneDNN's LSTM)."""
+        """Grad mode of the operation: some kernels return workspaces for backward only if it is on (oneDNN's LSTM)."""
         self._results: list[weakref.ref[Recomputed]] = []
         self._reads: list[Recomputed] = []
 
         def pack_argument(tensor: Tensor) -> _Packed:
-            packed = forget_original(pack(tensor))  # the operation has read what it was
+            packed = forget_original(pack(tensor))  # the operation has read the tensor before any later `.data =`
             if isinstance(packed, SavedHandle) and isinstance(packed.record, Recomputed):
                 self._reads.append(packed.record)
             if (recipes := _recipes_of(tensor)) is not None:
@@ -70,14 +70,14 @@ class RecomputeNode:
             self._kwargs = {name: _mapped(value, Tensor, pack_argument) for name, value in kwargs.items()}
 
     def result(self, tensor: Tensor, position: int) -> "Recomputed":
-        """Returns what autograd may keep in place of `tensor`, the operation's result at `position`."""
+        """Returns the value that replaces `tensor`, the operation's result at `position`, in autograd's nodes."""
         recomputed = Recomputed(tensor, position, self)
         self._results.append(weakref.ref(recomputed))
         return recomputed
 
     def make(self) -> None:
-        """Makes the results again for those who show them, and before that what of the arguments is not there."""
-        stack = [self]  # and no recursion: chains may be long
+        """Recomputes results that have views, and before that arguments that were dropped."""
+        stack = [self]  # instead of recursion: chains may be long
         while stack:
             missing = [read._recipe for read in stack[-1]._reads if read.data is None]
             if missing:
@@ -89,7 +89,7 @@ class RecomputeNode:
                 recipe._run()
 
     def remake(self, position: int) -> Tensor:
-        """Returns the result at `position`, made again, for the moment."""
+        """Recomputes and returns the result at `position`, without storing it."""
         for read in self._reads:
             read.bring_back()
         return self._compute()[position]
@@ -123,7 +123,7 @@ class RecomputeNode:
         return tensors
 
     def expire(self) -> None:
-        """What it reads is about to change: runs it, if somebody has saved what it makes; nobody does after this."""
+        """Called before an argument is changed: recomputes viewed results; later it is impossible."""
         results = [recomputed for reference in self._results if (recomputed := reference()) is not None]
         if any(recomputed.views and recomputed.data is None for recomputed in results):
             self.make()
@@ -132,19 +132,19 @@ class RecomputeNode:
 
 
 def _describe(tensor: Tensor) -> tuple[torch.dtype, torch.Size, int]:
-    """Returns what a recomputed tensor must have in common with the first one."""
+    """Returns the attributes in which a recomputed tensor must equal the original one."""
     return tensor.dtype, tensor.size(), tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What there is in place of a tensor among arguments."""
+    """A packed tensor among the arguments of a node."""
 
     saved: Any
 
 
 def _mapped(argument: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Returns an argument of an operation with `function` applied to what is of `kind`: it, or what a list has."""
+    """Returns an argument of an operation with `function` applied to values of `kind`, also inside lists and tuples."""
     if isinstance(argument, kind):
         return function(argument)
     if isinstance(argument, list | tuple):
@@ -153,13 +153,13 @@ def _mapped(argument: Any, kind: type, function: Callable[[Any], Any]) -> Any:
 
 
 class Recomputed(RefCountedBytes):
-    """A storage that is not there until it is made again.
+    """A storage that is dropped until it is recomputed.
 
     Attributes:
-        position: of the tensor that shows it, among the results of its recipe.
-        version: of that tensor when it was made.
-        nbytes: of the storage.
-        expired: it can't be made again any more; what is there stays.
+        position: position of its tensor among the results of the node.
+        version: version of that tensor when it was made.
+        nbytes: bytes of the storage.
+        expired: True if it can't be recomputed any more; its bytes, if present, are kept then.
     """
 
     __slots__ = ("_recipe", "expired", "nbytes", "position", "version")
@@ -173,17 +173,17 @@ class Recomputed(RefCountedBytes):
         self._recipe = recipe
 
     def bring_back(self) -> None:
-        """Has the bytes made again, if they are not there."""
+        """Recomputes the bytes if they are dropped."""
         if self.data is None:
             self._recipe.make()
 
     def remake(self) -> Tensor:
-        """Returns the bytes, made again, whatever is there."""
+        """Recomputes and returns the bytes, whether they are dropped or not."""
         tensor = self._recipe.remake(self.position)
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
     def take(self, tensor: Tensor) -> None:
-        """Shows the storage of `tensor`, if anybody has saved it."""
+        """Uses the storage of `tensor`, a recomputed result, if there are views of it."""
         if self.views and self.data is None:
             storage = tensor.untyped_storage()
             self.restored()
@@ -194,9 +194,9 @@ class Recomputed(RefCountedBytes):
             self.data = None
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
-        """Shows `storage`, the one that the operation returned, from here on: it is about to be changed.
+        """Uses `storage`, the one that the operation returned, from here on, because it is about to be changed.
 
-        The change may come through an alias with a version counter of its own, and backward sees it then, as in plain
+        If the change is made through an alias with a version counter of its own, backward reads it, as in plain
         autograd. Saved tensors that share the counter raise PyTorch's error.
         """
         self.expired = True
@@ -205,11 +205,11 @@ class Recomputed(RefCountedBytes):
 
 
 RandomState = tuple[torch.Generator, Tensor]
-"""A generator, and a state that it was in."""
+"""A generator, and one of its states."""
 
 
 def random_state(func: Any, device: torch.device) -> RandomState | None:
-    """Returns what an operation on `device` will draw from, if it draws random numbers."""
+    """Returns the generator of an operation on `device` and its state, or None if it draws no random numbers."""
     if not is_random(func):
         return None
     generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
@@ -217,12 +217,12 @@ def random_state(func: Any, device: torch.device) -> RandomState | None:
 
 
 def mark_recomputed(tensor: Tensor, recomputed: Recomputed) -> None:
-    """Makes `recomputed` what `recomputed_of` returns for the storage of `tensor`, as long as somebody holds it."""
+    """Makes `recomputed_of` return `recomputed` for the storage of `tensor`, as long as `recomputed` is alive."""
     setattr(tensor.untyped_storage(), RECOMPUTED, weakref.ref(recomputed))
 
 
 def recomputed_of(tensor: Tensor, storage: torch.UntypedStorage) -> Recomputed | None:
-    """Returns what `tensor` can be made again by, as it is now."""
+    """Returns the value that recomputes `tensor` in its present version, or None."""
     recomputed = _marked(storage)
     if recomputed is None or recomputed.expired or recomputed.version != tensor._version:
         return None
@@ -258,7 +258,7 @@ def _recipes_of(tensor: Tensor) -> "weakref.WeakSet[RecomputeNode] | None":
 
 @contextlib.contextmanager
 def _as_it_was(random: RandomState | None) -> Iterator[None]:
-    """Draws the random numbers that followed `random`, and leaves no trace of it."""
+    """Sets the generator to the state `random` within the context, and restores its own state afterwards."""
     if random is None:
         yield
         return
@@ -272,7 +272,7 @@ def _as_it_was(random: RandomState | None) -> Iterator[None]:
 
 
 def _share_version_counters() -> AbstractContextManager[object]:
-    """Lets `detach` share the counter of changes in place, which below autograd it does not."""
+    """Makes `detach` share the version counter, which it does not below autograd."""
     included = torch._C._dispatch_tls_local_include_set().add(DispatchKey.ADInplaceOrView)
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.ADInplaceOrView)
     guard: AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(included, excluded)

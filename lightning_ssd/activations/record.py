@@ -1,20 +1,20 @@
-"""One saved storage: the location of its bytes, and the handles through which autograd may still ask for them.
+"""One saved storage: the location of its bytes, and the handles through which autograd may still unpack them.
 
-autograd holds `SavedHandle`s, a handle holds its `SavedStorage`, and that ("record") holds the bytes or their location.
-Nothing else keeps a record alive, so its lifetime is autograd's: when the last node that saved the storage is freed,
-the record dies and its place is given back, whatever became of the graph (run, retained, never run, dropped by an
-exception).
+Autograd holds `SavedHandle` objects, a handle holds its `SavedStorage` (the "record"), and the record holds the bytes
+or their location. Nothing else references a record, so its lifetime is autograd's: when the last node that saved the
+storage is freed, the record is freed with its memory in the tier, whatever became of the graph (run, retained, never
+run, dropped by an exception).
 
 Ownership of a storage's bytes, which makes a record exact whatever shares the storage:
 
 1. From its first save on, a record holds the storage itself, as plain autograd does. While user code can still reach
    the storage through any other tensor, view, `.data`, NumPy array or storage object, its bytes may change under any
-   version counter or under none, and backward sees the change, as it does in plain autograd. So a storage has one
-   record per micro-batch, and no save compares versions to find it.
-2. When the record is the storage's only owner (`is_shared` is False), nothing can change the bytes any more, and no
-   tensor can be saved that shows them: only then are they copied out. The copy is the storage's last content.
-3. After the copy the record drops the storage, and the tier's copy is the only owner until a load brings it back, into
-   a new storage that nothing else shares.
+   version counter or under none, and backward reads the change, as in plain autograd. So a storage has one record per
+   micro-batch, and saving does not compare versions to find it.
+2. When the record is the storage's only owner (`is_shared` is False), the bytes can't change any more, and no other
+   tensor over them can be saved: only then are they offloaded. The copy has the storage's last content.
+3. After the copy the record drops the storage, and the tier's copy is the only owner until a load restores the bytes,
+   in a new storage that nothing else shares.
 
 A saved tensor whose version counter moved raises PyTorch's error in backward (`check_version`), as without hooks.
 """
@@ -46,27 +46,27 @@ Original = Callable[[], Tensor | None]
 """A weak reference to the tensor that was saved."""
 
 Kept = tuple[Tensor, int, Original | None] | SavedWeight
-"""A saved tensor that stays where it is, its version, and the tensor that autograd was given (`None`: the same); or a
-reference to a weight that may be evicted."""
+"""A saved tensor that is kept on the device, its version, and the tensor that autograd has saved (`None`: the same
+one); or a reference to a weight that may be evicted."""
 
 
 class State(Enum):
-    """Where a record's bytes are."""
+    """Location of a record's bytes."""
 
     RESIDENT = auto()
-    """On the device, until the record dies."""
+    """On the device, until the record is freed."""
     OFFLOADING = auto()
-    """On the device and on their way out."""
+    """On the device, and being copied to a tier."""
     OFFLOADED = auto()
-    """In a tier."""
+    """In a tier only."""
     PREFETCHING = auto()
-    """On their way back."""
+    """In a tier, and being copied to the device."""
     RESTORED = auto()
-    """On the device again, until every view has been asked for."""
+    """On the device again, until every view is unpacked."""
 
 
 class PendingFree(NamedTuple):
-    """What a dead record leaves to be given back: its stored copy, and a load that nobody waited for."""
+    """The stored copy of a freed record, and its load if no thread has waited for it; both are still to be freed."""
 
     copy: StoredCopy
     load: Load | None
@@ -75,19 +75,19 @@ class PendingFree(NamedTuple):
 _counting = threading.RLock()
 """Guards the counters of all `RefCountedBytes`.
 
-A handle dies on any thread, also in a garbage collection inside a section that this lock guards: sections are a few
-lines long, and right if a handle dies between any two of them.
+Handles are freed on any thread, also by a garbage collection inside a section that this lock guards: sections are a few
+lines long, and correct if a handle is freed between any two lines.
 """
 
 
 class RefCountedBytes:
-    """Bytes that `SavedHandle`s show, and that are let go once every view has been asked for.
+    """Bytes of which `SavedHandle` objects are views. They are released once every view is unpacked.
 
     Attributes:
         data: the bytes, one-dimensional `uint8`; None while they are not on the device.
-        views: how many there are.
-        unseen: how many have not been asked for since the bytes came back.
-        times_back: how often they came back.
+        views: number of views.
+        unseen: number of views that were not unpacked since the bytes were last restored.
+        times_back: number of times that the bytes were restored.
     """
 
     __slots__ = ("__weakref__", "data", "times_back", "unseen", "views")
@@ -101,19 +101,19 @@ class RefCountedBytes:
         self.times_back = 0
 
     def restored(self) -> None:
-        """`data` is about to be set again. Called before, so that views that die meanwhile let nothing go."""
+        """Called before `data` is set again, so that views that are freed meanwhile do not release it."""
         with _counting:
             self.times_back += 1
             self.unseen = self.views
 
     def add_view(self) -> None:
-        """One more view shows the bytes."""
+        """Adds a view."""
         with _counting:
             self.views += 1
             self.unseen += 1
 
     def drop_view(self, last_shown: int) -> None:
-        """A view has died, which was handed out last when the bytes had come back `last_shown` times."""
+        """Removes a view, which was last unpacked when the bytes had been restored `last_shown` times."""
         with _counting:
             self.views -= 1
             if last_shown != self.times_back:
@@ -122,7 +122,7 @@ class RefCountedBytes:
                     self.release()
 
     def consumed(self) -> None:
-        """One more view was handed out, or died, since the bytes came back; after the last one they are let go."""
+        """Counts a view as unpacked since the bytes were restored, and releases them after the last one."""
         with _counting:
             self.unseen -= 1
             if self.unseen <= 0:
@@ -130,7 +130,7 @@ class RefCountedBytes:
 
     @abstractmethod
     def release(self) -> None:
-        """Nobody wants the bytes for now."""
+        """Drops the bytes, which no view needs for now."""
 
 
 class SavedStorage(RefCountedBytes):
@@ -138,10 +138,10 @@ class SavedStorage(RefCountedBytes):
 
     Args:
         data: all bytes of the storage, one-dimensional `uint8`. Records of one storage share this tensor.
-        batch: the micro-batch that it belongs to.
-        index: its position in the micro-batch's order of saving.
-        leftovers: takes what is to be given back when the record dies. Records die wherever Python frees them, inside
-            a garbage collection too, so dying takes no lock and calls nobody.
+        batch: micro-batch of the record.
+        index: position in the micro-batch's order of saving.
+        pending_frees: queue to which the finaliser appends the stored copy. Finalisers run wherever Python frees
+            objects, also inside a garbage collection, so this one takes no lock and calls no other code.
     """
 
     __slots__ = ("_pending_frees", "_storage", "batch", "copy", "index", "load", "nbytes", "state", "tier")
@@ -165,30 +165,30 @@ class SavedStorage(RefCountedBytes):
             self._pending_frees.append(PendingFree(self.copy, self.load))
 
     def is_shared(self) -> bool:
-        """Whether anything but the records of the storage can still reach it (the record is `RESIDENT`)."""
+        """Returns whether anything but the storage's records references it. The record must be `RESIDENT`."""
         assert self.data is not None
         if torch._C._storage_Use_Count(self._storage) > _USE_COUNT_OF_ONE_OWNER:
             return True
-        # A storage object that user code holds counts there only.
+        # References of user code to the Python storage object are not in the use count.
         return sys.getrefcount(self.data.untyped_storage()) > _REFERENCES_OF_ONE_OWNER
 
     def offload(self, copy: StoredCopy, tier: OffloadTierName) -> None:
-        """A tier has begun to store the bytes; the device's stay until `evict`."""
+        """Called when a tier has begun to store the bytes. The device's bytes are held until `evict`."""
         self.copy, self.tier, self.state = copy, tier, State.OFFLOADING
 
     def evict(self) -> None:
-        """The device's bytes are no longer read by the copy: drop them."""
+        """Drops the device's bytes, which the copy no longer reads."""
         if self.state is State.OFFLOADING:
             self.data, self.state = None, State.OFFLOADED
 
     def cancel_offload(self) -> None:
-        """The bytes were wanted before they were gone: keep them, and take the store back."""
+        """Keeps the device's bytes, which backward needs before they are evicted, and frees the tier's copy."""
         assert self.copy is not None and self.data is not None
         self._pending_frees.append(PendingFree(self.copy, None))
         self.copy, self.tier, self.state = None, None, State.RESIDENT
 
     def prefetch(self, *, urgent: bool) -> None:
-        """Starts to bring the bytes back."""
+        """Starts to load the bytes to the device."""
         assert self.copy is not None
         self.load = self.copy.load(urgent=urgent)
         self.state = State.PREFETCHING
@@ -208,10 +208,10 @@ class SavedStorage(RefCountedBytes):
 
 
 class SavedHandle:
-    """What autograd keeps in place of a saved tensor: a storage's record, and the view of it that the tensor was.
+    """Autograd's reference to a saved tensor: the storage's record, and the tensor's view of the storage.
 
-    Its probe is an empty tensor that shares the saved tensor's version counter: it tells in-place changes after the
-    storage itself is gone from the device.
+    Its probe is an empty tensor that shares the saved tensor's version counter, which tells in-place changes also after
+    the storage is evicted.
     """
 
     __slots__ = ("_last_shown", "_original", "_probe", "_version", "dtype", "offset", "record", "size", "stride")
@@ -234,24 +234,24 @@ class SavedHandle:
         self.record.drop_view(self._last_shown)
 
     def check_version(self) -> None:
-        """Raises PyTorch's error for a saved tensor that was changed in place; under hooks PyTorch does not check.
+        """Checks that the saved tensor was not changed in place, which PyTorch does not check under hooks.
 
         Raises:
-            RuntimeError: the tensor was changed after it was saved.
+            RuntimeError: the tensor was changed after it was saved (PyTorch's own message).
         """
         if self._probe._version != self._version:
             raise modified_in_place(self._probe, self._version, self.dtype, self.size)
 
     def show(self) -> Tensor:
-        """Returns the saved tensor; the record's bytes are on the device.
+        """Returns the saved tensor. The record's bytes must be on the device.
 
         Raises:
-            RuntimeError: user code has resized the storage to less than it had when it was saved.
+            RuntimeError: user code has made the storage smaller since it was saved.
         """
         record, data = self.record, self.record.data
         assert data is not None
         storage = data.untyped_storage()
-        if storage.nbytes() < record.nbytes:  # `set_` would give it new memory
+        if storage.nbytes() < record.nbytes:  # `set_` would allocate new memory
             raise RuntimeError(
                 f"the storage of a saved tensor of {self.dtype} {list(self.size)} was resized to {storage.nbytes()} "
                 f"bytes between forward and backward; it had {record.nbytes} when it was saved. Don't resize storages "
@@ -265,7 +265,7 @@ class SavedHandle:
 
 
 def forget_original(saved: "Kept | SavedHandle") -> "Kept | SavedHandle":
-    """Returns `saved`, which is the tensor as it was saved from here on, also if its `.data` is assigned to."""
+    """Returns `saved` without the reference to its original: later assignments to its `.data` have no effect then."""
     if isinstance(saved, SavedHandle):
         saved._original = None
         return saved
@@ -273,15 +273,15 @@ def forget_original(saved: "Kept | SavedHandle") -> "Kept | SavedHandle":
 
 
 def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
-    """Returns `saved`, or the tensor that was saved where assigning to its `.data` has replaced its storage since.
+    """Returns `saved`, or the original tensor if its storage was replaced since by an assignment to its `.data`.
 
-    Plain autograd keeps an operation's inputs themselves, so that backward sees a replaced storage, and of its outputs
-    what they were. An assignment to `.data` moves no version counter. It is seen here as long as the tensor is alive,
-    which an output's node must not ensure: the two would own each other.
+    Plain autograd saves an operation's input tensors themselves, so that backward reads a replaced storage, but keeps
+    the old storages of its outputs. An assignment to `.data` does not increment the version counter. It is detected
+    here as long as the tensor is alive. (A node must not keep its output alive: the two would own each other.)
 
     Args:
-        saved: the tensor as it was saved.
-        original: the tensor that was saved.
+        saved: the tensor with the storage that was saved.
+        original: weak reference to the tensor that was saved.
     """
     tensor = original()
     if tensor is None or type(tensor) is not Tensor or tensor.layout is not torch.strided:
@@ -293,10 +293,10 @@ def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
 
 
 def check_version(tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size) -> None:
-    """Raises PyTorch's error where `tensor` is no longer at version `expected`.
+    """Checks that `tensor` is at version `expected`.
 
     Raises:
-        RuntimeError: the tensor was changed after it was saved.
+        RuntimeError: the tensor was changed after it was saved (PyTorch's own message).
     """
     if tensor._version != expected:
         raise modified_in_place(tensor, expected, dtype, size)
@@ -306,10 +306,10 @@ def modified_in_place(tensor: Tensor, expected: int, dtype: torch.dtype, size: t
     """Returns PyTorch's error for a saved tensor of `dtype` and `size` that was changed after it was saved.
 
     Args:
-        tensor: shares the saved tensor's version counter.
-        expected: the version that was saved.
-        dtype: of the saved tensor.
-        size: of the saved tensor.
+        tensor: a tensor with the saved tensor's version counter.
+        expected: version of the tensor when it was saved.
+        dtype: dtype of the saved tensor.
+        size: size of the saved tensor.
     """
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -326,10 +326,10 @@ def find_saved_storage(storage: torch.UntypedStorage) -> SavedStorage | None:
 
 
 def attach_saved_storage(storage: torch.UntypedStorage, record: SavedStorage | None) -> None:
-    """Makes `record` what `find_saved_storage` returns for `storage`.
+    """Makes `find_saved_storage` return `record` for `storage`.
 
-    The reference lives on the storage's Python object, which lives as long as the storage: an identity that all views
-    share, and that a later storage at the same address does not inherit.
+    The reference is an attribute of the storage's Python object, which is alive as long as the storage. All views share
+    this object, and a later storage at the same address has another one.
     """
     setattr(storage, SAVED, None if record is None else weakref.ref(record))
 
@@ -341,13 +341,13 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 @functools.cache
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns an empty tensor; `data` of it is a new one each time, which takes a third of the time of `empty`."""
-    with torch.inference_mode(False), torch._C._DisableTorchDispatch():  # it outlives the modes that are active now
+    """Returns a cached empty tensor, whose `.data` is a new tensor in a third of the time of `torch.empty`."""
+    with torch.inference_mode(False), torch._C._DisableTorchDispatch():  # it is used outside of the active modes, too
         return torch.empty(0, dtype=dtype, device=device)
 
 
 def _counts_of_one_owner() -> tuple[int, int]:
-    """Returns the use count and the references of a storage that one tensor holds: versions of torch differ."""
+    """Returns the use count and the reference count of a storage with one owner, which depend on torch's version."""
     owner = torch.empty(1, dtype=torch.uint8, device="cpu")
     attach_saved_storage(owner.untyped_storage(), None)
     count: int = torch._C._storage_Use_Count(owner.untyped_storage()._cdata)

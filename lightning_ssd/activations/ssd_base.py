@@ -1,4 +1,4 @@
-"""What the two SSD tiers share: scratch space that can be full for a while."""
+"""The base of the two SSD tiers: scratch space that can be full temporarily."""
 
 import logging
 from collections import deque
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class SSDTierBase(OffloadTier):
-    """A tier in the scratch files of `store`, which it owns."""
+    """A tier in the scratch files of `store`. The tier owns the store."""
 
     name = "ssd"
 
@@ -22,7 +22,7 @@ class SSDTierBase(OffloadTier):
         self.capacity = store.room
         self._copies = copies
         self._full: str | None = None
-        # Room of stores that were freed while a write of theirs ran: one future each, done when it can be used again.
+        # Futures of copies that were freed while a write of theirs ran, done when their space can be reused.
         self._leaving: deque[Future[None]] = deque()
 
     def io_stats(self) -> IOStats:
@@ -32,7 +32,7 @@ class SSDTierBase(OffloadTier):
         return (self._full or f"{format_bytes(self.blobs.stats().allocated_bytes)} in use").rstrip(".")
 
     def _allocate(self, nbytes: int, *, may_wait: bool) -> Blob | None:
-        """Returns room for `nbytes`, or `None` where there is none: another tier may have some."""
+        """Allocates `nbytes`, or returns `None` if there is no room, so that another tier is used."""
         while True:
             try:
                 return self.blobs.allocate(nbytes)
@@ -42,7 +42,7 @@ class SSDTierBase(OffloadTier):
                 break
             if not may_wait:
                 return None
-            self._leaving.popleft().result()  # by the SSD's progress alone
+            self._leaving.popleft().result()  # depends on the SSD's progress only, so it can't deadlock
         if self._full is None:
             log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", full)
         self._full = full

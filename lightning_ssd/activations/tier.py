@@ -1,4 +1,4 @@
-"""What a tier is to the activation offloader: a place that takes the bytes of a storage and gives them back."""
+"""The interface of tiers, which store the bytes of saved tensors and load them back to the device."""
 
 from abc import ABC, abstractmethod
 
@@ -10,30 +10,30 @@ from lightning_ssd.types import OffloadTierName
 
 
 class Load(ABC):
-    """Bytes on their way back to the device.
+    """A running load of bytes to the device.
 
-    The load owns `data` until `wait` has returned (then the caller does), or, if nobody waits, until `settled`.
+    The load owns `data` until `wait` has returned (then the caller does), or, without a wait, until `settled`.
     """
 
     __slots__ = ()
 
     data: Tensor
-    """The device bytes that are being filled, one-dimensional `uint8`."""
+    """Destination of the load on the device, one-dimensional `uint8`."""
 
     @property
     @abstractmethod
     def settled(self) -> bool:
-        """Whether nothing is left for the host to do: `wait` would not block, and `data` may be given up after it."""
+        """True if the host has issued the whole load: `wait` would not block, and `data` may be freed after it."""
 
     @abstractmethod
     def wait(self) -> Mark:
-        """Returns when the compute stream is ordered after the load; the host waits only for what it must issue.
+        """Orders the compute stream after the load. Blocks the host only until all work of the load is issued.
 
         Returns:
-            The mark that the stream waits for; `None` if it need not wait any more.
+            The mark that the stream waits for; `None` if the load is done.
 
         Raises:
-            StorageError: the bytes could not be read back, or are not the bytes that were written.
+            StorageError: the bytes could not be read, or differ from the written ones.
         """
 
 
@@ -52,22 +52,22 @@ class StoredCopy(ABC):
 
     @abstractmethod
     def load(self, *, urgent: bool) -> Load:
-        """Starts to bring the bytes back, urgent ones first, then in the order of calls; never waits."""
+        """Starts a load of the bytes to the device without blocking. Urgent loads run first, others in call order."""
 
     @abstractmethod
     def free(self) -> None:
-        """Gives the place back; what is still queued is cancelled, what is in flight is let finish first.
+        """Frees the copy's memory in the tier, after queued transfers are cancelled and running ones have ended.
 
         The caller has waited for every load of this copy.
         """
 
 
 class OffloadTier(ABC):
-    """A place for saved tensors outside the device."""
+    """Memory for saved tensors outside of the device."""
 
     name: OffloadTierName
     capacity: int
-    """Bytes that it may hold, as far as that is known when it is made."""
+    """Bytes that fit into the tier, as estimated when it is made."""
     bytes_out: int = 0
     """Bytes stored since the start."""
     bytes_in: int = 0
@@ -82,24 +82,24 @@ class OffloadTier(ABC):
             may_wait: whether the host may wait for staging memory.
 
         Returns:
-            The copy, or `None` where the tier has no room for it (or would have to wait and may not).
+            The copy, or `None` if the tier has no room for it, or would have to wait and may not.
 
         Raises:
-            StorageError: the tier can't store any more (full disk, I/O error).
+            StorageError: a drive or filesystem failed.
         """
 
     def io_stats(self) -> IOStats | None:
-        """Returns what its I/O engine has done; `None` where it has none."""
+        """Returns the statistics of the tier's I/O engine, or `None` if it has none."""
         return None
 
     def peak_pinned_bytes(self) -> int:
-        """Returns the most pinned memory that it ever used, in bytes."""
+        """Returns the peak of pinned memory in use, in bytes."""
         return 0
 
     @abstractmethod
     def describe(self) -> str:
-        """Returns, for a message, how much it holds and may hold."""
+        """Returns the used and available bytes, for a message."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back memory and files. No copy or load is used afterwards."""
+        """Frees memory and removes files. No copy or load may be used afterwards."""

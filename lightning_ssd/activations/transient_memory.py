@@ -1,4 +1,4 @@
-"""Memory of one forward and backward that neither weights, nor their gradients, nor what autograd saves take."""
+"""Transient memory of one forward and backward: without weights, their gradients, and saved tensors."""
 
 import weakref
 from collections.abc import Mapping
@@ -9,32 +9,33 @@ from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.device.storage_tags import TRANSIENT
 
 Interval = tuple[UnitCall, int | None]
-"""Part of a visit: of its forward from when a saved buffer is made until the next one is, of its backward from when one
-is wanted until the next one is; None: before the first."""
+"""Part of a unit call: in forward from when a saved buffer is made until the next one is made, in backward from when a
+saved buffer is first read until the next one is read. The number is the buffer's; None: the part before the first."""
 
 
 class TransientMemory:
-    """What storages take while they live, which their Python objects do as long as they.
+    """Records allocations and frees of storages, which are alive as long as their Python objects.
 
-    Storages may die on any thread; each event is one `append`.
+    Storages may be freed on any thread; each event is one `append`, which is atomic.
     """
 
     def __init__(self) -> None:
         self._events: list[tuple[UnitCall, bool, int, int]] = []
-        """Visit, whether in its backward, number of the storage (of a buffer that is wanted: below 0), bytes."""
+        """(unit call, whether in its backward, number of the storage, change of bytes). A first read of a buffer in
+        backward is an event with the number -1 - buffer."""
         self._now = (UnitCall(0, 0), False)
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._saved: dict[int, tuple[UnitCall, int]] = {}
-        """Of storages that are saved, the visit that saves them and the number of the buffer."""
+        """The unit call that saves a storage, and the number of its buffer, by the storage's number."""
         self._left_out: set[int] = set()
         self._count = 0
 
     def at(self, visit: UnitCall, *, backward: bool) -> None:
-        """What happens from here on belongs to this visit."""
+        """Assigns the following events to this unit call."""
         self._now = (visit, backward)
 
     def take(self, storage: torch.UntypedStorage) -> None:
-        """A storage was made, unless it is known."""
+        """Records the allocation of a storage, unless it is known already."""
         if (known := getattr(storage, TRANSIENT, None)) is not None and known[0] is self:
             return
         self._count += 1
@@ -44,22 +45,23 @@ class TransientMemory:
         self._alive[number] = weakref.ref(storage, lambda _: self._gone(number, nbytes))
 
     def save(self, storage: torch.UntypedStorage, visit: UnitCall, buffer: int) -> None:
-        """A storage does not count: `visit` saves it, as `buffer`."""
+        """Excludes a storage, which `visit` saves as `buffer`."""
         known = getattr(storage, TRANSIENT, None)
         if known is not None and known[0] is self:
             self._saved[known[1]] = visit, buffer
 
     def want(self, visit: UnitCall, buffer: int) -> None:
-        """The backward of `visit` is given what it saved."""
+        """Records that the backward of `visit` reads the saved `buffer`."""
         self._events.append((visit, True, -1 - buffer, 0))
 
     def close(self) -> None:
-        """Nothing counts any more; what is alive now was there to stay, and did not count."""
+        """Ends the recording. Storages that are alive now are not transient, and are excluded."""
         self._left_out |= set(self._alive)
         self._alive.clear()
 
     def measure(self) -> tuple[Mapping[Interval, int], Mapping[int, int], Mapping[Interval, int]]:
-        """Returns bytes: the most in intervals of forward; when each buffer is wanted first; the most in backward."""
+        """Returns the peak bytes of each forward interval, the bytes when backward first reads each saved buffer, and
+        the peak bytes of each backward interval."""
         most: dict[bool, dict[Interval, int]] = {False: {}, True: {}}
         current: dict[tuple[UnitCall, bool], int | None] = {}
         wanted: dict[int, int] = {}

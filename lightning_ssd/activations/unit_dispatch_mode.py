@@ -1,8 +1,7 @@
-"""A forward as a sequence of operations, below autograd, cut into parts where units begin and end.
+"""A forward as a sequence of operations, below autograd, divided into segments where units begin and end.
 
-Which operation comes where is the same in every forward of a model that does the same each time. What one forward told
-of the operations (`graph`) can therefore be applied to the next ones (`director`); a part that departs from what is
-known concerns nobody after it.
+The sequence is the same in every forward of a model that does the same each time. The graph of one forward (`graph.py`)
+can therefore be applied to the next ones (`plan_mode.py`). A segment whose operations differ does not affect others.
 """
 
 from abc import abstractmethod
@@ -17,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Segment(NamedTuple):
-    """A stretch of a forward in which no unit begins or ends.
+    """A part of a forward in which no unit begins or ends.
 
     Attributes:
-        begun_by: what it began with.
-        unit: the unit that began or ended there.
-        time: how often that had happened before in this forward.
+        begun_by: event at the begin of the segment: the forward's start, or a unit's enter or exit.
+        unit: index of the unit of this event.
+        time: number of earlier events of this kind and unit in the forward.
     """
 
     begun_by: Literal["start", "enter", "exit"]
@@ -31,11 +30,11 @@ class Segment(NamedTuple):
 
 
 class UnitCall(NamedTuple):
-    """A run of a unit's forward, with what follows it until the next unit begins.
+    """A call of a unit's forward, together with the operations after it until the next unit begins.
 
     Attributes:
         unit: index of the unit.
-        time: how often it had run before in this forward: more than once where weights are tied.
+        time: number of earlier calls of the unit in the forward; above 0 only for units that are called repeatedly.
     """
 
     unit: int
@@ -43,12 +42,12 @@ class UnitCall(NamedTuple):
 
 
 class UnitDispatchMode(TorchDispatchMode):
-    """Is told of every operation of the forwards that run inside it; those of backwards are let through.
+    """Intercepts every operation of the forwards that run inside it. Operations of backwards are not intercepted.
 
-    It belongs to the training thread. Autograd's threads take it over for the time of a backward that begins inside.
+    The mode belongs to the training thread. Autograd's threads inherit it during a backward that begins inside it.
 
     Args:
-        units: of each unit, the modules whose forwards are its.
+        units: modules of each unit.
     """
 
     supports_higher_order_operators = True
@@ -60,15 +59,15 @@ class UnitDispatchMode(TorchDispatchMode):
         self._open: list[UnitCall] = []
         self._times: Counter[tuple[str, int]] = Counter()
         self.visit = UnitCall(0, 0)
-        """The innermost one that is under way, or the last one."""
+        """The innermost running unit call, or the last one."""
         self.elapsed: float | None = None
-        """Seconds that the forward takes as far as it has come, if that is known."""
+        """Profiled seconds of the forward up to the present operation; None if unknown."""
         for index, modules in enumerate(units):
             for module in modules:
                 self._hook(index, module)
 
     def close(self) -> None:
-        """Takes the hooks off the modules."""
+        """Removes the hooks from the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -86,20 +85,20 @@ class UnitDispatchMode(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if in_backward() or not isinstance(func, torch._ops.OpOverload):  # what takes functions is not one operation
+        if in_backward() or not isinstance(func, torch._ops.OpOverload):  # higher-order operators are not one operation
             return func(*args, **(kwargs or {}))
         return self.operation(func, args, kwargs or {})
 
     @abstractmethod
     def begin_part(self, part: Segment) -> None:
-        """What follows belongs to `part`."""
+        """Called at the begin of the segment `part`."""
 
     @abstractmethod
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation and returns what it returns."""
+        """Runs an operation and returns its result."""
 
     def left(self, visit: UnitCall, output: object) -> None:  # noqa: B027  # most modes have nothing to do here
-        """A visit is over, and has returned `output`."""
+        """Called when a unit call has returned `output`."""
 
     def _hook(self, index: int, module: nn.Module) -> None:
         def before(module: nn.Module, args: object) -> None:
@@ -124,5 +123,5 @@ class UnitDispatchMode(TorchDispatchMode):
 
 
 def in_backward() -> bool:
-    """Whether a backward runs on this thread: what is computed again there is not forward."""
+    """Returns whether a backward runs on this thread, in which recomputed operations are not part of a forward."""
     return torch._C._current_graph_task_id() != -1

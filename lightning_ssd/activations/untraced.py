@@ -13,11 +13,11 @@ Result = TypeVar("Result")
 
 
 def untraced(hook: Callable[[Self, Argument], Result]) -> Callable[[Self, Argument], Result]:
-    """Decorates a method of one argument that Dynamo neither compiles nor follows into.
+    """Decorates a method of one argument that Dynamo must neither compile nor trace.
 
     Autograd calls hooks wherever user code runs, also between the frames of a function that Dynamo compiles or has
-    skipped, and hooks are no part of the user's program. `torch.compiler.disable` does the same, and looks up the
-    state of exports and stances in each call: that took the host as long as packing a small tensor.
+    skipped, and hooks are no part of the user's program. `torch.compiler.disable` does the same, but its look-ups of
+    the state of exports and stances in each call take the host as long as packing a small tensor.
     """
 
     def run(self: Self, argument: Argument) -> Result:
@@ -28,5 +28,5 @@ def untraced(hook: Callable[[Self, Argument], Result]) -> Callable[[Self, Argume
             set_eval_frame(callback)
 
     skip_code(run.__code__)
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # where compiled code calls it
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # for calls from compiled code
     return functools.update_wrapper(run, hook)

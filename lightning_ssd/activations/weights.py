@@ -1,4 +1,4 @@
-"""Which saved tensors are weights: they live on the device anyway, so storing them would free nothing."""
+"""Recognizes weights among saved tensors. They are on the device anyway, so offloading them would free no memory."""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -10,13 +10,13 @@ from lightning_ssd.device.storage_tags import OFFLOADED_WEIGHTS, WEIGHT
 
 
 class SavedWeight(ABC):
-    """What autograd keeps in place of a weight that may be evicted: a reference, which holds no memory."""
+    """Autograd's reference to a saved weight that may be evicted. It holds no memory."""
 
     __slots__ = ()
 
     @abstractmethod
     def load(self) -> Tensor:
-        """Returns the weight, fetched again; the compute stream is ordered after its arrival.
+        """Returns the weight, made resident; the compute stream is ordered after its prefetch.
 
         Raises:
             RuntimeError: the weight was changed in place after it was saved.
@@ -24,7 +24,7 @@ class SavedWeight(ABC):
 
 
 class OffloadedWeights(Protocol):
-    """The weights that share a storage which is freed when they are evicted."""
+    """Weights that share a storage, whose memory is freed when they are evicted."""
 
     def save(self, tensor: Tensor) -> SavedWeight:
         """Returns a reference to `tensor`, a view of the storage."""
@@ -43,19 +43,19 @@ def mark_offloaded(storage: torch.UntypedStorage, weights: OffloadedWeights) -> 
 
 
 def unmark_offloaded(storage: torch.UntypedStorage) -> None:
-    """Leaves a marked storage to the tensors that still refer to it, as an ordinary one."""
+    """Makes a marked storage an ordinary one, for the tensors that still reference it."""
     delattr(storage, OFFLOADED_WEIGHTS)
 
 
 def offloaded_weights(storage: torch.UntypedStorage) -> OffloadedWeights | None:
-    """Returns the weights that `mark_offloaded` named for `storage`, if it is marked."""
+    """Returns the weights with which `mark_offloaded` has marked `storage`, or None."""
     return getattr(storage, OFFLOADED_WEIGHTS, None)
 
 
 def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether `tensor`, a tensor over `storage`, is a parameter or buffer, a view of one, or autocast's cast of one.
+    """Returns whether `tensor`, over `storage`, is a parameter or buffer, a view of one, or autocast's cast of one.
 
-    A cast counts because autocast keeps it for the whole forward, and shares it among all uses of the weight.
+    Casts count as weights because autocast caches them for the whole forward and shares them among all uses.
     """
     if hasattr(storage, WEIGHT):
         return True
@@ -64,7 +64,7 @@ def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
         base = tensor
     # `isinstance` of a plain tensor is slow: the class of parameters looks for an attribute of it.
     if (type(base) is not Tensor and isinstance(base, nn.Parameter)) or _is_cast_of_parameter(base):
-        setattr(storage, WEIGHT, True)  # its other views are found at once
+        setattr(storage, WEIGHT, True)  # other views are recognized by this mark
         return True
     return False
 

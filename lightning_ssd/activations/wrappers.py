@@ -1,7 +1,7 @@
-"""Saved tensors that are subclasses wrapping other tensors (`DTensor`, for one): the wrapped tensors are offloaded.
+"""Saved tensors of subclasses that wrap other tensors, such as `DTensor`: the wrapped tensors are offloaded.
 
-PyTorch's protocol for such classes, `__tensor_flatten__` and `__tensor_unflatten__`, says that the wrapped tensors and
-a context describe the whole of one: `torch.compile` saves them for backward in the same way.
+By PyTorch's protocol for such classes, `__tensor_flatten__` and `__tensor_unflatten__`, the wrapped tensors and a
+context describe a tensor completely. `torch.compile` saves them for backward in the same way.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_ssd.activations.record import check_version
 
 _LEFT_ALONE: tuple[type, ...] = (AsyncCollectiveTensor, NestedTensor)
-"""An asynchronous result is being written to; a jagged tensor's sizes are tied to its very offsets tensor."""
+"""Classes that are not unwrapped: an asynchronous result is still being written, and the sizes of a jagged tensor refer
+to the identity of its offsets tensor."""
 
 Packed = TypeVar("Packed")
 
 
 class SavedWrapper(Generic[Packed]):
-    """A tensor subclass that was saved: what its wrapped tensors were packed into, and how it is built again.
+    """A saved tensor subclass: its wrapped tensors, packed, and the context to rebuild it.
 
-    The wrapped tensors' own version counters do not count changes of the wrapper. Its probe does: a wrapper that shares
-    the saved one's counter, around empty tensors.
+    The version counters of the wrapped tensors do not count changes of the wrapper. Its probe does: a wrapper around
+    empty tensors that shares the saved wrapper's counter.
 
     Args:
-        tensor: the subclass, one that `is_wrapper` accepts.
-        pack: takes a wrapped tensor over.
+        tensor: the subclass, which `is_wrapper` accepts.
+        pack: packs a wrapped tensor.
     """
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Packed]) -> None:
@@ -45,7 +46,7 @@ class SavedWrapper(Generic[Packed]):
             setattr(self._probe, name, torch.empty(0, dtype=wrapped[name].dtype, device=wrapped[name].device))
 
     def rebuild(self, unpack: Callable[[Packed], Tensor]) -> Tensor:
-        """Returns the saved tensor; `unpack` returns what `pack` took over.
+        """Returns the saved tensor; `unpack` is the inverse of `pack`.
 
         Raises:
             RuntimeError: the tensor was changed after it was saved.
@@ -59,5 +60,5 @@ class SavedWrapper(Generic[Packed]):
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether the tensors that `tensor` wraps, and a context, are the whole of it."""
+    """Returns whether `tensor` is described completely by wrapped tensors and a context."""
     return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, _LEFT_ALONE)

@@ -1,4 +1,4 @@
-"""Numbers in, plan out: pure Python, no torch."""
+"""Planners: from the profiles of a model and a machine to a plan and its predicted step. Pure Python, no torch."""
 
 from lightning_ssd.planning.endurance import large_write_endurance
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead

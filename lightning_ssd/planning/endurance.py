@@ -1,4 +1,4 @@
-"""Lifetime of SSDs under the writes of a training, and its cost."""
+"""Lifetime of SSDs under the writes of a training, and the cost of a training."""
 
 from lightning_ssd.planning.record import check_positive
 
@@ -17,7 +17,7 @@ def large_write_endurance(rated: float, rated_amplification: float = 2.5, amplif
     Args:
         rated: rated endurance in bytes (TBW).
         rated_amplification: bytes that the drive wrote for each byte in the rating's test.
-        amplification: bytes that it writes for each of ours.
+        amplification: bytes that the drive writes for each byte of large sequential writes.
     """
     check_positive("rated_amplification", rated_amplification)
     check_positive("amplification", amplification)

@@ -8,27 +8,27 @@ COMPUTE, COPY_IN, COPY_OUT, SSD, CPU = range(5)
 RESOURCES = ("compute", "copy_in", "copy_out", "ssd", "cpu")
 
 URGENT, NORMAL = 0, 1
-"""Priorities: of what the GPU will wait for, and of all else."""
+"""Priorities of tasks: URGENT for tasks that the GPU will wait for, NORMAL for all others."""
 
 
 class Task:
-    """Work for one resource, which runs once all that it waits for has ended.
+    """Work for one resource, which begins after all tasks that it waits for have ended.
 
     Attributes:
-        resource: COMPUTE, COPY_IN, COPY_OUT, SSD or CPU. Each runs one task at a time: the ready one of the highest
-            priority, and among those the one made first.
+        resource: COMPUTE, COPY_IN, COPY_OUT, SSD or CPU. Each resource runs one task at a time: the ready task of the
+            highest priority, and among equals the one made first.
         amount: seconds for COMPUTE and CPU, bytes for the others.
-        step: index of the training step that it belongs to.
-        write: an SSD task writes.
+        step: index of the training step.
+        write: True if an SSD task writes.
         priority: URGENT or NORMAL.
-        gpu: bytes of GPU memory taken as it begins (of COPY_IN: as it might begin), and given back as it ends.
-        host: bytes of host memory, the same.
-        ssd: bytes stored on SSDs as it ends; below 0: given back.
-        waiting: how many tasks it still waits for.
-        followers: tasks that wait for it.
-        number: of the task, in the order in which they were made.
-        begin: seconds when it began.
-        end: seconds when it ended.
+        gpu: bytes of GPU memory allocated when the task begins (for COPY_IN: when it is ready), and freed when it ends.
+        host: bytes of host memory allocated when the task begins, and freed when it ends.
+        ssd: change of the bytes stored on SSDs when the task ends.
+        waiting: number of tasks that have to end before this one begins.
+        followers: tasks that wait for this one.
+        number: number of the task in the order of creation.
+        begin: begin of the task, seconds.
+        end: end of the task, seconds.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class MemoryLog:
         self._gpu = self._host = self._ssd = 0
 
     def add(self, now: float, gpu: int, host: int, ssd: int) -> None:
-        """Notes that so many bytes were taken (below 0: given back) in each tier."""
+        """Records the change of the bytes in each tier at the time `now` (seconds)."""
         self._gpu += gpu
         self._host += host
         self._ssd += ssd
@@ -83,26 +83,26 @@ class MemoryLog:
 
 
 def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
-    """Runs all tasks, which then know when they began and ended.
+    """Runs all tasks, sets their `begin` and `end`, and returns the memory in use over time.
 
-    The two copy directions share the link: each goes at its own speed alone and at another while both are busy, and
-    their speeds change as the other begins and ends. The SSDs' path is half-duplex: one request at a time, at the speed
-    for mixed requests while one of the other kind waits.
+    The two copy directions share the link: the bandwidth of a copy changes whenever a copy in the other direction
+    begins or ends. The path to the SSDs is half-duplex: one request runs at a time, at the bandwidth of mixed requests
+    while a request of the other kind waits.
     """
     ready: list[list[tuple[int, int, Task]]] = [[] for _ in RESOURCES]
     running: list[Task | None] = [None] * len(RESOURCES)
     waiting_requests = [0, 0]  # SSD reads and writes that are ready
     alone, both = (0.0, hardware.copy_in, hardware.copy_out), (0.0, hardware.copy_in_both, hardware.copy_out_both)
-    # What each copy direction still has to move, since when, how fast, and which of its events counts.
+    # For each copy direction: remaining bytes at the time `since`, bandwidth, and the version of its valid event.
     left, since, speed, version = [0.0] * 3, [0.0] * 3, [1.0] * 3, [0] * 3
-    events: list[tuple[float, int, int, int]] = []  # when, order, resource, version
+    events: list[tuple[float, int, int, int]] = []  # seconds, order, resource, version
     order = 0
     memory = MemoryLog()
     now = 0.0
 
     def make_ready(task: Task) -> None:
         heappush(ready[task.resource], (task.priority, task.number, task))
-        if task.resource == COPY_IN and task.gpu[0]:  # the host, which is ahead, issues all copies that have room
+        if task.resource == COPY_IN and task.gpu[0]:  # the host runs ahead and issues all copies that have room
             memory.add(now, task.gpu[0], 0, 0)
         if task.resource == SSD:
             waiting_requests[task.write] += 1
@@ -152,7 +152,7 @@ def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
     while events:
         now, _, resource, number = heappop(events)
         if number and number != version[resource]:
-            continue  # the copy's speed has changed since
+            continue  # outdated: the copy's bandwidth has changed
         task = running[resource]  # type: ignore[assignment]
         running[resource] = None
         task.end = now

@@ -45,11 +45,11 @@ class HostOverhead:
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """Throughput and memory of a machine with one GPU, as measured.
+    """Measured throughput and memory of a machine with one GPU.
 
     Attributes:
         name: name of the machine.
-        gpu_flops: FLOP/s of the GPU in large matrix products, as achieved.
+        gpu_flops: achieved FLOP/s of the GPU in large matrix products.
         gpu_memory_bandwidth: bytes/s of the GPU's own memory.
         copy_out: bytes/s from the GPU to pinned host memory, alone.
         copy_in: bytes/s from pinned host memory to the GPU, alone.

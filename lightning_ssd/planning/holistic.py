@@ -1,4 +1,4 @@
-"""The default planner: activations and model states together, by simulated time under the memory of every tier."""
+"""The default planner: plans activations and model states together, by simulated time within every tier's memory."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -55,16 +55,16 @@ CLOSE = 1.001
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan in a few numbers.
+    """A plan, described by a few numbers.
 
     Attributes:
-        saved: count of tensors that are not recomputed, in falling seconds of recomputation for each byte.
-        resident: units that stay on the GPU, from the first.
-        activations_first: activations get host memory before weights and states do.
-        window_bytes: of the plan.
-        clip: of the plan.
-        gpu_bytes: GPU memory for resident units and kept activations.
-        host_bytes: host memory for weights, states and activations.
+        saved: number of groups that are not recomputed, in falling order of recomputation seconds per byte.
+        resident: number of units on the GPU, counted from the first.
+        activations_first: whether activations get host memory before weights and states do.
+        window_bytes: `window_bytes` of the plan.
+        clip: clip mode of the plan.
+        gpu_bytes: GPU bytes for resident units and kept activations.
+        host_bytes: host bytes for weights, states and activations.
     """
 
     saved: int
@@ -77,17 +77,17 @@ class Candidate:
 
 
 def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
-    """Returns the plan of least simulated time among those that fit; if none fits, the one of least excess.
+    """Returns the plan of least simulated time among those that fit, or, if none fits, the one of least excess bytes.
 
-    It is never worse than the published planners': they are candidates. Its own begin with everything out of the GPU,
-    fill what memory is left with units, kept activations, weights, states and swapped activations, in shares that a
-    bound (the maximum over the resources of forward and of backward, as in LoHan and Fuyou) ranks and the simulation
-    decides.
+    The plans of the published planners are candidates, so the result is never worse than theirs. Further candidates
+    fill the memory that the plan of least memory leaves: the GPU with units and kept activations, the host with
+    weights, states and swapped activations. The shares are ranked by a bound (the maximum over the resources, of
+    forward and of backward, as in LoHan and Fuyou), and the best ones are simulated.
 
     Args:
-        model: as profiled.
-        hardware: as measured.
-        fixed: where model states are; None: that is planned, too.
+        model: profile of the model.
+        hardware: profile of the machine.
+        fixed: tiers of model states; None: they are planned, too.
     """
     search = _Search(model, hardware, fixed)
     for plan in (
@@ -109,9 +109,9 @@ def min_memory_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes
     """Returns the plan of least memory: inter-block activations and states on SSDs, everything else recomputed.
 
     Args:
-        model: what it is for.
-        window_bytes: of the plan; 0: one transfer at a time; None: the default.
-        ssd_bytes: what has no room in so many bytes is in host memory.
+        model: profile of the model.
+        window_bytes: `window_bytes` of the plan; 0: one transfer at a time; None: `default_window`.
+        ssd_bytes: bytes of SSD space; tensors and states beyond are in host memory.
     """
     certain = [item for item in saved_groups(model) if item.seconds is None]
     left = ssd_bytes - sum(item.nbytes for item in certain)
@@ -132,9 +132,9 @@ class _Considered:
     """A simulated plan.
 
     Attributes:
-        score: what is to be least.
-        wear: what is to be least of plans that are as fast.
-        plan: it.
+        score: excess bytes and step seconds, to be minimized in this order.
+        wear: measure of the plan's transfers (see `_wear`), to be minimized among plans of about equal score.
+        plan: the plan.
     """
 
     score: tuple[float, float]
@@ -181,10 +181,10 @@ class _Search:
         return prediction
 
     def choose(self, published: "_Considered") -> Plan:
-        """Returns, of the plans that are as good as the fastest, the one that moves least.
+        """Returns the plan with the fewest transfers among those that are about as fast as the fastest.
 
         Args:
-            published: the best of others' plans, than which it is no slower.
+            published: the best plan of the published planners; the result is not slower.
         """
         excess, seconds = self.fastest.score
         close = [item for item in self._considered if item.score[0] == excess and item.score[1] <= CLOSE * seconds]
@@ -193,7 +193,7 @@ class _Search:
         return self._narrowed(self.fastest if others < calmest.score else calmest)
 
     def _narrowed(self, best: _Considered) -> Plan:
-        """Returns the best plan with the least window that it needs: what is on its way takes memory if it is late."""
+        """Returns the best plan with the smallest window that is as fast: tensors in flight need memory."""
         while best.plan.window_bytes > self._window:
             narrower = replace(best.plan, window_bytes=max(self._window, best.plan.window_bytes // 2))
             score = _score(simulate(self.model, self.hardware, narrower), self.hardware)
@@ -247,12 +247,12 @@ class _Search:
         return sorted(best, key=lambda candidate: best[candidate])
 
     def spread(self, candidate: Candidate) -> list[Candidate]:
-        """Returns candidates that save from the least to everything, as the bound ignores the budgets of the tiers."""
+        """Returns candidates from saving the least to saving everything: the bound ignores the tiers' budgets."""
         counts = list(self._amounts())
         return [replace(candidate, saved=counts[(len(counts) - 1) * step // SPREAD]) for step in range(SPREAD + 1)]
 
     def is_over(self) -> bool:
-        """Whether the limit of simulations is reached and a plan that fits was found."""
+        """Returns True if the limit of simulations is reached and a plan that fits was found."""
         return self._simulations >= self._most_simulations and self.fastest.score[0] == 0
 
     def refine(self) -> None:
@@ -273,7 +273,8 @@ class _Search:
     def _neighbours(
         self, candidate: Candidate, unused: tuple[int, int], amount: int, units: int
     ) -> Iterator[Candidate]:
-        # What the budgets set aside, they did so for the plan that takes least memory: this one may need less of it.
+        # The budgets are what the plan of least memory leaves. This candidate may need less than that plan, and its
+        # unused bytes are added.
         gpu_bytes, host_bytes = candidate.gpu_bytes + unused[0], candidate.host_bytes + unused[1]
         for flipped in (False, True):
             yield replace(
@@ -325,7 +326,7 @@ class _Search:
             return left
 
         def resident_by_kind(host: int) -> int:
-            # A byte of weights in host memory spares the SSDs three transfers a step or more, one of states two.
+            # Weights first: a byte of weights in host memory saves three or more SSD transfers a step, of states two.
             if self.fixed is not None:
                 return host
             for tiers, size in ((weights, "weight_bytes"), (states, "state_bytes_read")):
@@ -361,7 +362,7 @@ class _Search:
         return replace(candidate, resident=resident, gpu_bytes=gpu, host_bytes=host)
 
     def _amounts(self) -> Iterator[int]:
-        """Yields counts of saved tensors, from those that have to be to all, at equal distances in bytes."""
+        """Yields numbers of saved groups, from the least possible to all, at equal distances in bytes."""
         least, most = self._bytes[self._certain], self._bytes[-1]
         counts = {self._certain, len(self.tensors)}
         for step in range(1, AMOUNTS):
@@ -369,7 +370,7 @@ class _Search:
         yield from sorted(count for count in counts if count >= self._certain)
 
     def _count_resident(self, gpu_bytes: int) -> int:
-        """Returns the number of units that fit, among those that are not fixed."""
+        """Returns the number of units that fit into `gpu_bytes`, 0 if the placement of model states is fixed."""
         count = 0
         if self.fixed is not None:
             return count
@@ -420,12 +421,12 @@ class _Search:
 
 
 def _score(prediction: Prediction, hardware: HardwareProfile) -> tuple[float, float]:
-    """Returns the score to minimize: bytes over the budgets, then seconds."""
+    """Returns the score to minimize: excess bytes, then step seconds."""
     return float(prediction.excess_bytes(hardware)), prediction.step_seconds
 
 
 def _wear(prediction: Prediction) -> tuple[int, float, float]:
-    """Returns a step's bytes written to SSDs, seconds of copies, and seconds of the GPU."""
+    """Returns bytes written to SSDs, seconds of copies, and seconds of GPU compute per step."""
     busy = prediction.busy_seconds
     return prediction.ssd_written_bytes, busy["copy_in"] + busy["copy_out"], busy["compute"]
 

@@ -13,8 +13,8 @@ class Layer:
     """A layer whose output may be swapped instead of recomputed.
 
     Attributes:
-        flops: FLOP to recompute it.
-        nbytes: bytes of its activations.
+        flops: FLOP to recompute the output.
+        nbytes: bytes of the output.
     """
 
     flops: float
@@ -27,7 +27,7 @@ class Layer:
 
 
 def bytes_to_ssd(swapped: float, host: float) -> float:
-    """Returns how many of the `swapped` bytes do not fit in `host` bytes of memory: equation 3, never below 0."""
+    """Returns the part of the `swapped` bytes that exceeds `host` bytes of memory (equation 3)."""
     return max(0.0, swapped - host)
 
 
@@ -41,8 +41,8 @@ class SwapChoice:
     Attributes:
         layers: indices of the layers to swap, in falling benefit.
         seconds: T_iter with them.
-        case: "transfers": swapping more never helps (case 1); "compute": it always does (case 2); "optimum": it helps
-            up to a point (case 3).
+        case: "transfers": no swapping reduces T_iter (case 1); "compute": swapping everything does (case 2); "optimum":
+            T_iter has a minimum between (case 3).
     """
 
     layers: tuple[int, ...]
@@ -51,11 +51,11 @@ class SwapChoice:
 
 
 def choose_swaps(layers: Sequence[Layer], base_bytes: float, iteration: Callable[[float, float], float]) -> SwapChoice:
-    """Returns the layers to swap: Algorithm 1, which walks the convex T_iter down to its lowest point.
+    """Returns the layers to swap by Algorithm 1, which descends the convex T_iter to its minimum.
 
-    The paper's guard against running out of memory looks at the size swapped only. Here the inter-block inputs, without
-    which nothing can be recomputed, are swapped whatever else is: they are `base_bytes`, not among the layers. So the
-    walk begins there, and ends at the first rise.
+    The paper's guard against running out of memory checks only the swapped bytes. Here the inter-block inputs, without
+    which nothing can be recomputed, are always swapped: they are `base_bytes`, and not among the layers. The descent
+    begins with them, and ends when T_iter rises.
 
     Args:
         layers: layers whose outputs are swapped or recomputed.

@@ -66,7 +66,7 @@ class OperatorProfile:
 
 @dataclass(frozen=True)
 class UnitProfile:
-    """One unit: modules whose parameters are fetched, released and stepped together.
+    """One unit: modules whose parameters are prefetched, evicted and stepped together.
 
     Attributes:
         name: name, unique in the model.
@@ -113,15 +113,15 @@ class UnitProfile:
 
 
 def visit_name(unit: str, time: int) -> str:
-    """Returns the name of a unit's call number `time` (from 0) in a forward: a unit with tied weights is called again.
+    """Returns the name of call number `time` (from 0) of a unit in a forward. Units with tied weights have several.
 
-    Parameters and states of the unit belong to its first call.
+    Parameters and states of the unit are counted at its first call.
     """
     return unit if time == 0 else f"{unit} ({time + 1})"
 
 
 def is_later_visit(name: str) -> bool:
-    """Whether `name` is what `visit_name` returns for a second or later call."""
+    """Returns True if `visit_name` returns `name` for a second or later call of a unit."""
     return _LATER.search(name) is not None
 
 

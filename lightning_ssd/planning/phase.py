@@ -1,4 +1,4 @@
-"""The time of a phase of a step as the maximum over what works in it at the same time."""
+"""The time of a phase of a step as the maximum over its resources, which work at the same time."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from lightning_ssd.planning.hardware import HardwareProfile
 
 @dataclass(frozen=True)
 class Phase:
-    """What the forward or the backward of a step asks of a machine.
+    """The work of a forward or backward for each resource of a machine.
 
     Attributes:
         compute: seconds of the GPU.
@@ -59,21 +59,21 @@ def step_phases(
 ) -> tuple[Phase, Phase]:
     """Returns the forward and the backward of a step whose model states and activations are offloaded.
 
-    The same flows as in LoHan's table II and equations 2 and 5: the weights come in twice, the gradients leave once,
-    the optimizer's states are read and written in backward, swapped activations leave in forward and come back in
-    backward.
+    The transfers are those of LoHan's table II and equations 2 and 5: weights are prefetched twice, gradients are
+    offloaded once, optimizer states are read and written in backward, swapped activations are offloaded in forward and
+    prefetched in backward.
 
     Args:
-        forward: seconds of GPU time.
-        backward: seconds of GPU time, recomputation included.
-        cpu: seconds of the optimizer.
-        weights: bytes of the compute weights that are not on the GPU.
-        gradients: bytes that leave the GPU.
+        forward: GPU seconds of the forward.
+        backward: GPU seconds of the backward, including recomputation.
+        cpu: seconds of the CPU optimizer.
+        weights: bytes of offloaded compute weights.
+        gradients: bytes of offloaded gradients.
         read: bytes of states that the optimizer reads from SSDs.
-        written: bytes of states and compute weights that it writes to SSDs.
-        swapped: bytes of activations that leave the GPU.
-        swapped_to_ssd: bytes of them that go to SSDs.
-        weights_on_ssd: bytes of the weights that come from SSDs; None: all of them.
+        written: bytes of states and compute weights that the optimizer writes to SSDs.
+        swapped: bytes of swapped activations.
+        swapped_to_ssd: part of these bytes that is swapped to SSDs.
+        weights_on_ssd: part of `weights` that is on SSDs; None: all of them.
     """
     fetched = weights if weights_on_ssd is None else weights_on_ssd
     return (

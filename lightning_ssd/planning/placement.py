@@ -1,4 +1,4 @@
-"""Helpers of all planners: the groups of saved tensors, and the plan that follows from a choice for each."""
+"""Helpers of all planners: groups of saved tensors, and the plan made from a choice for each group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,14 +84,14 @@ def build_plan(
 
 
 def host_then_ssd(tensors: Iterable[SavedGroup], room: int) -> tuple[dict[tuple[int, int], InputChoice], int]:
-    """Offloads groups to host memory as long as they fit, and to SSDs else.
+    """Offloads groups to host memory as long as they fit, and the others to SSDs.
 
     Args:
         tensors: groups, in the order in which host memory is reserved for them.
         room: bytes of host memory.
 
     Returns:
-        The tier of each group by its key, and the bytes of host memory that are left.
+        The tier of each group by its key, and the remaining bytes of host memory.
     """
     saved: dict[tuple[int, int], InputChoice] = {}
     for tensor in tensors:
@@ -118,7 +118,7 @@ class FixedPlacement:
 
     @classmethod
     def of(cls, plan: Plan) -> "FixedPlacement":
-        """Returns the tiers that a plan has model states in."""
+        """Returns the tiers of model states in a plan."""
         units = plan.units.values()
         return cls(tuple(unit.weights for unit in units), tuple(unit.states for unit in units))
 

@@ -40,8 +40,8 @@ class Plan:
         units: plans of the units by name, in the order of the forward.
         window_bytes: GPU bytes for prefetched tensors, and as many for tensors that are being offloaded.
         staging_bytes: host bytes for tensors read ahead from SSDs, and as many for tensors that are being written.
-        clip: when the optimizer steps if gradients are clipped by norm, or scaled. "off": they are not; "deferred":
-            under the next forward, as the norm is known then; "speculative": during backward, into a second version of
+        clip: time of optimizer steps if gradients are clipped by norm, or scaled. "off": they are not; "deferred":
+            during the next forward, when the norm is known; "speculative": during backward, into a second version of
             the states.
     """
 
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all saved tensors are kept on the GPU, so that the forward runs without dispatch modes."""
+        """True if all saved tensors are kept on the GPU, so that the forward needs no dispatch mode."""
         return all({unit.input, *unit.operators.values()} == {"keep"} for unit in self.units.values())
 
     def check(self, model: ModelProfile) -> None:
@@ -112,7 +112,7 @@ class Plan:
             content = yaml.load(text, _Loader)
         except RecursionError:
             raise ValueError("The plan is nested too deeply. Correct it, or plan again.") from None
-        except Exception as error:  # PyYAML raises errors of many kinds for values that are not of their tag
+        except Exception as error:  # PyYAML raises errors of many classes for values that do not match their tag
             raise ValueError(f"The plan is not YAML: {error}. Correct it, or plan again.") from error
         fields = _take(content, "the plan", ("window_bytes", "staging_bytes", "clip", "units"))
         units = {}
@@ -175,7 +175,7 @@ class Plan:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
-    """PyYAML's safe loader that refuses repeated keys, of which PyYAML would drop one, and keys that are no strings."""
+    """PyYAML's safe loader, which also refuses repeated keys (PyYAML would drop one) and keys that are no strings."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
         found: dict[str, Any] = super().construct_mapping(node, deep)
@@ -207,7 +207,7 @@ def _check_names(where: str, given: list[str], expected: list[str]) -> None:
 
 
 def _take(value: object, where: str, names: tuple[str, ...]) -> Mapping[str, Any]:
-    """Returns the mapping `value` if it has exactly these names, and raises ValueError else."""
+    """Returns the mapping `value` if it has exactly these names, and raises ValueError otherwise."""
     value = as_mapping(value, where)
     for name in value:
         if name not in names:

@@ -16,7 +16,7 @@ Planner = Callable[[ModelProfile, HardwareProfile, FixedPlacement | None], Plan]
 
 
 def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Planner:
-    """Returns a paper's planner that accepts a fixed placement of model states in place of the paper's."""
+    """Wraps a paper's planner to accept a fixed placement of model states in place of the paper's."""
 
     def planner(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> Plan:
         made = plan(model, hardware)
@@ -29,11 +29,11 @@ SLACK = 0.02
 """Share of a step's time that a plan for less memory may add."""
 
 CAUTION = 1.5
-"""Factor on the host's overhead under which a plan for less memory must meet `SLACK`, too: the speed of the host varies
-during a training, and tensors that are kept on the GPU do not depend on it."""
+"""Factor on the host's overhead with which a plan for less memory must meet `SLACK`, too: the speed of the host varies
+during a training, and plans that keep fewer tensors on the GPU depend on it more."""
 
 CLOSE_BYTES = 0.01
-"""Share of the memory at which the search for less memory ends."""
+"""Relative precision at which the search for the least memory ends."""
 
 CORRECTIONS = 8
 """Iterations of the search for a factor that explains a step's time."""
@@ -111,8 +111,8 @@ def correct(
 ) -> tuple[ModelProfile, HardwareProfile] | None:
     """Returns profiles under which the simulated step of `plan` takes as long as the measured one.
 
-    The speed of the resource that bounds the step (GPU, link, SSDs, CPU or host) is corrected, or the host's overhead
-    of following the plan, whichever correction is the less surprising.
+    Either the speed of the resource that bounds the step (GPU, link, SSDs, CPU or host) is corrected, or the host's
+    overhead of following the plan, whichever correction is more likely.
 
     Args:
         model: the profile.
@@ -146,9 +146,9 @@ def correct(
 def correct_step_rate(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_rate: float, step_seconds: float
 ) -> HardwareProfile:
-    """Returns the machine with the CPU optimizer's measured rate, without the copies that ran beside it.
+    """Returns the machine with the CPU optimizer's measured rate, corrected for concurrent copies.
 
-    Copies that run while the optimizer steps share the bandwidth of host memory with it. Their part is subtracted.
+    Copies that run while the optimizer steps share the bandwidth of host memory with it. Their time is subtracted.
 
     Args:
         model: the profile.
@@ -172,7 +172,7 @@ def correct_step_rate(
 def _following(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> float:
     """Returns the factor on the host's overhead that explains a step of `step_seconds`; 1.0 if no factor does.
 
-    The overhead was measured on a small model apart from the training, unlike the launch times of the model itself.
+    The overhead was measured on a small model outside of the training, unlike the launch times of the model itself.
     """
 
     def seconds(factor: float) -> float:

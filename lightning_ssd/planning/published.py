@@ -1,4 +1,4 @@
-"""The planners of the papers: SSDTrain's, Fuyou's and LoHan's, each with its cost model over the model's own bytes."""
+"""The planners of the papers SSDTrain, Fuyou and LoHan: their cost models, applied to the bytes of a profile."""
 
 from lightning_ssd.planning import fuyou, lohan
 from lightning_ssd.planning.hardware import HardwareProfile
@@ -14,9 +14,10 @@ __all__ = ["plan_fuyou", "plan_lohan", "plan_ssdtrain"]
 
 
 def plan_ssdtrain(model: ModelProfile, hardware: HardwareProfile) -> Plan:
-    """Returns SSDTrain's plan: model states on the GPU, and as many activations to SSDs as the bandwidth hides.
+    """Returns SSDTrain's plan: model states on the GPU, and as many activations on SSDs as the bandwidth hides.
 
-    What was saved first goes first, up to the amount (III-A, figure 3); the rest is kept. Nothing is recomputed.
+    The tensors that are saved first are offloaded, up to the hidden amount (III-A, figure 3), and the others kept.
+    Nothing is recomputed.
     """
     speed = TierSpeed(
         write=min(hardware.copy_out, hardware.ssd_write),
@@ -33,11 +34,10 @@ def plan_ssdtrain(model: ModelProfile, hardware: HardwareProfile) -> Plan:
 
 
 def plan_fuyou(model: ModelProfile, hardware: HardwareProfile) -> Plan:
-    """Returns Fuyou's plan: model states on SSDs, swapped activations too, the rest recomputed (4.5).
+    """Returns Fuyou's plan: model states and swapped activations on SSDs, other activations recomputed (4.5).
 
-    Which are swapped follows from the swap benefit factor and two priority queues, from D_start, the inter-block
-    inputs, to D_max. The time left that equation 9 finds was measured with D_start swapped already, so D_max comes on
-    top of it.
+    Swapped activations are chosen by the swap benefit factor and two priority queues, from D_start, the inter-block
+    inputs, up to D_max. The slack of equation 9 is computed with D_start swapped already, so D_max is added to D_start.
     """
     certain, choices = _split(model)
     start = sum(tensor.nbytes for tensor in certain)
@@ -59,17 +59,17 @@ def plan_fuyou(model: ModelProfile, hardware: HardwareProfile) -> Plan:
 
 
 def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
-    """Returns LoHan's plan: model states on SSDs, activations to host memory while there is room, then to SSDs (IV-D).
+    """Returns LoHan's plan: model states on SSDs, swapped activations in host memory, then on SSDs (IV-D).
 
-    Which are swapped follows from the offloading benefit and Algorithm 1.
+    Swapped activations are chosen by the offloading benefit and Algorithm 1.
     """
     certain, choices = _split(model)
     start = sum(tensor.nbytes for tensor in certain)
     host = free_host_bytes(model, hardware)
     layers = [lohan.Layer(item.flops, item.nbytes) for item in choices]
     flops = sum(layer.flops for layer in layers)
-    # The model's operators need not all run at one FLOP/s; their measured seconds are shared out by FLOP, as the paper
-    # has it.
+    # Operators differ in FLOP/s. As in the paper, seconds of recomputation are taken as proportional to FLOP: the sum
+    # of the measured seconds is distributed over the FLOP.
     seconds = sum(item.seconds or 0.0 for item in choices)
 
     def iteration(swapped: float, recomputed: float) -> float:
@@ -83,15 +83,15 @@ def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
 
 
 def free_host_bytes(model: ModelProfile, hardware: HardwareProfile) -> int:
-    """Returns the bytes of host memory that are left for activations when all states are on SSDs (MEM_avail)."""
+    """Returns the bytes of host memory available for activations when all states are on SSDs (MEM_avail)."""
     gradients = sum(unit.gradient_bytes for unit in model.units)
     jobs = sorted((unit.state_bytes_read + unit.weight_bytes for unit in model.units), reverse=True)[:JOBS_AHEAD]
-    staging = 4 * default_window(model)  # read ahead, and as much written behind
+    staging = 4 * default_window(model)  # two windows for prefetched reads, and two for delayed writes
     return max(0, hardware.host_bytes - gradients - sum(jobs) - staging)
 
 
 def _split(model: ModelProfile) -> tuple[list[SavedGroup], list[SavedGroup]]:
-    """Returns the tensors that are saved in any case, and those that might be recomputed."""
+    """Returns the groups that can't be recomputed, and the groups that can."""
     tensors = saved_groups(model)
     return [item for item in tensors if item.seconds is None], [item for item in tensors if item.seconds is not None]
 
@@ -104,7 +104,7 @@ def _phases(
     recompute: float,
     cpu: float = 0.0,
 ) -> tuple[Phase, Phase]:
-    """Returns forward and backward of a micro-batch with all states on SSDs, and its share of the step's bytes."""
+    """Returns forward and backward of a micro-batch with all states on SSDs, and its share of optimizer bytes."""
     share = 1 / model.micro_batches
     weights = sum(unit.weight_bytes for unit in model.units)
     return step_phases(

@@ -55,9 +55,9 @@ class Report:
         what_ifs: pairs of a change of the hardware and the throughput with it, the largest gain first.
         largest_samples: samples of the largest micro-batch that fits with the plan of least memory; 0: none fits.
         breakeven_tokens: tokens per step from which on the GPU is busier than the SSDs; None: it never is.
-        required_write_bandwidth: bytes/s at which all activations leave within half a step (SSDTrain III-D).
+        required_write_bandwidth: bytes/s that offload all activations within half a step (SSDTrain III-D).
         ssd_bytes_per_day: bytes written to SSDs in a day of training.
-        ssd_years: lifetime of the SSDs in years; None: their endurance is not given.
+        ssd_years: lifetime of the SSDs in years; None: no endurance is given.
         cost: cost of a million tokens in the currency of the price; None: no price is given.
     """
 
@@ -129,7 +129,7 @@ def make_report(
 
 
 def largest_samples(model: ModelProfile, hardware: HardwareProfile) -> int:
-    """Returns the samples of the largest micro-batch that fits when everything that can be offloaded is."""
+    """Returns the samples of the largest micro-batch that fits with the plan of least memory, 0 if none fits."""
 
     memory_alone = replace(hardware, ssd_bytes_per_day=None)
 

@@ -1,4 +1,4 @@
-"""Simulation of a training step under a plan: seconds, and bytes of each tier."""
+"""Simulates a training step under a plan, and predicts its seconds and the bytes in each tier."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,20 +26,20 @@ from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.types import EVICT_MARGIN, TIERS, InputChoice, Tier
 
 STEPS = 3
-"""Simulated steps: the first one begins cold, and the optimizer jobs of a step run under the next forward. With several
-micro-batches, whose last one is warm, or with all weights on the GPU, one step less is simulated."""
+"""Number of simulated steps: the first begins without earlier work in flight, and the optimizer jobs of a step overlap
+the next forward. One step fewer is enough with several micro-batches per step, or with all states on the GPU."""
 
 MICRO_BATCHES = 3
 """Simulated micro-batches of a step that has many: the first, one like all others, and the last."""
 
 STAGES = 96
-"""Least number of stages of a forward: where there are fewer units, each is cut into several stages."""
+"""Least number of stages of a forward: with fewer units, each is divided into several stages."""
 
 IN_FLIGHT = 2**25
-"""Bytes that drives are writing when backward needs them: their writes are not cancelled."""
+"""Bytes whose writes run when backward needs them: running writes are not cancelled."""
 
 PIECES = 192
-"""Largest number of transfers to the GPU in a backward that has no more stages."""
+"""Largest number of transfers to the GPU in a backward, unless it has more stages."""
 
 BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
@@ -47,7 +47,7 @@ BACKWARD_LAUNCH = 0.5
 STATES = ("compute weights", "optimizer states", "gradients")
 
 JOBS_AHEAD = 3
-"""Optimizer jobs that have staging memory at once: one is read, one is stepped, one is written."""
+"""Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Prediction:
     memory: tuple[tuple[float, int, int, int], ...] = field(repr=False)
 
     def excess_bytes(self, hardware: HardwareProfile) -> int:
-        """Returns the bytes by which the plan exceeds the limits of memory and of SSD writes, in sum; 0: it fits."""
+        """Returns the sum of bytes by which the plan exceeds the limits of memory and SSD writes, 0 if it fits."""
         return (
             max(0, self.gpu_peak_bytes - hardware.gpu_bytes)
             + max(0, self.host_peak_bytes - hardware.host_bytes)
@@ -99,7 +99,7 @@ class Prediction:
 
 @dataclass(kw_only=True, slots=True)
 class Stage:
-    """Neighbouring operators of one unit, which the simulation computes in one piece.
+    """Neighbouring operators of one unit, which are simulated as one compute task.
 
     Attributes:
         unit: index of the unit.
@@ -155,7 +155,7 @@ class Stage:
 
 
 def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
-    """Returns the stages of a forward, with bytes and seconds of the operators summed by the plan's choices."""
+    """Returns the stages of a forward, with sums of the operators' bytes and seconds by the plan's choices."""
     pieces = ceil(STAGES / len(model.units))
     stages = []
     for index, profile in enumerate(model.units):
@@ -200,7 +200,7 @@ def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: in
     peak = stage.saved + (profile.forward_bytes if stage.first else 0)
     if stage.first or stage.last:
         stage.bwd_workspace = profile.backward_bytes
-    # A result that is not saved is released when the next operator has used it.
+    # A dropped result is freed after the next operator has used it.
     before = _dropped(operators[start - 1], unit) if start else 0
     for operator in operators[start:stop]:
         stage.forward += operator.forward_seconds
@@ -239,22 +239,22 @@ def count_steps(model: ModelProfile, plan: Plan) -> int:
 def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
     """Returns the prediction for `plan` on `hardware`.
 
-    Offloaded weights are fetched before a unit's forward and backward, from SSDs through host memory, and are kept in
-    between where there is room for them. Swapped tensors are offloaded after the forward of their stage and prefetched
-    in the order in which backward needs them, as far ahead as the window reaches. Gradients are copied out when a
-    unit's backward ends. Then the unit's optimizer job reads states, steps on the CPU and writes them back; the unit's
-    next forward waits for that job only. Copies slow the jobs down, because they share the host's memory. Where the
-    window or the staging memory is full, compute and copies wait. The GPU computes only work that the host has
-    launched, and a plan adds to the launch time. Two things are not simulated: the accumulation of gradients on the
-    CPU, and speculative steps that are rolled back.
+    Offloaded weights are prefetched before a unit's forward and backward, from SSDs through host memory, and are kept
+    from forward to backward if there is room for them. Swapped tensors are offloaded after the forward of their stage,
+    and prefetched in the order in which backward needs them, up to the window's bytes ahead. Gradients are offloaded
+    when a unit's backward ends. Then the unit's optimizer job reads states, steps on the CPU and writes them back; the
+    unit's next forward waits for that job only. Copies slow the jobs down, because they share the bandwidth of host
+    memory. While the window or the staging memory is full, compute and copies wait. The GPU computes only work that the
+    host has launched, and a plan adds to the launch time. Two effects are not simulated: the accumulation of gradients
+    on the CPU, and speculative steps that are rolled back.
 
     Raises:
-        ValueError: the plan is not one for the model.
+        ValueError: the plan does not match the model.
     """
     plan.check(model)
     if model.micro_batches <= MICRO_BATCHES + 2:
         return _simulate(model, hardware, plan)
-    # Micro-batches between the first and the last are alike: each adds the same time.
+    # All micro-batches between the first and the last add the same time.
     fewer = _simulate(replace(model, micro_batches=MICRO_BATCHES - 1), hardware, plan)
     few = _simulate(replace(model, micro_batches=MICRO_BATCHES), hardware, plan)
     more = model.micro_batches - MICRO_BATCHES
@@ -290,8 +290,8 @@ def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pre
 def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> set[int]:
     """Returns the stages whose swapped bytes are still being copied when backward begins: they are never evicted.
 
-    The activation offloader does so under a plan, by the seconds of the forward: it evicts a storage once its copy
-    should be done, and the oldest one where the window is full.
+    The activation offloader behaves like this under a plan: it evicts a storage when its copy should be done by the
+    elapsed seconds of the forward, and the oldest storage when the window is full.
     """
     elapsed = copied_at = 0.0
     window: deque[tuple[int, int, float]] = deque()
@@ -311,8 +311,8 @@ def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> s
 def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> dict[int, int]:
     """Returns, by stage, the bytes for SSDs that are still in staging memory when backward needs them.
 
-    These bytes are neither written nor read. Where staging memory fills, drives go on writing while backward needs the
-    last saved tensors.
+    Writes of these bytes are cancelled, and they are not read. If staging memory is full at the end of forward, drives
+    continue to write while backward needs the last saved tensors.
     """
     left = sum(stage.to_ssd for stage in stages) - ssd_write * sum(stage.forward for stage in stages)
     room = staging_bytes - IN_FLIGHT - ssd_write * sum(stage.backward + stage.remat_seconds for stage in stages)
@@ -326,7 +326,7 @@ def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> di
 
 
 class _Window:
-    """Memory of a fixed size that items pass through in order: an item enters when earlier ones have left."""
+    """Memory of a fixed size that is allocated and freed in FIFO order: an item waits until earlier ones are freed."""
 
     def __init__(self, nbytes: int) -> None:
         self._limit = nbytes
@@ -336,11 +336,11 @@ class _Window:
         self._freed: list[Task] = []
 
     def enter(self, nbytes: int) -> list[Task]:
-        """Makes room for `nbytes` more; returns the tasks that have to end before there is.
+        """Allocates `nbytes`; returns the tasks that have to end before there is room for them.
 
-        An item that is larger than the whole window enters an empty one.
+        An item that is larger than the whole window waits until the window is empty.
         """
-        freed = self._freed[-1:]  # what enters now is behind all that had to wait before
+        freed = self._freed[-1:]  # items are allocated in order: this one waits for the tasks of earlier ones, too
         while self._oldest < len(self._items) and self._used + nbytes > self._limit:
             size, task = self._items[self._oldest]
             self._used -= size
@@ -350,7 +350,7 @@ class _Window:
         return freed
 
     def leave_with(self, nbytes: int, task: Task) -> None:
-        """Says that the last item, of `nbytes`, will have left at the end of `task`."""
+        """Frees the last item, of `nbytes`, at the end of `task`."""
         self._items.append((nbytes, task))
         self._used += nbytes
 
@@ -365,7 +365,7 @@ class _Builder:
         self.stages = cut_stages(model, plan)
         self.tasks: list[Task] = []
         self._rates = hardware.cpu_step_rate, hardware.gpu_memory_bandwidth
-        self._compute: Task | None = None  # the last one made
+        self._compute: Task | None = None  # the last compute task
         self._incoming = _Window(plan.window_bytes)
         self._outgoing = _Window(plan.window_bytes)
         self._read_ahead = _Window(plan.staging_bytes)
@@ -376,20 +376,20 @@ class _Builder:
         ]
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
-        self._updated: list[Task | None] = [None] * len(self.units)  # by unit, the end of its last optimizer job
-        # Tensors come in one by one; where there are many stages, one for all will do.
+        self._updated: list[Task | None] = [None] * len(self.units)  # last task of the last optimizer job, by unit
+        # Tensors are prefetched one by one. With many stages, one transfer for all of a stage is accurate enough.
         self._most_pieces = max(1, PIECES // len(self.stages))
-        self._jobs: list[Task] = []  # the last task of each job that passes through staging memory
+        self._jobs: list[Task] = []  # the last task of each job that uses staging memory
         self._over_turn = _over_turn(model, plan)
         self._launch = hardware.launch
         self._followed = not plan.keeps_all
         self.launched = 0.0
-        """Seconds of the host, in the last step, to give the GPU its work."""
+        """Host seconds to launch the GPU's work of the last step."""
         self.launches: list[tuple[Task, float]] = []
-        """Of the last step, what computes, and the seconds until all of it is given."""
+        """Compute tasks of the last step, and host seconds from its begin until all of the task is launched."""
 
     def add_step(self, step: int) -> Task:
-        """Adds a step; returns its last compute task."""
+        """Adds the tasks of a step; returns its last compute task."""
         self.launched = 0.0
         self.launches.clear()
         for micro_batch in range(self.model.micro_batches):
@@ -406,9 +406,9 @@ class _Builder:
         return self._compute
 
     def share_host_memory(self, bandwidth: float) -> None:
-        """Lets the jobs of the CPU take longer by what copies need of the host's memory meanwhile.
+        """Lengthens the CPU optimizer's jobs by the time that concurrent copies use the bandwidth of host memory.
 
-        That is all that they need where jobs run all the time, and less where a step takes longer than those.
+        If jobs run during the whole step, this is the time of all copies, and less if the step is longer than the jobs.
         """
         last = self.tasks[-1].step
         amounts = [0.0] * len(RESOURCES)
@@ -436,19 +436,19 @@ class _Builder:
         return self._compute
 
     def _give(self, compute: Task, seconds: float) -> None:
-        """Says that the host takes so long to give the GPU this work."""
+        """Adds the host seconds that launch the work of a compute task."""
         self.launched += seconds
         self.launches.append((compute, self.launched))
 
     def _add_fetch(self, step: int, nbytes: int, from_ssd: int, taken: int, *after: Task | None) -> Task:
-        """Adds what brings `nbytes` to the GPU; the caller says when they have left.
+        """Adds a transfer of `nbytes` to the GPU. The caller frees them in the window of incoming bytes.
 
         Args:
             step: index of the step.
-            nbytes: in all.
-            from_ssd: of them, from SSDs.
-            taken: GPU memory for them.
-            after: what has to end before.
+            nbytes: bytes of the transfer.
+            from_ssd: part of these bytes that is read from SSDs.
+            taken: bytes of GPU memory that the transfer allocates.
+            after: tasks that have to end before.
         """
         room = self._incoming.enter(nbytes)
         read = None
@@ -463,20 +463,20 @@ class _Builder:
         return copy
 
     def _shared(self, nbytes: int) -> float:
-        """Returns the seconds that copies of so many bytes take from those that compute: of the GPU's memory."""
+        """Returns the seconds by which copies of `nbytes` delay compute, because both use the GPU's memory."""
         return nbytes / self._rates[1]
 
     def _weights(self, index: int) -> tuple[int, int]:
-        """Returns the bytes of a unit's weights that come to the GPU, and how many of them from SSDs."""
+        """Returns the bytes of a unit's weights that are copied to the GPU, and the part that is read from SSDs."""
         where, nbytes = self.units[index].weights, self.model.units[index].weight_bytes
         return (0 if where == "gpu" else nbytes), (nbytes if where == "ssd" else 0)
 
     def _taken(self, weights: int) -> int:
-        """Returns the GPU memory that weights take which come in: none where they have room of their own."""
+        """Returns the GPU bytes that prefetched weights allocate: none if memory is reserved for them."""
         return weights if self.model.weight_room_bytes is None else 0
 
     def _add_forward(self, step: int, index: int) -> Task | None:
-        """Adds a stage's forward; returns the task that ends when what it swaps is where it goes."""
+        """Adds a stage's forward; returns the task at whose end its swapped tensors are in their tier."""
         stage = self.stages[index]
         weights, from_ssd = self._weights(stage.unit) if stage.first else (0, 0)
         updated = self._updated[stage.unit] if stage.first else None
@@ -494,15 +494,15 @@ class _Builder:
         added += launch.note * stage.remat_operations + launch.send * stage.num_swapped
         self._give(compute, stage.launch + added)
         if weights:
-            # Its room is free for others once the unit is in use: when the one before has ended.
+            # Its part of the window is freed once the unit is in use: when the compute task before has ended.
             self._incoming.leave_with(weights, before or compute)
         released = self._taken(self._weights(stage.unit)[0]) if stage.last else 0
         compute.gpu = (stage.saved + stage.fwd_workspace, stage.fwd_workspace + released)
-        if index in self._forwarded:  # copied for nothing; what would go on to SSDs is cancelled
+        if index in self._forwarded:  # the copy is not used, and its writes to SSDs are cancelled
             copy = self._task(COPY_OUT, stage.swapped, step, compute)
             self._outgoing.leave_with(stage.swapped, copy)
             excess = stage.to_ssd - 2 * self.plan.staging_bytes
-            if excess > 0:  # the host waits until all of it is in staging memory, before it goes on
+            if excess > 0:  # the host blocks until all of it is in staging memory
                 self._add_compute(step, 0.0, self._task(SSD, excess, step, copy, write=True))
             return None
         return self._add_swap_out(step, index, compute) if stage.swapped else None
@@ -526,14 +526,14 @@ class _Builder:
     def _add_backward(
         self, step: int, index: int, stored: Task | None, turn: Task | None, *, first: bool
     ) -> Task | None:
-        """Adds a stage's backward; returns the task that ends when the unit's gradient has landed, if it then has.
+        """Adds a stage's backward; returns the task at whose end the unit's gradient is offloaded, if it is complete.
 
         Args:
             step: index of the step.
-            index: of the stage.
-            stored: when that has ended, what the stage swaps is where it goes.
-            turn: the last task of the forward: nothing that was swapped comes back before.
-            first: it is the first backward of the step: gradients of the last one are dropped as it begins.
+            index: index of the stage.
+            stored: task at whose end the stage's swapped tensors are in their tier.
+            turn: last task of the forward, before which no swapped tensor is prefetched.
+            first: whether this is the first backward of the step, at whose begin the last step's gradients are freed.
         """
         stage = self.stages[index]
         profile, unit = self.model.units[stage.unit], stage.unit
@@ -576,12 +576,12 @@ class _Builder:
         return copy
 
     def _add_jobs(self, step: int, landed: Sequence[Task | None], turn: Task | None) -> None:
-        """Adds the optimizer jobs: of units on the GPU there, of the others on the CPU.
+        """Adds the optimizer jobs: on the GPU for resident units, on the CPU for the others.
 
         Args:
             step: index of the step.
-            landed: by unit, the task after which its gradient is there.
-            turn: the last forward's compute task: no states are read ahead before.
+            landed: for each unit, the task at whose end its gradient is in its tier.
+            turn: last compute task of the last forward, before which no states are prefetched.
         """
         cpu_rate, gpu_rate = self._rates
         known = self._compute
@@ -596,7 +596,7 @@ class _Builder:
                 / gpu_rate
             )
         if between:
-            self.launched += between  # at most: the host makes steps, too, and waits for batches
+            self.launched += between  # an upper bound: the host launches these steps, too, and waits for batches
             made = self._add_compute(step, between)
             made.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
             for index in resident:
@@ -616,7 +616,7 @@ class _Builder:
             if on_ssd and profile.state_bytes_read:
                 room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
                 read = self._task(SSD, profile.state_bytes_read, step, room, turn, self._updated[index])
-            # Of the jobs that could run, the next forward wants the first unit's first.
+            # Among ready jobs, that of the first unit is the most urgent for the next forward.
             done = self._task(CPU, profile.parameters / cpu_rate, step, read, *after, priority=index)
             if written:
                 done = self._task(SSD, written, step, done, write=True)
@@ -642,9 +642,9 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
                 copied += task.amount
     busy["launch"] = builder.launched
     gpu, host, ssd = resident_bytes(model, plan)
-    # Where the host waits for the end of a step, all is late by the most that anything is given too late.
+    # If the host synchronizes in every step, the step grows by the largest kernel-launch delay.
     late = max(given - (task.end - begin) for task, given in builder.launches) if model.waits else 0.0
-    # The steps simulated may run ahead of what a resource has yet to do. In the long run they can't.
+    # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
     seconds = max(end - begin + max(0.0, late), *busy.values())
     first = max(index for index, sample in enumerate(memory.samples) if sample[0] <= begin)
     samples = tuple(
@@ -667,7 +667,7 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
 
 
 def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
-    """Returns, of compute weights, optimizer states and gradients, the bytes that are in each tier all the time."""
+    """Returns the permanently allocated bytes of compute weights, optimizer states and gradients in each tier."""
     placed: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
     weights, states, gradients = placed.values()
     slots = 2 if plan.clip == "speculative" else 1
@@ -675,13 +675,13 @@ def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, in
         unit = plan.units[profile.name]
         weights[unit.weights] += slots * profile.weight_bytes
         states[unit.states] += slots * profile.state_bytes_read
-        # Gradients have their memory all the time: they add up, and wait for the norm.
+        # Gradients are allocated permanently: they are accumulated, and wait for the norm.
         gradients["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
     return placed
 
 
 def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
-    """Returns the bytes that are in each tier all the time: weights, states, gradients and memory of optimizer jobs."""
+    """Returns permanently allocated bytes (GPU, host, SSD): weights, states, gradients, memory of optimizer jobs."""
     placed = resident_by_kind(model, plan).values()
     gpu, host, ssd = (sum(of[tier] for of in placed) for tier in TIERS)
     passing: list[int] = []
@@ -694,7 +694,7 @@ def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
 
 
 def _streamed(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
-    """Returns index and bytes of the units whose weights come and go."""
+    """Returns index and weight bytes of the units with offloaded weights."""
     return [
         (index, unit.weight_bytes)
         for index, unit in enumerate(model.units)
@@ -703,7 +703,7 @@ def _streamed(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
 
 
 def _weight_room(model: ModelProfile, plan: Plan) -> int:
-    """Returns the bytes that weights which come and go have on the GPU all the time: at least those of one unit."""
+    """Returns the GPU bytes reserved for streamed parameters: at least the largest unit, at most all of them."""
     sizes = [nbytes for _, nbytes in _streamed(model, plan)]
     if model.weight_room_bytes is None or not sizes:
         return 0
@@ -711,7 +711,7 @@ def _weight_room(model: ModelProfile, plan: Plan) -> int:
 
 
 def _over_turn(model: ModelProfile, plan: Plan) -> set[int]:
-    """Returns the units whose weights stay from forward to backward: the last ones that have room."""
+    """Returns the units whose weights are kept from forward to backward: the last ones that fit."""
     room = _weight_room(model, plan)
     stay = set()
     for index, nbytes in reversed(_streamed(model, plan)):
@@ -727,14 +727,14 @@ def replay(
 ) -> list[tuple[float, float]]:
     """Returns (bandwidth, normalised throughput) pairs: Teraio's figure 3.
 
-    Everything that moves, moves at the bandwidth given, each way; 1 is the throughput of a GPU that never waits and
+    All transfers run at the given bandwidth in each direction. A throughput of 1 is that of a GPU that never waits and
     recomputes nothing.
 
     Args:
-        model: as profiled.
-        hardware: gives what isn't bandwidth of migration.
-        plan: what migrates.
-        bandwidths: bytes/s.
+        model: profile of the model.
+        hardware: profile of the machine, whose transfer bandwidths are replaced.
+        plan: plan of the transfers.
+        bandwidths: transfer bandwidths, bytes/s.
     """
     ideal = model.micro_batches * (model.forward_seconds + model.backward_seconds)
     points = []

@@ -12,9 +12,9 @@ class TierSpeed:
     """Bandwidth and capacity of a tier.
 
     Attributes:
-        write: bytes/s from the device into the tier.
-        read: bytes/s from the tier to the device.
-        capacity: bytes that the tier holds.
+        write: bandwidth from the device to the tier, bytes/s.
+        read: bandwidth from the tier to the device, bytes/s.
+        capacity: bytes that fit into the tier.
     """
 
     write: float
