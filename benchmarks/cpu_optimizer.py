@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from lightning_ssd.model_states.adam import STORES
 from lightning_ssd.profiling import adam_step
 
 
@@ -42,6 +43,10 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads, {numel / 1e6:.0f} M parameters, AdamW; 1e9 parameters/s")
     print(f"  ours, whole masters   {rate(numel, adam_step(numel)) / 1e9:.2f}")
     print(f"  ours, split masters   {rate(numel, adam_step(numel, split=True)) / 1e9:.2f}")
+    for past_caches, stores in ((False, "ordinary stores"), (True, "stores past the caches")):
+        STORES.choose = lambda past=past_caches: past  # type: ignore[method-assign]
+        measured = rate(numel, adam_step(numel, two_versions=True))
+        print(f"  ours, whole masters, to a second version, {stores}   {measured / 1e9:.2f}")
     print(f"  torch, whole masters  {rate(numel, adam_step(numel, compiled=False)) / 1e9:.2f}")
     try:
         print(f"  DeepSpeed             {deepspeed(numel) / 1e9:.2f}")

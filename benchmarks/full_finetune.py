@@ -5,6 +5,8 @@
     python -m benchmarks.full_finetune --model t5 --out results.json     # T5 3B, clipped to norm 1
     python -m benchmarks.full_finetune --model llama --out results.json  # a Llama of 3.0B, clipped to norm 1
 
+    python -m benchmarks.full_finetune --clipping 2560x24 --out results.json   # cost of clipping, of 1.9B
+
 A case is MODE:HIDDENxLAYERS, with options after commas: `host:3072x34,clip,rounds=2`. Each has a process of its own.
 
 Modes:
@@ -37,6 +39,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import cap_gpu_memory, run_alone
+
+CLIPPING = ("host:{}", "host:{},deferred", "host:{},speculative,limit=1000000")
+"""Cases that show the cost of clipping: none, every step clipped, and no step clipped that is speculated."""
 
 SHAPES = {"gpt": ("2048x24", "2560x32", "3072x34"), "t5": ("1024x24,clip",), "llama": ("3072x28,clip",)}
 """Cases of each model, unless others are given."""
@@ -233,6 +238,7 @@ def main() -> None:
     parser.add_argument("--path", default=".", help="directory on the SSD")
     parser.add_argument("--model", choices=list(SHAPES), default="gpt")
     parser.add_argument("--cases", nargs="+", help="MODE:HIDDENxLAYERS[,OPTION...] (default: see SHAPES)")
+    parser.add_argument("--clipping", metavar="HIDDENxLAYERS", help="the cases without clipping, and with it, instead")
     parser.add_argument("--draw", metavar="PNG", help="draw the results in `--out`, and run nothing")
     parser.add_argument("--timeline", help="files to write, without ending, of the last of our cases")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -245,6 +251,8 @@ def main() -> None:
         return
     results: dict[str, Any] = {}
     default = [f"{mode}:{shape}" for shape in SHAPES[arguments.model] for mode in ("deepspeed-cpu", "host")]
+    if arguments.clipping:
+        default = [case.format(arguments.clipping) for case in CLIPPING]
     for text in arguments.cases or default:
         case = parse(text, arguments.model)
         if arguments.model != "gpt":

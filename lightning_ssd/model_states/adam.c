@@ -10,11 +10,15 @@
      and sum into one operation: `tailed` below.
 
    Each element is read and written once: 26 bytes of memory traffic with split master weights, 28 with whole ones,
-   where conversions around a kernel of their own would take 40. */
+   where conversions around a kernel of their own would take 40. Ordinary stores to a second version add 12 to 14 bytes,
+   since a store that misses the caches reads the line first. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 typedef struct {
     float scale;           /* of the gradient in fp32; negative to maximize */
@@ -27,6 +31,7 @@ typedef struct {
     float step_size;       /* -lr / (1 - beta1^step) */
     int32_t decoupled;
     int32_t threads;
+    int32_t past_caches;   /* whether new values that replace no old ones are written past the caches */
     void (*root)(int count, const float *of, float *into, long long mode); /* MKL's vmsSqrt; NULL: sqrtf */
 } Settings;
 
@@ -93,12 +98,37 @@ INLINE float stepped(float p, float m, float root, const Settings *s, int decoup
 enum { BLOCK = 1 << 10 };               /* elements whose roots are taken in one call: they stay in the first cache */
 static const long long MKL_MODE = 0x140102; /* torch's: VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE */
 
+/* Copies new values to memory, past the caches: an ordinary store would read each line of `to` first. */
+INLINE void put(void *to, const void *from, int64_t nbytes) {
+    int64_t done = 0;
+#if defined(__AVX512F__)
+    if ((uintptr_t)to % 64 == 0)
+        for (; done + 64 <= nbytes; done += 64)
+            _mm512_stream_si512((__m512i *)((char *)to + done), _mm512_loadu_si512((const char *)from + done));
+#elif defined(__AVX__)
+    if ((uintptr_t)to % 32 == 0)
+        for (; done + 32 <= nbytes; done += 32)
+            _mm256_stream_si256((__m256i *)((char *)to + done),
+                                _mm256_loadu_si256((const __m256i *)((const char *)from + done)));
+#endif
+    memcpy((char *)to + done, (const char *)from + done, nbytes - done);
+}
+
+/* Orders stores past the caches before all later ones of this thread. */
+INLINE void fence(void) {
+#if defined(__AVX__)
+    _mm_sfence();
+#endif
+}
+
 /* Defines a function over `count` items: threads take items, and an item is one vectorised loop, or two with a call of
-   `root` between them for each block. New values go to the addresses that hold the old ones, or to others. */
+   `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by ordinary
+   stores, or, one block at a time, to memory that stays in the first cache and from there past the caches. */
 #define ARRAYS(WEIGHT, KEPT, GRADIENT)                                                                       \
     const WEIGHT *weights_in, const KEPT *kept_in, const float *m_in, const float *v_in, WEIGHT *weights,    \
         KEPT *kept, float *m, float *v, const GRADIENT *gradient
 #define GIVEN weights_in, kept_in, m_in, v_in, weights, kept, m, v, gradient
+#define SHIFTED(BY) weights_in + BY, kept_in + BY, m_in + BY, v_in + BY
 #define DEFINE(NAME, WEIGHT, KEPT, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                              \
     INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s,   \
                              int decoupled, int tail) {                                                      \
@@ -129,8 +159,33 @@ static const long long MKL_MODE = 0x140102; /* torch's: VML_HA | VML_FTZDAZ_OFF 
             STORE;                                                                                           \
         }                                                                                                    \
     }                                                                                                        \
+    INLINE void NAME##_past(int64_t start, int64_t stop, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s,   \
+                            int decoupled, int tail) {                                                       \
+        __attribute__((aligned(64))) float new_m[BLOCK], new_v[BLOCK];                                       \
+        __attribute__((aligned(64))) KEPT new_kept[BLOCK];                                                   \
+        __attribute__((aligned(64))) WEIGHT new_weights[BLOCK];                                              \
+        for (; start < stop; start += BLOCK) {                                                               \
+            int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                  \
+            if (s.root)                                                                                      \
+                NAME##_block(0, count, SHIFTED(start), new_weights, new_kept, new_m, new_v,                  \
+                             gradient + start, s, decoupled);                                                \
+            else                                                                                             \
+                NAME##_range(0, count, SHIFTED(start), new_weights, new_kept, new_m, new_v,                  \
+                             gradient + start, s, decoupled, tail);                                          \
+            put(m + start, new_m, count * sizeof *m);                                                        \
+            put(v + start, new_v, count * sizeof *v);                                                        \
+            if ((void *)kept != (void *)weights)                                                             \
+                put(kept + start, new_kept, count * sizeof *kept);                                           \
+            put(weights + start, new_weights, count * sizeof *weights);                                      \
+        }                                                                                                    \
+    }                                                                                                        \
     INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s, int decoupled) {    \
-        if (s.root) {                                                                                        \
+        if (s.past_caches && m != m_in) {                                                                    \
+            int64_t tail = s.root ? item.end : item.tail;                                                    \
+            NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                           \
+            NAME##_past(tail, item.end, GIVEN, s, decoupled, 1);                                             \
+            fence();                                                                                         \
+        } else if (s.root) {                                                                                 \
             for (int64_t start = item.start; start < item.end; start += BLOCK) {                             \
                 int64_t end = item.end - start < BLOCK ? item.end : start + BLOCK;                           \
                 NAME##_block(start, end, GIVEN, s, decoupled);                                               \

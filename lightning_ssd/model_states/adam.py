@@ -10,9 +10,11 @@ import ctypes
 import functools
 import logging
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
@@ -40,6 +42,45 @@ def implementation_of(options: Mapping[str, Any], device: torch.device) -> Imple
     if device.type != "cpu" or options["fused"]:
         return "fused"
     return "foreach" if options["foreach"] else "for-loop"  # torch's default on a CPU
+
+
+class Stores:
+    """Chooses the stores of steps that write to a second version: ordinary ones, or those past the caches.
+
+    Which are faster depends on the processor and on the number of threads: the first steps try both in turn, beside
+    whatever else uses the memory. The bits are the same.
+
+    Threads: any; a choice from an incomplete trial is a slower step at most.
+    """
+
+    LEAST = 2**20
+    """Elements from which on a step is too large for the caches."""
+    TRIALS = 8
+    """Steps that try each."""
+
+    def __init__(self) -> None:
+        self._rates: dict[bool, list[float]] = {False: [], True: []}
+
+    def choose(self) -> bool:
+        """Returns whether the next step stores past the caches."""
+        ordinary, past = self._rates[False], self._rates[True]
+        if len(ordinary) < self.TRIALS or len(past) < self.TRIALS:
+            return len(past) < len(ordinary)
+        return statistics.median(past) > statistics.median(ordinary)
+
+    def note(self, past_caches: bool, rate: float) -> None:
+        """Notes the elements a second of a step, while both are tried."""
+        if len(self._rates[past_caches]) < self.TRIALS:
+            self._rates[past_caches].append(rate)
+            if len(self._rates[past_caches]) == self.TRIALS == len(self._rates[not past_caches]):
+                medians = {name: statistics.median(self._rates[past]) / 1e9 for name, past in _NAMES.items()}
+                log.info("steps to a second version, 1e9 parameters/s: %s", medians)
+
+
+_NAMES = {"ordinary stores": False, "stores past the caches": True}
+
+STORES = Stores()
+"""Of this process."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +123,15 @@ class AdamKernel:
         """
         settings.root = self.root
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (items, *arrays)]
-        getattr(self.library, name)(ctypes.c_int64(len(items)), *addresses, ctypes.byref(settings))
+        function = getattr(self.library, name)
+        numel = arrays[0].numel()
+        if arrays[0].data_ptr() == arrays[4].data_ptr() or numel < STORES.LEAST:  # in place, or in the caches
+            function(ctypes.c_int64(len(items)), *addresses, ctypes.byref(settings))
+            return
+        settings.past_caches = past_caches = STORES.choose()
+        begun = perf_counter()
+        function(ctypes.c_int64(len(items)), *addresses, ctypes.byref(settings))
+        STORES.note(past_caches, numel / (perf_counter() - begun))
 
 
 def settings_of(options: Mapping[str, Any], implementation: Implementation, step: int, scale: float) -> Settings | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_ssd.device import usable_gpu_memory, usable_memory
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.optimizers import AdamOptimizer
-from lightning_ssd.model_states.state_store import Layout
+from lightning_ssd.model_states.state_store import Layout, StagedState
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.storage import BlobStore
@@ -167,13 +167,17 @@ def _copies(device: torch.device) -> tuple[float, float, float]:
     return alone_in, alone_out, at_once
 
 
-def adam_step(numel: int, *, split: bool = False, compiled: bool = True) -> Callable[[], None]:
+def adam_step(
+    numel: int, *, split: bool = False, compiled: bool = True, two_versions: bool = False
+) -> Callable[[], None]:
     """Returns a function that steps AdamW once on the CPU, from bf16 gradients to bf16 weights.
 
     Args:
         numel: number of parameters, a multiple of 64.
         split: whether master weights are split (16 bits are the compute weight) instead of whole fp32 numbers.
         compiled: whether to use our own kernel instead of torch's.
+        two_versions: whether new values are written to a second version, as those of speculative steps are, instead of
+            in place.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
     flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
@@ -181,7 +185,12 @@ def adam_step(numel: int, *, split: bool = False, compiled: bool = True) -> Call
     rule = AdamOptimizer(flat, compiled=compiled)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     layout = Layout(flat, split, rule.state_names(options), steps=True, versions=1)
-    weights, opt_state = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.opt_state_bytes))
-    staged = layout.views(weights, opt_state)
+
+    def make_version() -> StagedState:
+        weights, opt_state = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.opt_state_bytes))
+        return layout.views(weights, opt_state)
+
+    staged = make_version()
+    staged.uncommitted = make_version() if two_versions else None
     gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()
     return lambda: rule.step(options, staged, gradient, [True], 1.0)

@@ -1,0 +1,87 @@
+"""The kernel in adam.c: the bits of a step do not depend on how its new values are stored."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_ssd.model_states.adam import AdamKernel, Stores, any_kernel, exact_kernel, settings_of
+
+OPTIONS: dict[str, Any] = {
+    "betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,
+    "capturable": False, "differentiable": False,
+}  # fmt: skip
+FUNCTIONS = {
+    "adam_fp32": (torch.float32, None, torch.float32),
+    "adam_whole_bf16": (torch.bfloat16, torch.float32, torch.bfloat16),
+    "adam_whole_fp32": (torch.bfloat16, torch.float32, torch.float32),
+    "adam_split_bf16": (torch.bfloat16, torch.int16, torch.bfloat16),
+    "adam_split_fp32": (torch.bfloat16, torch.int16, torch.float32),
+}
+LENGTHS = (1, 7, 63, 64, 65, 1000, 1024, 1025, 5000, 40000)
+
+
+def arrays_of(dtype: torch.dtype, kept: torch.dtype | None, numel: int, *, zero: bool) -> list[Tensor]:
+    """Returns weights, the rest of the masters (the weights themselves if `kept` is None), and both moments."""
+    weights = torch.zeros(numel, dtype=dtype) if zero else torch.randn(numel).to(dtype)
+    rest = weights if kept is None else torch.zeros(numel, dtype=kept)
+    if kept == torch.float32 and not zero:
+        rest = torch.randn(numel)
+    return [weights, rest, torch.zeros(numel), torch.zeros(numel) if zero else torch.rand(numel)]
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("implementation", ["for-loop", "fused"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_stores_past_the_caches_store_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, function: str, implementation: Any, decoupled: bool
+) -> None:
+    """For parameters of many lengths, at addresses that are aligned and at others; nothing beside them is written."""
+    kernel = exact_kernel(implementation) or any_kernel()
+    if kernel is None:
+        pytest.skip("there is no C compiler")
+    dtype, kept, of_gradient = FUNCTIONS[function]
+    torch.manual_seed(0)
+    parameters, start = [], 3
+    for length in LENGTHS:
+        start = start + 5 if length % 2 else -(-start // 64) * 64
+        parameters.append((start, length))
+        start += length
+    numel = start + 9
+    before = arrays_of(dtype, kept, numel, zero=False)
+    gradient = torch.randn(numel).to(of_gradient)
+    monkeypatch.setattr(Stores, "LEAST", 0)
+    results: dict[bool, list[Tensor]] = {}
+    for past in (False, True):
+        monkeypatch.setattr(Stores, "choose", lambda self, past=past: past)
+        after = arrays_of(dtype, kept, numel, zero=True)
+        settings = settings_of(OPTIONS | {"decoupled_weight_decay": decoupled}, implementation, 3, 0.5)
+        assert settings is not None
+        kernel.step(function, kernel.items(parameters), (*before, *after, gradient), settings)
+        results[past] = after
+    assert any(bool(values.any()) for values in results[True])
+    assert all(torch.equal(one, other) for one, other in zip(results[False], results[True], strict=True))
+
+
+def test_stores_are_those_that_are_faster() -> None:
+    for faster in (False, True):
+        stores = Stores()
+        tried = []
+        for _ in range(2 * Stores.TRIALS):
+            tried.append(stores.choose())
+            stores.note(tried[-1], 2.0 if tried[-1] == faster else 1.0)
+        assert sorted(tried) == [False] * Stores.TRIALS + [True] * Stores.TRIALS
+        assert stores.choose() == faster
+
+
+def test_steps_in_place_try_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (kernel := any_kernel()) is None:
+        pytest.skip("there is no C compiler")
+    assert isinstance(kernel, AdamKernel)
+    monkeypatch.setattr(Stores, "LEAST", 0)
+    monkeypatch.setattr(Stores, "choose", lambda self: pytest.fail("the step is made in place"))
+    values = arrays_of(torch.float32, None, 64, zero=False)
+    settings = settings_of(OPTIONS | {"decoupled_weight_decay": True}, "fused", 1, 1.0)
+    assert settings is not None
+    kernel.step("adam_fp32", kernel.items([(0, 64)]), (*values, *values, torch.ones(64)), settings)
