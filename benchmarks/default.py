@@ -9,14 +9,17 @@ Modes, each a `Trainer.fit` of its own with the same weights and data, in turn, 
   plain=0.5    the same with that `activation_memory_budget` of torch's partitioner
   recompute    Lightning's own strategy with gradient checkpointing of every layer, each layer compiled
   ours         `ssd_offload` with its defaults, every layer compiled
+  ours-ssdtrain    the same with `offload="ssdtrain"`
   ours-none    the same with `offload="none"`: what the strategy costs by itself
   ours=0.5     the same with a fixed share of the saved bytes offloaded
   planned      `ssd_offload` with `SwapPlanner()`, which refuses compiled layers: with `-eager` only
   plain-eager, ours-eager, ...   the same with nothing compiled
 
 The model has hidden size 2048, 16 layers, grouped-query attention (0.85B parameters); batches of 8 x 1024 tokens,
-AdamW, clipping at 1.0, bf16-mixed. Step time: from one `on_train_batch_start` to the next on the GPU's clock; medians
-over steps, then over rounds, with the rounds' range. Peak: the most that was allocated in the measured steps.
+AdamW, clipping at 1.0, bf16-mixed. Steps are measured after `--warm-up` steps at least, once the decision of
+`offload="auto"` is in force, which is printed. Step time: from one `on_train_batch_start` to the next on the GPU's
+clock; medians over steps, then over rounds, with the rounds' range. Peak: the most that was allocated in the measured
+steps.
 """
 
 import argparse
@@ -36,6 +39,7 @@ from benchmarks.activation_offload import RandomTokens, quiet_trainer
 from benchmarks.processes import cap_gpu_memory
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
 
 MODES = ("plain-eager", "plain", "ours-eager", "ours")
@@ -80,38 +84,59 @@ class Llama(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-5)
 
 
+PROFILED = 3
+"""Steps after the measured ones, which a trace has."""
+
+MOST_WARM_UP = 100
+"""Steps after which steps are measured even if no decision is in force."""
+
+
 class Probe(pl.Callback):
-    """Measures the steps after the first `warm_up`, and profiles the last `profiled` of them into `trace`."""
+    """Measures `steps` steps once the decision of `offload="auto"` is in force, and profiles the following ones.
+
+    Args:
+        warm_up: steps before the measured ones, at least.
+        steps: measured steps.
+        trace: file for the trace of the profiled steps.
+    """
 
     def __init__(self, warm_up: int, steps: int, trace: Path | None) -> None:
         self._warm_up = warm_up
-        self._end = warm_up + steps
+        self._steps = steps
+        self._begin: int | None = None
         self._trace = trace
         self._events: list[torch.cuda.Event] = []
         self._before: dict[str, float] = {}
         self._profiler: Any = None
+        self._loss = float("nan")
         self.result: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self._warm_up:
+        if self._begin is None and batch_idx >= self._warm_up and _in_force(trainer, batch_idx):
+            self._begin = batch_idx
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._before = _totals(trainer)
-        if batch_idx >= self._warm_up and len(self._events) <= self._end - self._warm_up:
+        if self._begin is None:
+            return
+        if len(self._events) <= self._steps:
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()
-        if batch_idx == self._end:
+        if batch_idx == self._begin + self._steps:
             torch.cuda.synchronize()
             steps = [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
             self.result = {name: (total - self._before[name]) / len(steps) for name, total in _totals(trainer).items()}
             self.result |= {"step": statistics.median(steps), "peak": torch.cuda.max_memory_allocated()}
+            self.result |= {"outcome": _outcome(trainer), "warm_up": self._begin, "loss": self._loss}
             if self._trace is not None:
                 self._profiler = torch.profiler.profile()
                 self._profiler.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == trainer.max_steps - 1:
-            self.result["loss"] = outputs["loss"].item()
+        if batch_idx == self._warm_up - 1:  # the same batch in every mode
+            self._loss = outputs["loss"].item()
+        if self._begin is not None and batch_idx == self._begin + self._steps + PROFILED - 1:
+            trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         torch.cuda.synchronize()
@@ -120,6 +145,29 @@ class Probe(pl.Callback):
             assert self._trace is not None
             self._profiler.export_chrome_trace(str(self._trace))
             print(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+
+
+def _planners(trainer: Any) -> tuple[AutoPlanner | None, SwapPlanner | None]:
+    """Returns the callback that decides by default, and the planner, if there are any."""
+    auto = next((one for one in trainer.callbacks if isinstance(one, AutoPlanner)), None)
+    return auto, next((one for one in trainer.callbacks if isinstance(one, SwapPlanner)), None)
+
+
+def _in_force(trainer: Any, batch_idx: int) -> bool:
+    """Returns whether there is a decision, and a plan was compared with measured steps if the decision is a plan."""
+    auto, planner = _planners(trainer)
+    if batch_idx >= MOST_WARM_UP:
+        return True
+    if planner is not None:
+        return planner.comparison is not None and not planner.measuring and not planner.calibrating
+    return auto is None or find_offloader(trainer) is None or not auto.decides or auto.outcome != "measuring"
+
+
+def _outcome(trainer: Any) -> str:
+    auto, planner = _planners(trainer)
+    if planner is not None:
+        return "plan"
+    return auto.outcome if auto is not None and auto.decides else "fixed"
 
 
 def _totals(trainer: Any) -> dict[str, float]:
@@ -139,8 +187,8 @@ def strategy_for(mode: str) -> Any:
     name, _, share = mode.partition("=")
     if name.startswith(("plain", "recompute")):
         return "auto"
-    if name.startswith("ours-none"):
-        return SSDOffloadStrategy(offload="none")
+    if name.startswith(("ours-none", "ours-ssdtrain")):
+        return SSDOffloadStrategy(offload=name.split("-")[1])
     return SSDOffloadStrategy(offload=float(share)) if share else "ssd_offload"
 
 
@@ -152,7 +200,7 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
     name, _, value = mode.partition("=")
     torch._functorch.config.activation_memory_budget = float(value) if value and name.startswith("plain") else 1.0
     probe = Probe(arguments.warm_up, arguments.steps, trace)
-    total = arguments.warm_up + arguments.steps + 3
+    total = max(arguments.warm_up, MOST_WARM_UP) + arguments.steps + PROFILED + 1
     callbacks = [probe, SwapPlanner()] if name.startswith("planned") else [probe]
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer("bf16-mixed", strategy_for(mode), total, callbacks, path)
@@ -182,7 +230,7 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
 def summarise(runs: list[Mapping[str, Any]], anchor: float | None) -> str:
     """Returns a row of the table."""
     if any("error" in run for run in runs):
-        return "out of memory | | | | | | "
+        return "out of memory | | | | | | | "
     steps = [run["step"] for run in runs]
     step = statistics.median(steps)
     against = "" if anchor is None else f"{step / anchor:.3f}"
@@ -191,7 +239,8 @@ def summarise(runs: list[Mapping[str, Any]], anchor: float | None) -> str:
         f"{statistics.median(run['peak'] for run in runs) / 2**30:.1f} GiB | "
         f"{runs[-1].get('stored', 0) / 2**30:.2f} of {runs[-1].get('saved', 0) / 2**30:.2f} GiB | "
         f"{1e3 * runs[-1].get('store_stall', 0):.1f} + {1e3 * runs[-1].get('load_stall', 0):.1f} ms | "
-        f"{1e3 * runs[-1].get('sending_seconds', 0):.1f} ms | {runs[-1]['graphs']} / {runs[-1]['graph_breaks']}"
+        f"{1e3 * runs[-1].get('sending_seconds', 0):.1f} ms | {runs[-1]['graphs']} / {runs[-1]['graph_breaks']} | "
+        f"{', '.join(sorted({run['outcome'] for run in runs}))} after {runs[-1]['warm_up']} steps"
     )
 
 
@@ -227,8 +276,8 @@ def main() -> None:
         for mode, of_mode in runs.items()
         if not any("error" in run for run in of_mode)
     }
-    print("| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks | decision |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for mode, of_mode in runs.items():
         anchor = anchors.get("plain-eager" if "eager" in mode else "plain")
         print(f"| {mode} | {summarise(of_mode, anchor)} |")

@@ -87,9 +87,15 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         path: directory for scratch files, or several, one for each SSD, over which data are striped. Default: the
             Trainer's `default_root_dir`. Scratch files are in a subdirectory, which is removed when training ends.
         tier: tiers of offloaded activations: `"ssd"` (host memory and SSDs), or `"host"` (host memory only).
-        offload: activations of each micro-batch to offload. `"auto"`: as many bytes as the measured bandwidth transfers
-            while the device computes (SSDTrain's rule), and more if the device has no room for the others. A share of
-            the bytes: 0.0 to 1.0, or `"50%"` (1 is everything, like 1.0). Bytes: `"8GiB"`. `"none"`: no activations.
+        offload: activations of each micro-batch to offload. `"auto"`: those that the GPU has no room for, by the memory
+            that is measured in the first two or three steps. If all fit, they are kept and saved-tensor hooks are
+            disabled. Otherwise the training is profiled and planned within 25 steps or 30 seconds: each saved tensor is
+            kept, offloaded or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
+            Micro-batches that may need more memory than the measured ones offload all saved tensors. Trainings with
+            compiled code are not planned: they offload the excess. On a CPU device all saved tensors are kept.
+            `"ssdtrain"`: as many bytes as the measured bandwidth transfers while the device computes (SSDTrain's rule),
+            and more if the device has no room for the others. A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is
+            everything, like 1.0). Bytes: `"8GiB"`. `"none"`: no activations.
         host_memory: budget of host memory for model states, and for activations in the rest: `"32GiB"`, or `"50%"` of
             the memory that is free when training starts. `"auto"`: half of the memory that is free when training
             starts, for activations; on a CPU device with `tier="ssd"` none, because activations are in host memory

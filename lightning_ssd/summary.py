@@ -30,10 +30,13 @@ def describe_activations(
         if config.amount() == "none":
             return f"activations stay on the {device} (`offload='none'`)"
         return f"activations stay on the {device}, as model states take all of `host_memory`"
+    if decided_by is None and config.amount() == "auto" and offloader.device.type == "cpu":
+        return f"activations stay on the {device}, whose memory is the host's (`offload='auto'`)"
     tiers = []
     for name, tier in offloader.tiers.items():
         tiers.append(f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})")
-    amount = {"auto": "as many as the bandwidth carries"}.get(str(config.offload), f"`offload={config.offload!r}`")
+    words = {"auto": "as the memory of the first steps shows", "ssdtrain": "as many as the bandwidth carries"}
+    amount = words.get(str(config.amount()), f"`offload={config.offload!r}`")
     return (
         f"activations of {format_bytes(offloader.min_bytes)} or more are offloaded to {', then to '.join(tiers)}: "
         + (amount if decided_by is None else f"{decided_by} decides how many")

@@ -172,8 +172,8 @@ class TestBudgets:
         with pytest.raises(BudgetError, match=r"saved tensor of 65.00 MiB.*host tier.*`host_memory`.*'auto'"):
             self._train(tmp_path, offloading(tier="host", host_memory="64MiB"))
 
-    def test_host_memory_too_small_for_one_tensor_under_auto_keeps_it(self, tmp_path: Path) -> None:
-        strategy = offloading(tier="host", host_memory="64MiB", offload="auto", min_bytes=4096)
+    def test_host_memory_too_small_for_one_tensor_under_ssdtrain_keeps_it(self, tmp_path: Path) -> None:
+        strategy = offloading(tier="host", host_memory="64MiB", offload="ssdtrain", min_bytes=4096)
         model, _ = self._train(tmp_path, strategy)
         assert model.losses == self._train(tmp_path, "auto")[0].losses
 
@@ -189,9 +189,9 @@ class TestBudgets:
         with pytest.raises(BudgetError, match="capacity 8.00 KiB.*`ssd_capacity`.*'auto'"):
             trainer.fit(small_model(), batches())
 
-    def test_ssd_capacity_too_small_under_auto_keeps_the_rest(self, tmp_path: Path) -> None:
+    def test_ssd_capacity_too_small_under_ssdtrain_keeps_the_rest(self, tmp_path: Path) -> None:
         model, watch = small_model(), Watch()
-        strategy = offloading(ssd_capacity="8KiB", offload="auto")
+        strategy = offloading(ssd_capacity="8KiB", offload="ssdtrain")
         make_trainer(tmp_path, strategy, callbacks=[watch]).fit(model, batches())
         assert_same(_plain(tmp_path), model)
         assert watch.bytes_out["ssd"] > 0

@@ -100,7 +100,8 @@ def test_model_states(tmp_path: Path, lines: list[str], arguments: dict[str, Any
     ("arguments", "said", "moves"),
     [
         ({}, r"activations of 2.00 KiB or more are offloaded to SSD \(up to 2\d\d.* KiB\): `offload=1.0`", {"ssd"}),
-        ({"offload": "auto"}, "offloaded to SSD .*: as many as the bandwidth carries", {"ssd"}),
+        ({"offload": "ssdtrain"}, "offloaded to SSD .*: as many as the bandwidth carries", {"ssd"}),
+        ({"offload": "auto"}, "activations stay on the CPU, whose memory is the host's", {"ssd"}),
         ({"offload": "none"}, r"activations stay on the CPU \(`offload='none'`\)$|`offload='none'`\)\.", set()),
         ({"tier": "host", "host_memory": "64MiB"}, r"offloaded to host memory \(up to 64.00 MiB\): ", {"host"}),
         ({"host_memory": "64MiB"}, r"to host memory \(up to 64.00 MiB\), then to SSD \(up to ", {"host", "ssd"}),
@@ -117,6 +118,7 @@ def test_activations(tmp_path: Path, lines: list[str], arguments: dict[str, Any]
     (line,) = lines
     assert re.search(said, line), line
     assert set(watch.bytes_out) == moves
+    assert any(watch.bytes_out.values()) == (bool(moves) and arguments.get("offload") != "auto")
     assert (f"SSD is {tmp_path} (backend posix)" in line) == ("ssd" in moves)
 
 

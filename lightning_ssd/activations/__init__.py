@@ -3,13 +3,15 @@
 from lightning_ssd.activations.config import OffloadConfig, make_offloader
 from lightning_ssd.activations.graph import ForwardGraph, Saved
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError, OffloadStats
-from lightning_ssd.activations.placement import OffloadAll, OffloadOnPressure, Placement
+from lightning_ssd.activations.placement import OffloadAll, OffloadExcess, OffloadOnPressure, Placement
 from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
+from lightning_ssd.activations.resident_limit import AllocatorMeter, ResidentLimit
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall, UnitDispatchMode
 from lightning_ssd.activations.weights import mark_weights
 
 __all__ = [
+    "AllocatorMeter",
     "BudgetError",
     "OffloadStats",
     "PlanMode",
@@ -17,8 +19,10 @@ __all__ = [
     "OffloadConfig",
     "OffloadPolicy",
     "Placement",
+    "ResidentLimit",
     "Saved",
     "OffloadAll",
+    "OffloadExcess",
     "OffloadOnPressure",
     "ActivationOffloader",
     "UnitCall",

@@ -14,12 +14,12 @@ import torch
 from lightning_ssd.activations.direct import DirectTier
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader
-from lightning_ssd.activations.placement import FixedAmount, KeepAll, Placement, SSDTrainAuto
+from lightning_ssd.activations.placement import FixedAmount, KeepAll, OffloadExcess, Placement, SSDTrainAuto
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import OffloadTier
-from lightning_ssd.device import CopyEngine, CUDAMemory, available_memory, make_clock, make_copy_engine
+from lightning_ssd.device import CopyEngine, allocator_memory, available_memory, make_clock, make_copy_engine
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
@@ -67,11 +67,11 @@ class OffloadConfig:
             check_choice("backend", self.backend, ("auto", "posix", "kvikio"))
         check_flag("checksum", self.checksum)
 
-    def amount(self) -> float | int | Literal["auto", "none"]:
+    def amount(self) -> float | int | Literal["auto", "ssdtrain", "none"]:
         """Returns `offload` as a share of the bytes (`float`), bytes per micro-batch (`int`), or one of the words."""
         amount = OFFLOAD.parse(self.offload)
         if isinstance(amount, str):
-            return "auto" if amount == "auto" else "none"
+            return "auto" if amount == "auto" else "ssdtrain" if amount == "ssdtrain" else "none"
         return amount
 
     def resolve(self, default_path: str | Path, processes: int = 1) -> "OffloadConfig":
@@ -158,12 +158,17 @@ def make_offloader(
 
 
 def _make_placement(
-    amount: float | int | Literal["auto", "none"], speeds: dict[OffloadTierName, TierSpeed], device: torch.device
+    amount: float | int | Literal["auto", "ssdtrain", "none"],
+    speeds: dict[OffloadTierName, TierSpeed],
+    device: torch.device,
 ) -> Placement:
     if amount == "none" or not speeds:
         return KeepAll()
+    memory = allocator_memory(device)
     if amount == "auto":
-        return SSDTrainAuto(speeds, ResidentLimit(CUDAMemory(device)) if device.type == "cuda" else None)
+        return KeepAll() if memory is None else OffloadExcess(tuple(speeds), ResidentLimit(memory))
+    if amount == "ssdtrain":
+        return SSDTrainAuto(speeds, None if memory is None else ResidentLimit(memory))
     assert not isinstance(amount, str)
     return FixedAmount(amount, tuple(speeds))
 
@@ -255,7 +260,7 @@ LEAST_BUDGET = 10**6
 """Bytes of the smallest budget that needs no unit: a smaller number is probably a forgotten unit."""
 
 OFFLOAD = SizeArgument(
-    "offload", ("auto", "none"), share_of="the bytes of a micro-batch", fractions=True, least=LEAST_BUDGET
+    "offload", ("auto", "ssdtrain", "none"), share_of="the bytes of a micro-batch", fractions=True, least=LEAST_BUDGET
 )
 HOST_MEMORY = SizeArgument("host_memory", ("auto",), share_of="the free host memory", least=LEAST_BUDGET)
 SSD_CAPACITY = SizeArgument("ssd_capacity", share_of="the free space of `path`", least=LEAST_BUDGET)

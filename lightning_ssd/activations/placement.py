@@ -112,6 +112,44 @@ class OffloadOnPressure(Placement):
         return self._tiers if self._short else ()
 
 
+class OffloadExcess(Placement):
+    """Keeps what the device's memory has room for, and offloads the rest, evenly spread over the forward.
+
+    Until a micro-batch has shown how many bytes have room, everything that can be offloaded without blocking the
+    training is; see `ResidentLimit`.
+
+    Args:
+        tiers: the tiers, in the order in which they are filled.
+        limit: bytes that may be kept on the device.
+    """
+
+    def __init__(self, tiers: Sequence[OffloadTierName], limit: ResidentLimit) -> None:
+        self.limit = limit
+        self._tiers = tiers
+        self._excess = _Share(0.0)
+        """Share of the storages for which the device has no room."""
+
+    @property
+    def may_wait(self) -> bool:
+        return self.limit.known or self.limit.waits()
+
+    @property
+    def memory_is_scarce(self) -> bool:
+        return self.limit.scarce
+
+    def begin(self, expected_bytes: int) -> None:
+        self.limit.begin(expected_bytes)
+        self._excess = _Share(self.limit.excess(expected_bytes))
+
+    def end(self) -> None:
+        self.limit.end()
+
+    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
+        if not self.limit.known or self._excess.take(nbytes) or not self.limit.keep(nbytes):
+            return self._tiers
+        return ()
+
+
 class FixedAmount(Placement):
     """Offloads a given share, or number, of the bytes of each micro-batch.
 

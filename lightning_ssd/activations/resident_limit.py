@@ -52,13 +52,20 @@ class ResidentLimit:
         """Whether the present micro-batch is measured: all its saved storages that can are offloaded."""
         self.scarce = False
         """Whether the present micro-batch may save more than there is room for."""
-        self._meter = meter
+        self.meter = meter
+        """The device's allocator."""
         self._others = 0.0
         """Peak bytes of a micro-batch without the saved storages that stay by `keep`; 0: none has ended."""
         self._levels: list[int] = []
         """Bytes that were allocated before each measured micro-batch. If empty, `_others` includes saved storages."""
         self._measured_bytes = 0
         """Bytes that were expected of the last measured micro-batch."""
+        self._largest_bytes = 0
+        """The most saved bytes of a micro-batch."""
+        self._limit = float("inf")
+        """Bytes that this process may allocate, when the present micro-batch began."""
+        self._peak_before = 0
+        """The allocator's peak when the present micro-batch began."""
         self._level = 0
         """Bytes that were allocated before the present micro-batch."""
         self._lowest = 2**63
@@ -74,23 +81,26 @@ class ResidentLimit:
         Args:
             expected_bytes: of the saved storages that may be offloaded, in the last micro-batch; 0: unknown.
         """
-        limit, allocated = self._meter.limit(), self._meter.allocated()
+        limit, allocated = self.meter.limit(), self.meter.allocated()
+        self._limit = limit
+        self._largest_bytes = max(self._largest_bytes, expected_bytes)
         if self._peak and self.measuring:
             self._others = max(self._others if self._levels else 0.0, self._peak)
             self._levels.append(self._level)
             self._measured_bytes = expected_bytes
         elif self._peak and not self._others:
             self._others = self._peak
-        elif self._peak > limit:
+        elif self._peak > max(limit, self._peak_before):
             self._others += self._peak - limit
-            self._meter.reset_peak()
-        if self.scarce and self._meter.peak() > self._peak:  # of an optimizer step, a validation or user code
-            self._meter.reset_peak()
+            self.meter.reset_peak()
+        if self.scarce and self.meter.peak() > self._peak:  # of an optimizer step, a validation or user code
+            self.meter.reset_peak()
         self._level = allocated
         self._lowest = min(self._lowest, allocated)
         if self._others:
             self._limit_room(limit, expected_bytes)
         self._peak = 0
+        self._peak_before = self.meter.peak()
 
     def _limit_room(self, limit: float, expected_bytes: int) -> None:
         like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in self._levels)
@@ -102,16 +112,47 @@ class ResidentLimit:
         # A measured micro-batch without a backward has shown nothing: the next one is measured.
         self.measuring = self.scarce and (unknown or larger or (self.measuring and not self._peak))
         if self.measuring:
-            self._meter.reset_peak()
+            self.meter.reset_peak()
             self._room = 0.0
+
+    def measure(self) -> None:
+        """Measures the present micro-batch, which has begun and saved nothing yet."""
+        self.measuring = self.scarce = True
+        self._room = 0.0
+        self.meter.reset_peak()
+
+    @property
+    def known(self) -> bool:
+        """Whether a micro-batch has shown how many bytes of saved storages may stay in the present one."""
+        return bool(self._others) and not self.measuring
+
+    @property
+    def fits(self) -> bool:
+        """Whether all saved storages may stay in the present micro-batch, and a tenth more of them."""
+        return self.known and self._room >= self.SPARE * self._largest_bytes
+
+    @property
+    def needed_bytes(self) -> float:
+        """Peak of a micro-batch of which all saved storages stay: an upper bound; 0: not known."""
+        return self._limit - self._room + self._largest_bytes if self.known else 0.0
+
+    def fits_grown(self, ratio: float) -> bool:
+        """Returns whether all saved storages may stay in the present micro-batch although its batch is larger.
+
+        Args:
+            ratio: size of the batch, by the size of the largest earlier one. Memory may grow with its square, as that
+                of attention does with the length of a sample.
+        """
+        grown = self._level + (self.needed_bytes - self._level) * max(1.0, ratio) ** 2
+        return self.fits and grown <= self._limit
 
     def end(self) -> None:
         """Ends the micro-batch, after its backward: later peaks have none of its saved storages in them."""
-        self._peak = max(self._peak, self._meter.peak())
+        self._peak = max(self._peak, self.meter.peak())
 
     def waits(self) -> bool:
         """Whether copies out are to be waited for, so that their storages leave the device now."""
-        return self.scarce or (not self._others and self._meter.allocated() > self.UNKNOWN * self._meter.limit())
+        return self.scarce or (not self._others and self.meter.allocated() > self.UNKNOWN * self.meter.limit())
 
     def excess(self, nbytes: float) -> float:
         """Returns the share of `nbytes`, of storages that would stay, for which there is no room."""

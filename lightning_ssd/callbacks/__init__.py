@@ -1,6 +1,7 @@
 """Lightning callbacks with which a user observes, tunes or plans offloading."""
 
 from lightning_ssd.callbacks.activation_offload import ActivationOffload
+from lightning_ssd.callbacks.auto_planner import AutoPlanner
 from lightning_ssd.callbacks.defaults import add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.model_profiler import ModelProfiler
@@ -12,6 +13,7 @@ from lightning_ssd.callbacks.timeline_recorder import TimelineRecorder
 
 __all__ = [
     "ActivationOffload",
+    "AutoPlanner",
     "MicroBatchSwitch",
     "ModelProfiler",
     "OffloadMonitor",

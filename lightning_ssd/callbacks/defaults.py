@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.callbacks.auto_planner import AutoPlanner
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
 from lightning_ssd.callbacks.offloader import trainer_callbacks
@@ -17,7 +18,12 @@ def add_default_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     """
     callbacks = trainer_callbacks(trainer)
     given = list(callbacks)
-    defaults: list[pl.Callback] = [MicroBatchSwitch(), PrefetchScheduler(), OffloadMonitor(loggers=False)]
+    defaults: list[pl.Callback] = [
+        MicroBatchSwitch(),
+        PrefetchScheduler(),
+        OffloadMonitor(loggers=False),
+        AutoPlanner(),
+    ]
     missing = [default for default in defaults if not any(isinstance(callback, type(default)) for callback in given)]
     first = [callback for callback in given if not isinstance(callback, pl.callbacks.Checkpoint)]
     last = [callback for callback in given if isinstance(callback, pl.callbacks.Checkpoint)]

@@ -87,6 +87,15 @@ class StepProfiling(pl.Callback):
         self._due = self._step + warm_up - 1
         self._phase = "waiting"
 
+    def continue_budget(self, budget: ProfilingBudget) -> None:
+        """Counts the steps and seconds of `budget` as spent on profiling."""
+        self._profiling_budget = budget
+
+    @property
+    def recording(self) -> bool:
+        """Whether the present micro-batch, or the last one, is recorded."""
+        return self._phase == "recording"
+
     @property
     def measuring(self) -> bool:
         """True while steps are profiled or waiting to be."""

@@ -191,7 +191,7 @@ class SwapPlanner(StepProfiling):
         self._calibrations = 0
         """Corrections of the profiles by steps under plans, since they were made."""
         self._retried = False
-        self._compiled = _compiled_frames()
+        self._compiled = compiled_frames()
 
     @override
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, warm_up: int) -> None:
@@ -207,7 +207,7 @@ class SwapPlanner(StepProfiling):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         begins = self._at_boundary
-        if self.runner is None and self._phase == "waiting" and _compiled_frames() != self._compiled:
+        if self.runner is None and self._phase == "waiting" and compiled_frames() != self._compiled:
             raise ValueError(
                 "something in `training_step` is compiled by `torch.compile`, and SwapPlanner plans single operations, "
                 "which it can't see there. Leave `torch.compile` away, or remove the callback."
@@ -337,6 +337,13 @@ class SwapPlanner(StepProfiling):
         report = make_report(runner.profile, runner.hardware, plan, fixed=runner.placement)
         log.info("plan from step %d on:\n%s\n%s", self._step, plan.describe(), render_report(report))
         pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
+
+    def plan_again(self, reason: str) -> None:
+        """Profiles and plans the training again, from the next step on; a step is over, and none has begun."""
+        assert self.runner is not None
+        self.calibrating = False
+        pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again.")
+        self._restart_profiling(self.runner)
 
     def _restart_profiling(self, runner: PlanRunner) -> None:
         """Profiles the training again, from the next step on."""
@@ -485,25 +492,34 @@ def _count_trained(module: pl.LightningModule) -> int:
     return sum(parameter.requires_grad for parameter in module.parameters())
 
 
-def _compiled_frames() -> int:
+def compiled_frames() -> int:
     """Returns the number of frames that `torch.compile` has seen in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
+def obstacle_to_planning(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Returns why no plan can be applied to the training; `None`: one can."""
+    if trainer.world_size > 1:
+        return "several devices train, and plans are for the training of one device"
+    for name, part in module.named_modules():
+        if is_compiled(part):
+            return (
+                f"{name or type(module).__name__} is compiled, and plans are for single operations, which can't be "
+                "seen there"
+            )
+    return None
+
+
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raises ValueError if no plan can be applied to the training."""
-    if trainer.world_size > 1:
-        raise ValueError("SwapPlanner plans the training of one device. Set `devices=1`, or remove the callback.")
     config = offload_config(trainer)
     if config.amount() != "auto":
         raise ValueError(
             "SwapPlanner decides which activations are offloaded, and "
             f"`offload={config.offload!r}` decides about them, too. Set it to 'auto', or remove the callback."
         )
-    for name, part in module.named_modules():
-        if is_compiled(part):
-            raise ValueError(
-                f"{name or type(module).__name__} is compiled, and SwapPlanner plans single operations, which it can't "
-                "see there. Leave `torch.compile` away, or remove the callback."
-            )
+    obstacle = obstacle_to_planning(trainer, module)
+    if obstacle is not None:
+        remedy = "Set `devices=1`" if trainer.world_size > 1 else "Leave `torch.compile` away"
+        raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback.")

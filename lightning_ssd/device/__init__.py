@@ -11,6 +11,7 @@ from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.futures import all_of, ended, error_of, finished, then
 from lightning_ssd.device.memory import (
     CUDAMemory,
+    allocator_memory,
     available_memory,
     process_gpu_memory,
     usable_gpu_memory,
@@ -31,6 +32,7 @@ __all__ = [
     "Stopwatch",
     "Worker",
     "all_of",
+    "allocator_memory",
     "available_memory",
     "ended",
     "error_of",

@@ -7,6 +7,7 @@ import torch
 __all__ = [
     "CUDAMemory",
     "allocated_gpu_memory",
+    "allocator_memory",
     "available_memory",
     "process_gpu_memory",
     "usable_gpu_memory",
@@ -78,6 +79,11 @@ def _memory_fraction(device: torch.device) -> float:
     if fraction is None:
         return 1.0
     return float(fraction(torch.cuda.current_device() if device.index is None else device.index))
+
+
+def allocator_memory(device: torch.device) -> "CUDAMemory | None":
+    """Returns the state of the allocator of `device`; None: a CPU, whose memory is the host's, has no limit."""
+    return CUDAMemory(device) if device.type == "cuda" else None
 
 
 class CUDAMemory:

@@ -896,7 +896,7 @@ def test_host_memory_spills(tmp_path: Path) -> None:
 
 
 def test_full_scratch_space(tmp_path: Path) -> None:
-    """With nowhere to go, a fixed amount is refused in words that name the path, and `auto` keeps the rest."""
+    """With nowhere to go, a fixed amount is refused in words that name the path, and `ssdtrain` keeps the rest."""
     with open_cache(tmp_path, ssd_capacity="12KiB") as cache:
         with pytest.raises(BudgetError, match=f"{tmp_path}.*ssd_capacity.*offload='auto'"):
             assert_same_gradients(cache, _chain(5), randn(32, 32))
@@ -904,7 +904,7 @@ def test_full_scratch_space(tmp_path: Path) -> None:
         cache.end_backward()
         eventually(lambda: allocated(cache) == 0)
         assert assert_same_gradients(cache, _chain(3), randn(32, 32)) == 3 * 4 * KIB
-    with open_cache(tmp_path, ssd_capacity="12KiB", offload="auto") as cache:
+    with open_cache(tmp_path, ssd_capacity="12KiB", offload="ssdtrain") as cache:
         assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 3 * 4 * KIB
 
 

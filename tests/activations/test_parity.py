@@ -130,8 +130,8 @@ def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str,
 @pytest.mark.parametrize(
     ("model", "precision", "accumulate", "arguments"),
     [
-        ("gpt", "32-true", 1, {"offload": "auto"}),
-        ("shared", "bf16-mixed", 3, {"offload": "auto", "host_memory": "64MiB"}),
+        ("gpt", "32-true", 1, {"offload": "ssdtrain"}),
+        ("shared", "bf16-mixed", 3, {"offload": "ssdtrain", "host_memory": "64MiB"}),
         ("gpt", "bf16-mixed", 3, {"offload": 0.5}),
         ("shared", "32-true", 1, {"offload": 0.5, "tier": "host", "host_memory": "64MiB"}),
         ("gpt", "32-true", 1, {"offload": "50kB"}),
@@ -139,7 +139,7 @@ def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str,
     ],
 )
 def test_amounts(model: str, precision: str, accumulate: int, arguments: dict[str, Any]) -> None:
-    """Some goes out and some stays: `auto`, a share, a number of bytes."""
+    """Some goes out and some stays: `ssdtrain`, a share, a number of bytes."""
     moved = Moved()
     run = offloaded(model, precision, accumulate, "none", moved, **arguments)
     assert_same(plain(model, precision, accumulate, "none"), run)

@@ -1,0 +1,308 @@
+"""`AutoPlanner`: decides for `offload="auto"`, from measured memory, whether tensors are kept, planned or offloaded."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from typing_extensions import override
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.activations import ActivationOffloader, OffloadAll, OffloadExcess, OffloadPolicy, ResidentLimit
+from lightning_ssd.callbacks.memory_guard import MemoryGuard
+from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
+from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
+from lightning_ssd.callbacks.seen_batches import BatchShape
+from lightning_ssd.callbacks.step_profiling import StepProfiling
+from lightning_ssd.callbacks.swap_planner import SwapPlanner, compiled_frames, obstacle_to_planning
+from lightning_ssd.sizes import format_bytes
+
+Outcome = Literal["measuring", "keep", "plan", "offload"]
+
+FIRST_STEPS = 2
+"""Steps before the decision: the first one allocates optimizer states, the second one shows their memory."""
+
+PATIENCE = 2
+"""Steps in a row in which kept tensors must be too many before the training is planned."""
+
+DISTRUSTED = 4
+"""Micro-batches unlike the planned ones before the training is planned again. It doubles with each plan."""
+
+
+class AutoPlanner(pl.Callback):
+    """Decides what `offload="auto"` does with saved tensors, from the memory of the first steps.
+
+    The first steps keep what has room and offload the rest (`OffloadExcess`), which is safe and not the fastest. After
+    two steps, or three where memory is short, the outcome is one of these:
+
+    - `"keep"`: all saved tensors have room, and a tenth more of them. They are kept, and saved-tensor hooks are
+      disabled, so that a step is plain Lightning's, while batches are no larger than earlier ones. Hooks are enabled
+      for larger batches, when other parameters are trained, and when allocated memory grows.
+    - `"plan"`: they have no room. A `SwapPlanner` is added to the Trainer's callbacks, which profiles the training and
+      plans which tensors are kept, offloaded and recomputed, and, with `states="auto"`, where offloaded model states
+      are. Micro-batches that may need more memory than the planned one offload all saved tensors. If they are many,
+      the training is planned again.
+    - `"offload"`: they have no room, and the training can't be planned, as parts of it are compiled or several
+      processes train. What has no room is offloaded, as in the first steps.
+
+    A log line says which. The callback does nothing if `offload` is not `"auto"`, or if the user's callbacks profile
+    the training. On a CPU there is no limit of device memory: all saved tensors are kept from the first step on.
+
+    Attributes:
+        outcome: the decision; `"measuring"` before there is one.
+        planner: the planner that was added; `None`: there is none.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.outcome: Outcome = "measuring"
+        self.planner: SwapPlanner | None = None
+        self._guard: MemoryGuard | None = None
+        """Compares micro-batches with measured ones; `None`: the callback does nothing."""
+        self._parameters: tuple[Tensor, ...] = ()
+        self._shape: BatchShape | None = None
+        """Shape of the present batch."""
+        self._at_boundary = True
+        """Whether the next micro-batch is the first of a step."""
+        self._steps = 0
+        """Steps that have ended."""
+        self._short = False
+        """Whether saved tensors of a micro-batch of the present step had no room."""
+        self._short_steps = 0
+        """Steps in a row of which that is true."""
+        self._compiled = False
+        """Whether compiled code saved tensors for backward."""
+        self._logged: set[Outcome] = set()
+        self._policy: OffloadPolicy | None = None
+        """The plan's policy, while another one is in force for one micro-batch."""
+        self._distrusted = 0
+        """Micro-batches since the last plan that did not follow it."""
+        self._patience = DISTRUSTED
+
+    @override
+    def __getstate__(self) -> Mapping[str, Any]:
+        fresh = type(self)()  # a pickled Trainer does not continue its training
+        return vars(fresh)
+
+    @property
+    def decides(self) -> bool:
+        """Whether the callback decides in the present training, whose device has a limit of memory."""
+        return self._guard is not None
+
+    # ---- a training ----
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._remove_planner(trainer)
+        self._reset()
+        offloader = find_offloader(trainer)
+        if offloader is None or offload_config(trainer).amount() != "auto":
+            return
+        if any(isinstance(callback, StepProfiling) for callback in trainer_callbacks(trainer)):
+            return
+        placement = offloader.policy.placement
+        if not isinstance(placement, OffloadExcess):  # nothing is ever offloaded
+            self.outcome = "keep"
+            self._enable_hooks(trainer, offloader, False)
+            return
+        self._guard = MemoryGuard(placement.limit)
+        self._parameters = tuple(pl_module.parameters())
+        self._profiling_budget = ProfilingBudget()
+        self._frames = compiled_frames()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        offloader = find_offloader(trainer)
+        if self._guard is None or offloader is None:
+            return
+        if self._at_boundary:
+            self._profiling_budget.begin_step()
+            self._short = False
+        self._shape = BatchShape.of(batch)
+        trained = tuple(parameter.requires_grad for parameter in self._parameters)
+        if self.planner is None:
+            self._follow_limit(trainer, offloader, self._guard, trained)
+        else:
+            self._follow_plan(trainer, offloader, self.planner, self._guard, trained)
+        self._at_boundary = False
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if self.planner is None and self._short and not self._compiled:
+            self._compiled = _has_compiled_nodes(loss)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if pl_module.automatic_optimization:  # with manual optimization more backwards may follow
+            self._end_backward(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._guard is None:
+            return
+        if not pl_module.automatic_optimization:
+            self._end_backward(trainer)
+        if self._policy is not None:
+            offloader, policy = find_offloader(trainer), self._policy
+            self._policy = None
+            assert offloader is not None
+            offloader.run(policy)
+        if self.planner is None:
+            self._guard.end(self._shape)
+        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+            return
+        self._at_boundary = True
+        self._steps += 1
+        self._profiling_budget.end_step()
+        if self.planner is None:
+            self._decide(trainer, pl_module, self._guard)
+        elif self._distrusted >= self._patience and not self.planner.measuring:
+            self._distrusted = 0
+            self._patience *= 2
+            self.planner.plan_again("batches or allocated memory are larger than those that were planned")
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._guard = None
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._guard = None
+        self._parameters = ()
+        self._remove_planner(trainer)
+
+    # ---- before there is a plan ----
+
+    def _follow_limit(
+        self, trainer: pl.Trainer, offloader: ActivationOffloader, guard: MemoryGuard, trained: tuple[bool, ...]
+    ) -> None:
+        """Has the present micro-batch keep what has room, without hooks if that is everything."""
+        guard.begin(self._shape, trained)
+        self._short |= guard.short
+        decided = self._steps >= FIRST_STEPS
+        self._enable_hooks(trainer, offloader, not (decided and guard.fits))
+        if decided and guard.limit.fits and self.outcome != "keep":
+            self.outcome = "keep"
+            peak, most = format_bytes(guard.limit.needed_bytes), format_bytes(guard.limit.meter.limit())
+            self._log(f"keeps all saved tensors on the {_name(offloader)}: a step needs at most {peak} of {most}")
+
+    def _end_backward(self, trainer: pl.Trainer) -> None:
+        """Shows the peak of a micro-batch without hooks, of which the offloader has not seen the backward."""
+        offloader = find_offloader(trainer)
+        if self._guard is not None and offloader is not None and not offloader.policy.hooks_enabled:
+            self._guard.limit.end()
+
+    def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
+        """Adds a planner to the training if saved tensors have no room, or if model states may be moved."""
+        strategy: Any = trainer.strategy
+        movable = getattr(strategy, "model_states", None) is not None and strategy.can_move_states()
+        self._short_steps = self._short_steps + 1 if self._short else 0
+        if self._steps < FIRST_STEPS or guard.limit.measuring:
+            return
+        if not movable and self._short_steps < (PATIENCE if self.outcome == "keep" else 1):
+            return
+        obstacle = self._obstacle(trainer, pl_module)
+        if obstacle is None:
+            self._add_planner(trainer, pl_module, guard)
+        elif self._short:
+            self.outcome = "offload"
+            self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
+
+    def _obstacle(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
+        """Returns why the training can't be planned."""
+        if self._compiled or compiled_frames() != self._frames:
+            return "`torch.compile` compiles a part of the training"
+        return obstacle_to_planning(trainer, pl_module)
+
+    def _add_planner(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
+        self.outcome = "plan"
+        self._log("plans which saved tensors are kept, offloaded and recomputed: not all of them have room")
+        self._distrusted = 0
+        self._patience = DISTRUSTED
+        planner = SwapPlanner(gpu_memory=int(guard.limit.meter.limit()), warm_up=1)
+        planner.on_train_start(trainer, pl_module)
+        planner.continue_budget(self._profiling_budget)
+        self.planner = planner
+        # A new list: Lightning is iterating over this one.
+        trainer.callbacks = [planner, *trainer_callbacks(trainer)]  # type: ignore[attr-defined]
+
+    def _remove_planner(self, trainer: pl.Trainer) -> None:
+        planner, self.planner = self.planner, None
+        if planner is not None:
+            planner.teardown(trainer, trainer.lightning_module, "fit")
+            trainer.callbacks = [one for one in trainer_callbacks(trainer) if one is not planner]  # type: ignore[attr-defined]
+
+    # ---- under a plan ----
+
+    def _follow_plan(
+        self,
+        trainer: pl.Trainer,
+        offloader: ActivationOffloader,
+        planner: SwapPlanner,
+        guard: MemoryGuard,
+        trained: tuple[bool, ...],
+    ) -> None:
+        """Has the present micro-batch offload all saved tensors if it may need more memory than the planned one.
+
+        If it does not, and the plan keeps all, hooks are disabled.
+        """
+        if planner.recording:
+            guard.record(self._shape, trained)
+            self._distrusted = 0
+        # Offloaded weights that are prefetched make allocated bytes differ from step to step.
+        streams = getattr(trainer.strategy, "model_states", None) is not None
+        planned = guard.is_planned(self._shape, trained, begins_step=self._at_boundary and not streams)
+        if planner.measuring or planner.plan is None or planner.prediction is None:
+            return  # all saved tensors are offloaded
+        policy = offloader.policy
+        if planned:
+            spare = ResidentLimit.SPARE * planner.prediction.gpu_peak_bytes <= guard.limit.meter.limit()
+            self._replace(offloader, replace(policy, hooks_enabled=streams or not (planner.plan.keeps_all and spare)))
+            return
+        self._distrusted += 1
+        placement = OffloadAll(tuple(offloader.tiers))
+        self._replace(offloader, replace(policy, placement=placement, mode=None, hooks_enabled=True))
+
+    def _replace(self, offloader: ActivationOffloader, policy: OffloadPolicy) -> None:
+        """Puts `policy` in place of the plan's for the present micro-batch."""
+        if policy != offloader.policy:
+            self._policy = offloader.policy
+            offloader.run(policy)
+
+    # ---- how ----
+
+    def _enable_hooks(self, trainer: pl.Trainer, offloader: ActivationOffloader, enabled: bool) -> None:
+        enabled |= getattr(trainer.strategy, "model_states", None) is not None  # offloaded weights need them
+        if offloader.policy.hooks_enabled != enabled:
+            offloader.run(replace(offloader.policy, hooks_enabled=enabled))
+
+    def _log(self, text: str) -> None:
+        if self.outcome not in self._logged:
+            self._logged.add(self.outcome)
+            pl.utilities.rank_zero_info(f"offload='auto': {text}.")
+
+
+def _name(offloader: ActivationOffloader) -> str:
+    return "GPU" if offloader.device.type == "cuda" else offloader.device.type.upper()
+
+
+def _has_compiled_nodes(loss: Tensor) -> bool:
+    """Returns whether the graph of a loss has nodes of `torch.compile`."""
+    seen: set[Node] = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CompiledFunction"):
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False

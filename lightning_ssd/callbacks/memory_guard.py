@@ -1,0 +1,80 @@
+"""`MemoryGuard`: tells which micro-batches may need more device memory than measured, or planned, ones."""
+
+from lightning_ssd.activations import ResidentLimit
+from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
+
+__all__ = ["MemoryGuard"]
+
+
+class MemoryGuard:
+    """Compares each micro-batch with those whose memory is known: by its batch, trained parameters, allocated bytes.
+
+    Args:
+        limit: room for saved tensors, whose micro-batch begins before that of the guard.
+    """
+
+    #: Difference of allocated bytes, as a share of the limit, up to which steps begin like the planned one.
+    GROWTH = 0.01
+
+    def __init__(self, limit: ResidentLimit) -> None:
+        self.limit = limit
+        self.fits = False
+        """Whether all saved tensors of the present micro-batch may stay on the device, even without hooks."""
+        self.short = False
+        """Whether saved tensors of the present micro-batch are known to have no room."""
+        self._seen = SeenBatches()
+        """Batches of measured, or planned, micro-batches."""
+        self._trained: tuple[bool, ...] | None = None
+        """Which parameters required gradients in these."""
+        self._level = 0
+        """Bytes that were allocated before the planned step."""
+        self._grown = False
+        """Whether more bytes were allocated before the present step."""
+
+    # ---- without a plan ----
+
+    def begin(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> None:
+        """A micro-batch begins. If its batch is larger than those before and may not fit, it is measured.
+
+        Args:
+            shape: of the batch; `None`: unknown, so that hooks are needed in each of these micro-batches.
+            trained: which parameters require gradients.
+        """
+        limit = self.limit
+        thawed = trained != self._trained
+        if thawed:
+            self._seen, self._trained = SeenBatches(), trained
+        known = self._seen.covers(shape)
+        if limit.known and not known:
+            larger = shape is not None and shape.nbytes > self._seen.nbytes
+            ratio = shape.nbytes / self._seen.nbytes if shape is not None and self._seen.nbytes else 1.0
+            if thawed or (larger and not limit.fits_grown(ratio)):
+                limit.measure()
+        self.short = limit.known and not limit.fits
+        self.fits = known and limit.fits
+
+    def end(self, shape: BatchShape | None) -> None:
+        """The micro-batch has ended."""
+        if shape is not None:
+            self._seen.add(shape)
+
+    # ---- with a plan ----
+
+    def record(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> None:
+        """The present micro-batch, the first one of a step, is recorded for a plan."""
+        self._seen, self._trained, self._level = SeenBatches(), trained, self.limit.meter.allocated()
+        self._grown = False
+        self.end(shape)
+
+    def is_planned(self, shape: BatchShape | None, trained: tuple[bool, ...], *, begins_step: bool) -> bool:
+        """Returns whether the present micro-batch needs no more memory than the one that was recorded for the plan.
+
+        Args:
+            shape: of the batch; `None`: unknown.
+            trained: which parameters require gradients.
+            begins_step: whether the micro-batch is the first one of a step, as the recorded one was.
+        """
+        if begins_step:
+            meter = self.limit.meter
+            self._grown = meter.allocated() > self._level + self.GROWTH * meter.limit()
+        return not self._grown and trained == self._trained and self._seen.covers(shape)

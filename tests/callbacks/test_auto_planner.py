@@ -1,0 +1,244 @@
+"""`AutoPlanner`: the three outcomes of `offload="auto"`, with the numbers of plain Lightning in each."""
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy, SwapPlanner
+from lightning_ssd.activations import OffloadAll, OffloadExcess
+from lightning_ssd.callbacks import AutoPlanner
+from lightning_ssd.callbacks.offloader import find_offloader
+from tests.support.compare import assert_same
+from tests.support.meter import Meter, use
+from tests.support.parity import SharedStorages, TinyGPT, train
+from tests.support.plans import BOTH, planner, quiet_trainer
+
+pytestmark = pytest.mark.timeout(120)
+
+AMPLE, SHORT = Meter(1e9, 10**6), Meter(1e6, 900_000)
+
+
+class See(pl.Callback):
+    """What each micro-batch follows."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self.hooks: list[bool] = []
+        self.placements: list[type] = []
+        self.modes: list[str] = []
+        self.planned: list[bool] = []
+        self.auto: AutoPlanner | None = None
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.auto = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        swaps = self.auto.planner
+        self.outcomes.append(self.auto.outcome)
+        self.hooks.append(offloader.policy.hooks_enabled)
+        self.placements.append(type(offloader.policy.placement))
+        self.modes.append(type(offloader.policy.mode).__name__)
+        self.planned.append(swaps is not None and swaps.plan is not None and not swaps.measuring)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        self.stats = offloader.stats()
+        self.planners = sum(isinstance(one, SwapPlanner) for one in trainer.callbacks)
+        self.prediction = None if self.auto is None or self.auto.planner is None else self.auto.planner.prediction
+        self.trainer = trainer
+
+
+@pytest.fixture
+def see() -> See:
+    return See()
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "accumulate"),
+    [
+        (TinyGPT, "32-true", 1),
+        pytest.param(SharedStorages, "bf16-mixed", 3, marks=pytest.mark.thorough),
+    ],
+)
+@pytest.mark.parametrize("outcome", ["keep", "plan", "offload"])
+def test_numbers_are_plain_lightnings_in_each_outcome(
+    model: Any, precision: str, accumulate: int, outcome: str, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    how: dict[str, Any] = {"model": model, "precision": precision, "accumulate": accumulate, "steps": 16}
+    plain = train("auto", **how)
+    use(AMPLE if outcome == "keep" else SHORT, monkeypatch)
+    if outcome == "offload":  # as if torch.compile had seen one more frame in each step
+        frames = iter(range(1000))
+        monkeypatch.setattr("lightning_ssd.callbacks.auto_planner.compiled_frames", lambda: next(frames))
+    assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
+    assert see.outcomes[-1] == outcome
+    first = see.outcomes.index(outcome)
+    assert first <= 4 * accumulate and set(see.outcomes[first:]) == {outcome}
+    assert all(see.hooks[:first])
+    if outcome == "keep":
+        assert not any(see.hooks[first + accumulate :])
+        assert see.planners == 0
+    elif outcome == "plan":
+        assert see.planned.index(True) < 14 * accumulate and see.modes[-1] == "PlanMode"
+        assert see.planners == 1 and see.stats.stored
+    else:
+        assert all(see.hooks) and set(see.placements) == {OffloadExcess} and see.stats.stored
+    # The planner is removed with the training.
+    assert not any(isinstance(one, SwapPlanner) for one in see.trainer.callbacks)
+
+
+class Lengths(torch.utils.data.Dataset[Tensor]):
+    """A batch of so many samples in each item."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(self._rows[index], 16, generator=torch.Generator().manual_seed(index))
+
+
+def fit(root: Path, rows: Sequence[int], callbacks: Sequence[pl.Callback], strategy: Any = None, **how: Any) -> None:
+    trainer = quiet_trainer(
+        root, strategy=strategy or SSDOffloadStrategy(**BOTH), callbacks=list(callbacks), max_epochs=1, **how
+    )
+    trainer.fit(TinyGPT("none"), DataLoader(Lengths(rows), batch_size=None))
+
+
+def test_hooks_are_enabled_again_for_larger_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See) -> None:
+    """A larger batch is offloaded as a whole where memory could be short, and known from then on."""
+    use(Meter(2e6, 10**6), monkeypatch)
+    fit(tmp_path, [2, 2, 2, 2, 1, 4, 4, 4, 3], [see])
+    assert see.hooks == [True, True, False, False, False, True, False, False, False]
+    assert see.stats.stored >= 2 * see.stats.saved / 9
+
+
+def test_hooks_are_enabled_when_other_parameters_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    class Thaw(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.model.transformer.wte.requires_grad_(False)
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
+            pl_module.model.transformer.wte.requires_grad_(batch_idx >= 4)
+
+    use(AMPLE, monkeypatch)
+    fit(tmp_path, [2] * 7, [Thaw(), see])
+    assert see.hooks == [True, True, False, False, True, False, False]
+
+
+def test_a_training_that_outgrows_its_memory_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    meter = Meter(1e6, 400_000)
+
+    class Grow(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                meter.level, meter.highest = 500_000, 900_000
+
+    use(meter, monkeypatch)
+    fit(tmp_path, [2] * 20, [Grow(), see])
+    assert see.outcomes[4] == "keep" and not see.hooks[4]
+    assert all(see.hooks[5:]) and see.outcomes[-1] == "plan"
+
+
+def test_larger_batches_do_not_follow_the_plan_and_are_planned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    use(Meter(5e5, 450_000), monkeypatch)
+    fit(tmp_path, [2] * 14 + [3] + [2, 1] + [3] * 16, [see])
+    assert see.planned[13] and see.modes[13] == "PlanMode"
+    assert see.modes[14] == "NoneType" and see.placements[14] is OffloadAll
+    assert see.modes[15:17] == ["PlanMode", "PlanMode"]
+    assert not all(see.planned[17:]) and see.planned[-1] and see.modes[-1] == "PlanMode"
+
+
+def test_all_is_kept_on_a_cpu(tmp_path: Path, see: See) -> None:
+    fit(tmp_path, [2] * 3, [see])
+    assert see.hooks == [False] * 3 and see.outcomes == ["keep"] * 3 and not see.stats.stored
+
+
+@pytest.mark.parametrize("user", ["planner", "profiler", "amount"])
+def test_it_leaves_the_decision_to_the_user(
+    user: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    use(AMPLE, monkeypatch)
+    given: dict[str, Any] = {"planner": [planner()], "profiler": [ModelProfiler(tmp_path / "profile.json")]}
+    amount = {"offload": 1.0} if user == "amount" else {}
+    fit(tmp_path, [2] * 8, [*given.get(user, []), see], SSDOffloadStrategy(**(BOTH | amount)))
+    assert set(see.outcomes) == {"measuring"} and see.auto is not None and not see.auto.decides
+
+
+def test_it_decides_for_the_activation_offload_callback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    use(SHORT, monkeypatch)
+    offload = ActivationOffload(min_bytes=1, host_memory="64MiB", path=tmp_path)
+    fit(tmp_path, [2] * 12, [offload, see], "auto")
+    assert see.outcomes[-1] == "plan" and see.planned[-1]
+
+
+@pytest.mark.parametrize(("meter", "said"), [(AMPLE, "keeps all saved tensors on the CPU: a step needs at most"),
+                                            (SHORT, "plans which saved tensors are kept")])  # fmt: skip
+def test_one_line_names_the_outcome(
+    meter: Meter, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    use(meter, monkeypatch)
+    with caplog.at_level("INFO"):
+        fit(tmp_path, [2] * 12, [])
+    assert len([line for line in caplog.messages if line.startswith("offload='auto': ")]) == 1
+    assert f"offload='auto': {said}" in caplog.text
+
+
+def test_compiled_code_that_was_compiled_before_is_not_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    """Its frames are not compiled again in the second training: the graph of the loss shows them."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).tanh().sin()
+
+    block = Block()
+    compiled = torch.compile(lambda x: block(x), backend="aot_eager")
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for _ in range(8):
+                batch = compiled(batch)
+            return batch.square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    use(Meter(2000, 1900), monkeypatch)
+    for _ in range(2):
+        trainer = quiet_trainer(tmp_path, strategy=SSDOffloadStrategy(**BOTH), callbacks=[see], max_epochs=1)
+        trainer.fit(Model(), DataLoader(Lengths([2] * 6), batch_size=None))
+        assert see.outcomes[-1] == "offload"
+
+
+def test_a_pickled_callback_does_not_continue_its_training() -> None:
+    auto = AutoPlanner()
+    auto.outcome = "keep"
+    assert pickle.loads(pickle.dumps(auto)).outcome == "measuring"

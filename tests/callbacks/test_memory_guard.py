@@ -1,0 +1,191 @@
+"""Memory that `offload="auto"` takes on a simulated allocator, from the first rule to plans and larger batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ssd.activations.placement import OffloadExcess
+from lightning_ssd.activations.resident_limit import ResidentLimit
+from lightning_ssd.callbacks.memory_guard import MemoryGuard
+from lightning_ssd.callbacks.seen_batches import BatchShape
+from tests.support.allocator import TRAININGS, Allocator, Training
+
+EVENTS = ["", "", "validation", "reset", "forward", "larger", "smaller", "thaw", "leak"]
+
+
+@dataclass
+class Micro:
+    """A micro-batch: its training, the size of its batch, and the event before it."""
+
+    event: str
+    scale: int
+    thawed: bool
+
+
+def micro_batches(events: list[str]) -> list[Micro]:
+    """Returns 20 micro-batches, some of which have an event before them."""
+    found, scale, thawed = [], 2, False
+    for event in ("", *events, *[""] * (19 - len(events))):
+        scale += {"larger": 1, "smaller": -1 if scale > 1 else 0}.get(event, 0)
+        thawed |= event == "thaw"
+        found.append(Micro(event, scale, thawed))
+    return found
+
+
+@dataclass
+class Run:
+    """Runs a training on an allocator, whose saved storages `keep` allows to stay."""
+
+    training: Training
+    memory: Allocator
+    allocated: list[bool] = field(default_factory=list)
+    stepped: tuple[bool, ...] = ()
+
+    def gradients(self, micro: Micro) -> list[int]:
+        """Half of the layers are frozen before a thaw."""
+        whole = self.training.gradients
+        return whole if micro.thawed else [*[0] * (len(whole) // 2), *whole[len(whole) // 2 :]]
+
+    def happen(self, event: str) -> None:
+        memory = self.memory
+        if event == "validation" and memory.most:
+            free = int(memory.most) + self.training.beyond - memory.level
+            memory.change(free)
+            memory.change(-free)
+        elif event == "reset":
+            memory.reset_peak()
+        elif event == "leak":
+            memory.change(1 + self.training.weights)
+
+    def micro_batch(self, micro: Micro, keep: Callable[[int], bool]) -> int:
+        """Returns the peak of a micro-batch."""
+        memory, gradients = self.memory, self.gradients(micro)
+        self.allocated = self.allocated or [False] * len(gradients)
+        memory.highest_of_micro_batch = 0
+        kept = []
+        for size, transient in zip(self.training.sizes, self.training.transients, strict=True):
+            size, transient = micro.scale * size, micro.scale * transient
+            memory.change(size + transient)
+            memory.change(-transient)
+            kept.append(size if keep(size) else 0)
+            memory.change(kept[-1] - size)
+        for index in reversed(range(len(kept))):
+            size, transient = micro.scale * self.training.sizes[index], micro.scale * self.training.transients[index]
+            memory.change(size - kept[index] + transient)
+            if not self.allocated[index]:
+                memory.change(gradients[index])
+                self.allocated[index] = True
+            memory.change(-transient - size)
+        return memory.highest_of_micro_batch
+
+    def step(self, micro: Micro) -> None:
+        """The optimizer steps: it allocates states of parameters that it steps for the first time."""
+        gradients = self.gradients(micro)
+        if not self.stepped:
+            self.memory.change(2 * sum(gradients))
+        elif micro.thawed and not self.stepped[0]:
+            self.memory.change(2 * (sum(gradients) - sum(self.gradients(Micro("", 1, thawed=False)))))
+        self.stepped = (micro.thawed,)
+        self.memory.change(-sum(g for g, allocated in zip(gradients, self.allocated, strict=True) if allocated))
+        self.allocated = []
+
+
+def least_memory(training: Training, micros: list[Micro]) -> int:
+    """Returns the peak of a training all of whose saved storages are offloaded at once."""
+    run = Run(training, Allocator())
+    run.memory.change(training.weights)
+    peaks = []
+    for number, micro in enumerate(micros):
+        run.happen(micro.event)
+        peaks.append(run.micro_batch(micro, lambda nbytes: False))
+        if (number + 1) % training.accumulate == 0:
+            run.step(micro)
+    return max(peaks)
+
+
+def train_by_default(training: Training, memory: Allocator, micros: list[Micro], *, plannable: bool) -> list[int]:
+    """Trains as `AutoPlanner` has it, and returns the peak of each micro-batch.
+
+    A plan keeps as many storages as have room in the step that is recorded, beside all gradients.
+    """
+    limit = ResidentLimit(memory)
+    placement, guard = OffloadExcess(("host",), limit), MemoryGuard(limit)
+    run = Run(training, memory)
+    memory.change(training.weights)
+    peaks, expected, steps = [], 0, 0
+    planning, planned_room, left, short, distrusted = False, None, 0.0, False, 0
+    for number, micro in enumerate(micros):
+        run.happen(micro.event)
+        begins_step = number % training.accumulate == 0
+        shape, trained = BatchShape(((micro.scale, 8),), micro.scale), (micro.thawed,)
+        saved = micro.scale * sum(training.sizes)
+        if not planning:
+            if micro.event == "forward":
+                placement.begin(expected)
+            placement.begin(expected)
+            guard.begin(shape, trained)
+            short |= guard.short
+            if guard.fits and steps >= 2:
+                peaks.append(run.micro_batch(micro, lambda nbytes: True))
+                limit.end()
+            else:
+                peaks.append(run.micro_batch(micro, lambda size: not (placement.place(size) and placement.may_wait)))
+                placement.end()
+                expected = saved
+            guard.end(shape)
+        elif planned_room is None and begins_step:
+            guard.record(shape, trained)
+            before = memory.level
+            peaks.append(run.micro_batch(micro, lambda nbytes: False))
+            needed = peaks[-1] + 2 * sum(training.gradients) + memory.level - before
+            planned_room, distrusted = max(0.0, memory.most - needed - guard.GROWTH * memory.most), 0
+        elif planned_room is None or not guard.is_planned(shape, trained, begins_step=begins_step):
+            distrusted += 1
+            peaks.append(run.micro_batch(micro, lambda nbytes: False))
+        else:
+            left = planned_room
+
+            def keep(nbytes: int) -> bool:
+                nonlocal left
+                left -= nbytes
+                return left >= 0
+
+            peaks.append(run.micro_batch(micro, keep))
+        if (number + 1) % training.accumulate == 0:
+            run.step(micro)
+            steps += 1
+            planning |= plannable and short and steps >= 2 and not limit.measuring
+            short = False
+            planned_room = None if distrusted >= 3 else planned_room
+    return peaks
+
+
+@settings(max_examples=100, deadline=None)
+@given(TRAININGS, st.floats(1.0, 4.0), st.lists(st.sampled_from(EVENTS), max_size=18), st.booleans())
+def test_never_takes_more_than_the_limit_where_offloading_all_fits(
+    training: Training, room: float, events: list[str], plannable: bool
+) -> None:
+    """From the second micro-batch on: in the first one nobody knows what backward allocates."""
+    micros = micro_batches(events)
+    memory = Allocator()
+    memory.most = least_memory(training, micros) * room
+    peaks = train_by_default(training, memory, micros, plannable=plannable)
+    assert max(peaks[1:]) <= memory.most
+
+
+@given(TRAININGS)
+def test_keeps_everything_where_everything_fits(training: Training) -> None:
+    """From the second micro-batch on, and the allocator's peak is the user's."""
+    micros = micro_batches([])
+    memory, free = Allocator(), Run(training, Allocator())
+    memory.most = 100.0 * (sum(training.sizes) + sum(training.transients) + 4 * sum(training.gradients) + 1000)
+    peaks = train_by_default(training, memory, micros, plannable=True)
+    free.memory.change(training.weights)
+    for number, micro in enumerate(micros):
+        peak = free.micro_batch(micro, lambda nbytes: True)
+        assert number == 0 or peaks[number] == peak
+        if (number + 1) % training.accumulate == 0:
+            free.step(micro)
+    assert not memory.resets

@@ -1,0 +1,40 @@
+"""A device memory whose figures a test gives, in place of the allocator's statistics."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.activations import config
+from lightning_ssd.callbacks import swap_planner
+from lightning_ssd.planning import HardwareProfile
+
+MACHINE = Path(__file__).parents[2] / "configs/machines/h100.json"
+
+
+@dataclass
+class Meter:
+    """Statistics of an allocator: a limit, the bytes before each micro-batch, and the peak of each, in bytes."""
+
+    most: float
+    highest: int
+    level: int = 0
+
+    def limit(self) -> float:
+        return self.most
+
+    def allocated(self) -> int:
+        return self.level
+
+    def peak(self) -> int:
+        return self.highest
+
+    def reset_peak(self) -> None:
+        return None
+
+
+def use(meter: Meter, patch: pytest.MonkeyPatch) -> None:
+    """Has trainings on the CPU follow `meter`, and plan for an H100, whose predicted times are not compared."""
+    patch.setattr(config, "allocator_memory", lambda device: meter)
+    patch.setattr(swap_planner, "measure_training_machine", lambda offloader: HardwareProfile.from_json(MACHINE))
+    patch.setattr(swap_planner, "MEDIAN_STEPS", 10**6)
