@@ -284,6 +284,8 @@ def _strategy_in(config: str) -> object:
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from lightning_ssd.planning import PLANNERS
+
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument(
         "--machine", type=_file, metavar="FILE.json", help="a machine's figures, as measured (default: this machine's)"
@@ -307,7 +309,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="shape of a batch (of each tensor of it) where the data can't be read, such as input_ids=8x1024:int64",
     )
-    options.add_argument("--planner", default="holistic", help="holistic (default), lohan, fuyou or ssdtrain")
+    options.add_argument("--planner", default="holistic", help=f"{', '.join(PLANNERS)} (default: %(default)s)")
     options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="where to keep the plan")
     options.add_argument("--tbw", type=_positive, metavar="TB", help="TB that the drives are rated for, all together")
     options.add_argument(

@@ -54,7 +54,7 @@ from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
-from lightning_ssd.types import Tier
+from lightning_ssd.types import BackendName, Tier
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         spill: Literal["host_first", "ssd_first"] = "host_first",
         min_bytes: int | str = 2**20,
         staging_memory: int | str = "1GiB",
-        backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
+        backend: BackendName | Backend = "auto",
         checksum: bool = True,
         states: Literal["auto", "gpu", "host", "ssd"] = "auto",
         gpu_memory: int | str = "auto",

@@ -53,7 +53,7 @@ def describe_states(states: ModelStates, module: nn.Module, device: torch.device
         layout = store.layout
         masters |= layout.whole_master or layout.split
         offloaded.update(view.parameter for view in store.flat.slices)
-        of_weights, of_rest = ("ssd" if on_ssd else "host" for on_ssd in store.on_ssd)
+        of_weights, of_rest = store.tiers
         weights[of_weights] += store.flat.nbytes
         rest[of_rest] += layout.opt_state_bytes
     kept = sum(p.numel() * p.element_size() for p in module.parameters() if p not in offloaded)

@@ -3,11 +3,13 @@
 from typing import Literal, get_args
 
 __all__ = [
+    "BACKENDS",
     "CHOICES",
     "CLIP_MODES",
     "EVICT_MARGIN",
     "INPUT_CHOICES",
     "TIERS",
+    "BackendName",
     "Choice",
     "Clip",
     "ClipMode",
@@ -38,7 +40,12 @@ Clip = Literal["auto", "deferred", "speculative"]
 Overlap = Literal["none", "naive", "optimized"]
 """Overlap of the CPU optimizer with backward and with I/O."""
 
-TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES = (get_args(kind) for kind in (Tier, Choice, InputChoice, ClipMode))
+BackendName = Literal["auto", "posix", "kvikio"]
+"""I/O library of the scratch files; "auto" chooses one (`storage/choice.py`)."""
+
+TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
+    get_args(kind) for kind in (Tier, Choice, InputChoice, ClipMode, BackendName)
+)
 
 EVICT_MARGIN = 0.03
 """Share of a forward by which device memory is released later than its copy to another tier should be done.

@@ -23,7 +23,7 @@ from lightning_ssd.device import CopyEngine, allocator_memory, available_memory,
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
-from lightning_ssd.types import OffloadTierName
+from lightning_ssd.types import BACKENDS, BackendName, OffloadTierName
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class OffloadConfig:
     spill: Literal["host_first", "ssd_first"] = "host_first"
     min_bytes: int | str = 2**20
     staging_memory: int | str = "1GiB"
-    backend: Literal["auto", "posix", "kvikio"] | Backend = "auto"
+    backend: BackendName | Backend = "auto"
     checksum: bool = True
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class OffloadConfig:
                 f"{format_bytes(_PIECE_BYTES)}. Give bytes such as '1GiB'."
             )
         if not isinstance(self.backend, Backend):
-            check_choice("backend", self.backend, ("auto", "posix", "kvikio"))
+            check_choice("backend", self.backend, BACKENDS)
         check_flag("checksum", self.checksum)
 
     def amount(self) -> float | int | Literal["auto", "ssdtrain", "none"]:

@@ -11,6 +11,7 @@ from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_o
 from lightning_ssd.callbacks.defaults import add_default_callbacks
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives
+from lightning_ssd.types import BackendName
 
 
 class ActivationOffload(pl.Callback):
@@ -51,7 +52,7 @@ class ActivationOffload(pl.Callback):
         spill: Literal["host_first", "ssd_first"] = "host_first",
         min_bytes: int | str = 2**20,
         staging_memory: int | str = "1GiB",
-        backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
+        backend: BackendName | Backend = "auto",
         checksum: bool = True,
     ) -> None:
         self.config = OffloadConfig(

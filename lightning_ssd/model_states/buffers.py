@@ -13,6 +13,7 @@ from lightning_ssd.device import StagedReader, all_of, finished
 from lightning_ssd.storage import Blob, BlobStore, DetachedBlobs, PinnedPool
 from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, align_up
+from lightning_ssd.types import OffloadTierName
 
 
 class StateBuffer(ABC):
@@ -22,12 +23,14 @@ class StateBuffer(ABC):
     the buffer until the write is done.
 
     Attributes:
+        tier: the tier that it is in.
         nbytes: bytes stored.
         versions: 1 or 2.
         staging_bytes: bytes of memory that `stage` must be given.
         version: number of the committed version.
     """
 
+    tier: OffloadTierName
     nbytes: int
     versions: int
     staging_bytes: int
@@ -92,6 +95,7 @@ class HostBuffer(StateBuffer):
         StorageError: the memory can't be had.
     """
 
+    tier = "host"
     staging_bytes = 0
 
     def __init__(self, nbytes: int, *, versions: int, pin: bool) -> None:
@@ -152,6 +156,8 @@ class SSDBuffer(StateBuffer):
     Raises:
         StorageFullError: there is no space.
     """
+
+    tier = "ssd"
 
     def __init__(self, nbytes: int, store: BlobStore, *, versions: int, blobs: Sequence[Blob] | None = None) -> None:
         self.nbytes = nbytes

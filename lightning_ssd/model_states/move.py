@@ -21,7 +21,7 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, LaidOut, flat_groups, lay_out, make_flats
 from lightning_ssd.model_states.model_states import ModelStates, OffloadedModel
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Groups, WholeOptimizer, groups_of
-from lightning_ssd.model_states.residency import UnitTiers, needs_master, off_device, planned_residents
+from lightning_ssd.model_states.residency import MASTERED_DTYPES, UnitTiers, needs_master, off_device, planned_residents
 from lightning_ssd.model_states.state_storage import make_buffer, make_scratch, make_store
 from lightning_ssd.model_states.state_store import StagedState, StateStore
 from lightning_ssd.model_states.units import find_units
@@ -161,8 +161,7 @@ class _Placed(LaidOut):
 
 
 def _placed(store: StateStore, rule: FlatOptimizer | None) -> _Placed:
-    weights, opt_state = store.on_ssd
-    return _Placed(store.layout, rule, "ssd" if weights else "host", "ssd" if opt_state else "host")
+    return _Placed(store.layout, rule, *store.tiers)
 
 
 @contextlib.contextmanager
@@ -445,7 +444,7 @@ class _Move:
             for index, slice_ in enumerate(store.flat.slices):
                 parameter, values = slice_.parameter, slice_.of(whole)
                 weights[parameter] = values.to(self._device, slice_.dtype, copy=True)
-                if slice_.dtype == torch.bfloat16 and parameter in self._groups:
+                if slice_.dtype in MASTERED_DTYPES and parameter in self._groups:
                     masters[parameter] = values.to(self._device, copy=True)
                 if item.rule is not None and (state := item.rule.state_of(index, staged)):
                     optimizer, group = self._groups.get(parameter, (None, 0))

@@ -12,6 +12,9 @@ from lightning_ssd.model_states.state_store import WHOLE_DTYPES
 from lightning_ssd.model_states.units import Unit
 from lightning_ssd.types import OffloadTierName, Tier
 
+MASTERED_DTYPES = (torch.bfloat16,)
+"""Dtypes of weights that have fp32 master weights, on the device and off it."""
+
 UnitTiers = Mapping[str, tuple[Tier, Tier]]
 """For each unit, by name, the tier of its compute weights and the tier of its other values."""
 
@@ -52,7 +55,7 @@ def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) ->
         and parameter.layout is torch.strided
         and (
             (parameter.dtype in whole and parameter.nbytes >= max(1, min_bytes))
-            or (parameter.dtype == torch.bfloat16 and parameter.numel() > 0)
+            or (parameter.dtype in MASTERED_DTYPES and parameter.numel() > 0)
         )
     }
 
@@ -144,7 +147,7 @@ def whole_units(units: Sequence[Unit], movable: set[nn.Parameter], *, hold: bool
 
 def needs_master(resident: set[nn.Parameter], groups: Groups) -> list[nn.Parameter]:
     """Returns which of the resident parameters have fp32 master weights on the device."""
-    return [parameter for parameter in resident if parameter in groups and parameter.dtype == torch.bfloat16]
+    return [parameter for parameter in resident if parameter in groups and parameter.dtype in MASTERED_DTYPES]
 
 
 def off_device(tiers: tuple[Tier, Tier]) -> tuple[OffloadTierName, OffloadTierName]:

@@ -15,6 +15,7 @@ from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.loaded import Loaded, exact_value
 from lightning_ssd.model_states.split import join, split
 from lightning_ssd.storage import Blob, PinnedBuffer, StorageError
+from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
 
@@ -476,10 +477,9 @@ class StateStore:
     # ---- the buffers ----
 
     @property
-    def on_ssd(self) -> tuple[bool, bool]:
-        """Whether the compute weights are on SSDs, and whether all others are."""
-        weights, opt_state = self._buffers[0], self._buffers[-1]
-        return isinstance(weights, SSDBuffer), isinstance(opt_state, SSDBuffer)
+    def tiers(self) -> tuple[OffloadTierName, OffloadTierName]:
+        """Tier of the compute weights, and of all other values (that of the compute weights if there are no others)."""
+        return self._buffers[0].tier, self._buffers[-1].tier
 
     @property
     def version(self) -> int:

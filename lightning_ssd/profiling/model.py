@@ -354,10 +354,7 @@ class Profiler:
         owned = {parameter for _, parameter in unit.parameters}
         for flat, store in self._states.stores.items():
             if any(item.parameter in owned for item in flat.slices):
-                weights, rest = store.on_ssd
-                nbytes["ssd" if weights else "host", "ssd" if rest else "host"] += (
-                    flat.nbytes + store.layout.opt_state_bytes
-                )
+                nbytes[store.tiers] += flat.nbytes + store.layout.opt_state_bytes
         return max(nbytes, key=lambda tiers: nbytes[tiers]) if nbytes else ("gpu", "gpu")
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
 
 import torch
 
 from lightning_ssd.storage.backend import Backend
 from lightning_ssd.storage.kvikio_backend import KvikioBackend, why_no_gds
 from lightning_ssd.storage.posix_backend import PosixBackend
+from lightning_ssd.types import BackendName
 
 __all__ = ["choose_backend"]
 
 _log = logging.getLogger(__name__)
 
 
-def choose_backend(
-    name: Literal["auto", "posix", "kvikio"] | Backend, device: torch.device, *, checksum: bool
-) -> Backend:
+def choose_backend(name: BackendName | Backend, device: torch.device, *, checksum: bool) -> Backend:
     """Returns the backend that `name` selects, and logs the choice with its reason.
 
     Args:

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -32,6 +31,7 @@ from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import PAGE, align_down, align_up
 from lightning_ssd.storage.stripes import Stripes
 from lightning_ssd.storage.volume import Volume
+from lightning_ssd.types import BackendName
 
 __all__ = ["BlobStore", "IOStats", "Kept"]
 
@@ -115,7 +115,7 @@ class BlobStore:
         paths: Sequence[str | Path],
         *,
         device: torch.device,
-        backend: Literal["auto", "posix", "kvikio"] | Backend = "auto",
+        backend: BackendName | Backend = "auto",
         capacity: int | None = None,
         checksum: bool = True,
         piece_bytes: int = 16 * 2**20,

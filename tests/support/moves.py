@@ -49,11 +49,7 @@ def move(trainer: pl.Trainer, where: dict[str, Any]) -> None:
             if {item.parameter for item in flat.slices} <= {parameter for _, parameter in unit.parameters}
         ]
         found[unit.name] = {
-            (_tier(store.on_ssd[0]), _tier(store.on_ssd[1]) if store.layout.opt_state_bytes else where[unit.name][1])
+            (store.tiers[0], store.tiers[1] if store.layout.opt_state_bytes else where[unit.name][1])
             for store in stores
         } or {GPU}
     assert found == {name: {tiers} for name, tiers in where.items()}
-
-
-def _tier(on_ssd: bool) -> str:
-    return "ssd" if on_ssd else "host"
