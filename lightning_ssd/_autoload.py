@@ -26,7 +26,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ssd_offload": ("Offloads to SSD, with host memory as the tier before it", {}),
     "cpu_offload": ("Offloads to host memory only", {"tier": "host"}),
 }
-"""The strategies' names, with their descriptions and the arguments of `SSDOffloadStrategy` that they stand for."""
+"""Name, description, and arguments of `SSDOffloadStrategy`, of each registered strategy."""
 
 # The tree of the Trainer that last asked for a strategy by name.
 asking: str | None = None
@@ -78,7 +78,7 @@ def _add_strategies(module: ModuleType) -> None:
 
 
 def _create(tree: str, **init_params: Any) -> object:
-    """Returns the strategy for a Trainer of `tree`. Only now, when it is asked for, is it imported."""
+    """Returns the strategy for a Trainer of `tree`. Its module is imported only now, when a Trainer needs it."""
     global asking
     asking = tree
     from lightning_ssd import _lightning

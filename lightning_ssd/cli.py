@@ -23,10 +23,10 @@ from lightning_ssd.sizes import check_least, format_count, parse_bytes
 __all__ = ["lightning_main", "main"]
 
 _DEFAULTS = "defaults.yaml"
-"""Name of the file beside a recipe whose keys the recipe changes, if there is one."""
+"""Name of the optional file beside a recipe with default values of the recipe's keys."""
 
 _SDK_NEEDED = """\
-This `lightning` command comes from lightning_ssd and knows one thing:
+This `lightning` command comes from lightning_ssd and has one subcommand:
 
     lightning run RECIPE.yaml [--trainer.max_steps 100 ...]
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def lightning_main() -> int:
-    """Runs the `lightning` command: recipes here, everything else in lightning-sdk's command of that name."""
+    """Runs the `lightning` command: `run` with a recipe here, other subcommands by lightning-sdk's command."""
     argv = sys.argv[1:]
     if argv[:1] == ["run"] and _looks_like_recipe(argv[1:]):
         return main(argv)
@@ -81,18 +81,18 @@ def _looks_like_recipe(args: Sequence[str]) -> bool:
 def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "run",
-        help="train what a recipe describes",
-        description="Trains what a recipe describes. Its keys are those of LightningCLI's `fit`. A file "
+        help="train the model of a recipe",
+        description="Trains the model of a recipe, a YAML file with the keys of LightningCLI's `fit`. A file "
         "`defaults.yaml` in the recipe's folder is read first.",
         usage="%(prog)s [-h] RECIPE [-c MORE.yaml ...] [--KEY VALUE ...]",
-        epilog="`RECIPE --help` lists all keys, `RECIPE --print_config` the values that they have.",
+        epilog="`RECIPE --help` lists all keys, `RECIPE --print_config` their values.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file")
     parser.add_argument(
         "overrides",
         nargs=argparse.REMAINDER,
         metavar="--KEY VALUE",
-        help="overrides of the recipe's keys, such as --trainer.max_steps 10 or --trainer.strategy auto",
+        help="values for keys of the recipe, such as --trainer.max_steps 10 or --trainer.strategy auto",
     )
     parser.set_defaults(command=lambda args: _run(parser, args.recipe, args.overrides))
 
@@ -112,11 +112,11 @@ def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str])
 
 
 def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
-    """Checks that a recipe, and the files that override it, are YAML with keys; those that are missing pass.
+    """Checks that a recipe and the files of `-c` options are YAML mappings. Missing files are not checked.
 
     Raises:
-        ValueError: one is not; the parser of the recipe would not name it.
-        OSError: one could not be read.
+        ValueError: a file is not; the message names the file, which the parser of the recipe would not do.
+        OSError: a file could not be read.
     """
     import yaml
 
@@ -124,7 +124,7 @@ def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
     options.add_argument("-c", "--config", action="append", default=[])
     try:
         known, _ = options.parse_known_args(overrides)
-    except argparse.ArgumentError:  # for the parser of the recipe to refuse
+    except argparse.ArgumentError:  # the parser of the recipe reports it
         known = argparse.Namespace(config=[])
     for file in (recipe, *known.config):
         if not Path(file).is_file():
@@ -138,7 +138,7 @@ def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
 
 
 def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
-    """Returns the recipe, over `defaults.yaml` beside it, as LightningCLI parses it; `run`: after its training."""
+    """Returns the recipe, merged with `defaults.yaml` beside it, as LightningCLI parses it. `run` trains it."""
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
     # LightningCLI knows a class by its short name only if the class is imported.
@@ -153,7 +153,7 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
             return {"fit": LightningCLI.subcommands()["fit"]}
 
         def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-            # The base class warns when `sys.argv` is not empty. It must stay as it is: Lightning's launcher
+            # The base class warns when `sys.argv` is not empty. `sys.argv` must not be changed: Lightning's launcher
             # starts the other ranks with it.
             try:
                 self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
@@ -179,21 +179,21 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
         args=["fit", *_with_class_path(["--config", recipe, *overrides], _strategy_in(defaults))],
         parser_kwargs={"fit": {"default_config_files": [defaults]}},
         seed_everything_default=0,
-        # Without a logger the log directory is the working directory, where the last run's file may be.
+        # Without a logger the log directory is the working directory, which may have the last run's file.
         save_config_kwargs={"overwrite": True},
     )
     return cli.config["fit"]
 
 
 def _check_settings(config: Any) -> None:
-    """Checks values of a recipe that Lightning and torch would refuse in the first step, or train with.
+    """Checks values of a recipe that Lightning and torch would refuse only in the first step, or accept.
 
     Raises:
-        ValueError: One is out of range, or `ckpt_path` is a file of another kind.
+        ValueError: A value is out of range, or `ckpt_path` is no checkpoint.
     """
     trainer, checkpoint = config["trainer"], config["ckpt_path"]
     check_least("trainer.accumulate_grad_batches", trainer["accumulate_grad_batches"], 1)
-    check_least("trainer.gradient_clip_val", trainer["gradient_clip_val"], 0)  # a negative norm would turn gradients
+    check_least("trainer.gradient_clip_val", trainer["gradient_clip_val"], 0)  # a negative norm would reverse gradients
     interval = trainer["val_check_interval"]
     if isinstance(interval, int | float) and not interval > 0:
         raise ValueError(f"trainer.val_check_interval={interval} is out of range: set it to 1 or more batches")
@@ -241,9 +241,9 @@ def _describe(error: OSError) -> str:
 
 
 def _with_class_path(args: Sequence[str], name: object) -> list[str]:
-    """Returns `args` with our strategies' names replaced by the class where arguments of it follow.
+    """Returns `args` with the names of our strategies replaced by the class path if arguments of the class follow.
 
-    LightningCLI takes `--trainer.strategy=NAME`, and arguments only beside a class path.
+    LightningCLI accepts arguments of a strategy only beside a class path, not beside `--trainer.strategy=NAME`.
 
     Args:
         args: The arguments, configuration files among them.
@@ -272,7 +272,7 @@ def _with_class_path(args: Sequence[str], name: object) -> list[str]:
 
 
 def _strategy_in(config: str) -> object:
-    """Returns `trainer.strategy` of a YAML file; None: there is none, or the file is for the parser to refuse."""
+    """Returns `trainer.strategy` of a YAML file, or None if it has none or can't be read (the parser reports that)."""
     import yaml
 
     try:
@@ -288,46 +288,46 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument(
-        "--machine", type=_file, metavar="FILE.json", help="a machine's figures, as measured (default: this machine's)"
+        "--machine", type=_file, metavar="FILE.json", help="measured profile of a machine (default: measure this one)"
     )
     options.add_argument(
         "--measure",
         type=_directory,
         metavar="DIR",
-        help="measure this machine with the drive that DIR is on (default: that of the strategy's `path`)",
+        help="measure this machine with the drive of DIR (default: the drive of the strategy's `path`)",
     )
-    options.add_argument("--save-machine", type=Path, metavar="FILE.json", help="where to keep what was measured")
+    options.add_argument("--save-machine", type=Path, metavar="FILE.json", help="file to write the measured profile to")
     options.add_argument(
         "--profile",
         type=_file,
         metavar="FILE.json",
-        help="of the model as ModelProfiler has measured it, instead of a trace",
+        help="profile of the model that the callback ModelProfiler has measured, instead of a trace",
     )
     options.add_argument(
         "--batch",
         action="append",
         metavar="[NAME=]SHAPE[:DTYPE]",
-        help="shape of a batch (of each tensor of it) where the data can't be read, such as input_ids=8x1024:int64",
+        help="shape of a tensor of a batch, if the data can't be read, such as input_ids=8x1024:int64; repeatable",
     )
     options.add_argument("--planner", default="holistic", help=f"{', '.join(PLANNERS)} (default: %(default)s)")
-    options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="where to keep the plan")
-    options.add_argument("--tbw", type=_positive, metavar="TB", help="TB that the drives are rated for, all together")
+    options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="file to write the plan to")
+    options.add_argument("--tbw", type=_positive, metavar="TB", help="rated endurance of all drives together, TB")
     options.add_argument(
         "--ssd-per-day",
         type=_size("--ssd-per-day", least=0),
         metavar="BYTES",
-        help="most that may be written to SSDs in a day, such as 1TB",
+        help="most bytes that may be written to SSDs in a day, such as 1TB",
     )
-    options.add_argument("--price", type=_positive, metavar="N", help="of an hour of the machine")
+    options.add_argument("--price", type=_positive, metavar="N", help="price of the machine per hour")
     options.add_argument(
-        "--replay", action="store_true", help="print throughput over the bandwidth of migration, too (Teraio, figure 3)"
+        "--replay", action="store_true", help="also print throughput by transfer bandwidth (Teraio, figure 3)"
     )
     parser = commands.add_parser(
         "plan",
         parents=[options],
-        help="what a recipe would take on a machine, before any step",
-        description="Says whether a recipe fits a machine, where its bytes would go, how long a step would take, what "
-        "bounds it, and how long the SSDs would last. `plan show PLAN.yaml` shows a plan.",
+        help="predict memory and step time of a recipe on a machine, without training",
+        description="Predicts whether a recipe fits a machine, the tiers of its bytes, the step time and the resource "
+        "that bounds it, and the life of the SSDs. `plan show PLAN.yaml` shows a saved plan.",
         usage="%(prog)s [-h] RECIPE [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...] | show PLAN.yaml",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as for `run`; or `show`, to show a plan")
@@ -402,10 +402,10 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
 
 
 def _scratch_path(config: Any) -> Path:
-    """Returns the directory in which a recipe's scratch files would be: the first of `path`, or `default_root_dir`.
+    """Returns the directory of a recipe's scratch files: the first one of `path`, or `default_root_dir`.
 
     Raises:
-        ValueError: there is no such directory.
+        ValueError: the directory does not exist.
     """
     trainer = config["trainer"]
     strategy = trainer["strategy"]
@@ -450,15 +450,23 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="write a checkpoint's weights as a folder of safetensors",
         description="Writes a checkpoint's weights as a folder of safetensors, which transformers loads.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=_checkpoint, help="a .ckpt file, or a sharded one")
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a folder to make")
     parser.add_argument(
-        "--prefix", default="", help="weights whose names begin so, without it: `model.` for `self.model` of a module"
+        "checkpoint", metavar="CHECKPOINT", type=_checkpoint, help="a .ckpt file, or the directory of a sharded one"
     )
-    parser.add_argument("--shard", type=_size("--shard"), default="4GiB", help="bytes of a file (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast the weights to")
-    parser.add_argument("--like", type=_directory, help="a folder whose configuration and tokenizer to copy")
-    parser.add_argument("--trust", action="store_true", help="load what is not tensors, too, as pickles run code")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder to write")
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="write only weights whose names begin with it, and remove it: `model.` for `self.model` of a module",
+    )
+    parser.add_argument(
+        "--shard", type=_size("--shard"), default="4GiB", help="most bytes of a file (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype to cast the weights to")
+    parser.add_argument("--like", type=_directory, help="folder from which to copy configuration and tokenizer")
+    parser.add_argument(
+        "--trust", action="store_true", help="also load objects that are not tensors, which may run code of the file"
+    )
     parser.set_defaults(command=lambda args: _export(parser, args))
 
 
@@ -477,11 +485,11 @@ def _export(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "tiny-llama",
-        help="write a tiny Llama with random weights, to try fine-tuning with",
+        help="write a tiny Llama with random weights, to try fine-tuning",
         description="Writes a folder with a Llama of 1.3 million random parameters, and with a tokenizer that is "
         "trained on the sources of Python's standard library. transformers loads it; recipes/finetune.yaml trains it.",
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder to make")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to write")
     parser.set_defaults(command=lambda args: _tiny_llama(parser, args.folder))
 
 
@@ -505,7 +513,7 @@ def _bench_io(parser: argparse.ArgumentParser, paths: Sequence[Path], size: int)
 
 @contextmanager
 def _reporting(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Ends the command with one line where an argument makes no sense, or a file or drive cannot be used."""
+    """Ends the command with a one-line message if an argument is wrong, or a file or drive can't be used."""
     from lightning_ssd.storage import StorageError
 
     try:
@@ -545,7 +553,7 @@ def _positive(text: str) -> float:
 
 
 def _size(option: str, *, least: int = 1) -> Callable[[str], int]:
-    """Returns the parser of the sizes that `option` takes, which are at least `least` bytes."""
+    """Returns the parser of the values of `option`, sizes of at least `least` bytes."""
 
     def parse(text: str) -> int:
         try:

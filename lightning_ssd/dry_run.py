@@ -1,6 +1,6 @@
-"""What a recipe would take on a machine, before any step: `lightning-ssd plan`.
+"""Profiles a recipe without training it, for `lightning-ssd plan`.
 
-The recipe's own module is built without memory, and its `training_step` is traced on the shape of the first batch.
+The recipe's own module is built without memory, and its `training_step` is traced on the shapes of the first batch.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ _DTYPES = {"32": torch.float32, "64": torch.float64, "16": torch.float16, "bf16"
 
 
 def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] = ()) -> ModelProfile:
-    """Returns the profile of what a recipe trains, by tracing its `training_step` on tensors without memory.
+    """Returns the profile of a recipe's model, by tracing its `training_step` on tensors without memory.
 
     Args:
         config: the recipe as LightningCLI has parsed it, for `fit`.
-        hardware: gives the times.
-        batch: shapes of a batch, as `parse_batch` takes them, in place of the first one of the recipe's data.
+        hardware: profile of the machine, from which times are calculated.
+        batch: shapes of a batch, in the form of `parse_batch`, in place of the first batch of the recipe's data.
 
     Raises:
-        ValueError: the module can't be built, or its data not read, or `training_step` not be traced.
+        ValueError: the module can't be built, its data can't be read, or its `training_step` can't be traced.
     """
     trainer = _stub_trainer(config["trainer"])
     dtype = _default_dtype(config["trainer"]["precision"])
@@ -68,15 +68,15 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
 
 
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
-    """Returns what a run does without `SwapPlanner`: it recomputes nothing, and its strategy's arguments place states.
+    """Returns the plan that a run without `SwapPlanner` follows: no recomputation, states in the strategy's tiers.
 
-    Weights and optimizer states are in one tier, as `states="auto"` chooses it without `gpu_memory`. Saved tensors are
-    offloaded as far as a forward's time lets the link carry them; with `offload="none"` they stay.
+    Weights and optimizer states are in one tier, which `states="auto"` chooses without `gpu_memory`. Saved tensors are
+    offloaded up to the bytes that the link transfers during a forward; with `offload="none"` they are kept.
 
     Args:
         config: the recipe as LightningCLI has parsed it.
-        model: its profile.
-        hardware: the machine.
+        model: profile of the recipe's model.
+        hardware: profile of the machine.
     """
     states: Any = _strategy_argument(config, "states") or "auto"
     nbytes = sum(unit.weight_bytes + unit.gradient_bytes + unit.state_bytes_read for unit in model.units)
@@ -92,13 +92,13 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
 
 
 def parse_batch(hints: Sequence[str]) -> Any:
-    """Returns a batch of zeros: a tensor, or several by name, or, without names, a list.
+    """Returns a batch of zeros: one tensor, a dict of tensors if they have names, or a list of several.
 
     Args:
-        hints: each `[NAME=]SHAPE[:DTYPE]`, such as `input_ids=8x1024:int64`. The default dtype is float32.
+        hints: texts of the form `[NAME=]SHAPE[:DTYPE]`, such as `input_ids=8x1024:int64`. The default dtype is float32.
 
     Raises:
-        ValueError: a hint is none.
+        ValueError: a text has another form.
     """
     tensors: dict[str, Tensor] = {}
     for number, hint in enumerate(hints):
@@ -119,10 +119,10 @@ def parse_batch(hints: Sequence[str]) -> Any:
 
 
 def _instantiate(config: Any, name: str, base: type) -> Any:
-    """Returns the instance of a class that `config` names.
+    """Returns an instance of the class that `config` names.
 
     Raises:
-        ValueError: it can't be made.
+        ValueError: the instance can't be made.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(base, name, fail_untyped=False)
@@ -133,7 +133,7 @@ def _instantiate(config: Any, name: str, base: type) -> Any:
 
 
 def _module(config: Any) -> pl.LightningModule:
-    """Returns the recipe's module. One that builds its layers in `configure_model` may do anything before."""
+    """Returns the recipe's module. Its constructor runs on real tensors if it builds layers in `configure_model`."""
     kind = import_object(config["model"]["class_path"])
     late = getattr(kind, "configure_model", None) is not pl.LightningModule.configure_model
     with unset_fake_temporarily() if late else contextlib.nullcontext():
@@ -142,7 +142,7 @@ def _module(config: Any) -> pl.LightningModule:
 
 
 def _attach(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
-    """Returns the module as it is in a training: it asks the Trainer, and logs (nothing collects that)."""
+    """Attaches the module to a Trainer as in a training. Values that it logs are dropped."""
     if not module.automatic_optimization:
         raise ValueError(
             "With manual optimization a `training_step` can't be traced. Give the profile that the callback "
@@ -166,7 +166,7 @@ def _configure(module: pl.LightningModule) -> None:
 
 
 def _from_meta(module: nn.Module) -> None:
-    """Replaces parameters and buffers on `meta` by such of a device that has operators, still without memory."""
+    """Replaces parameters and buffers on `meta` by fake tensors on the CPU, whose operators can be traced."""
     replaced: dict[Tensor, Tensor] = {}  # tied weights stay tied
     for owner in module.modules():
         for tensors in (owner._parameters, owner._buffers):
@@ -181,12 +181,12 @@ def _from_meta(module: nn.Module) -> None:
 
 
 def _stub_trainer(settings: Any) -> pl.Trainer:
-    """Returns a Trainer that modules can ask for what the recipe says of it; it trains nothing."""
+    """Returns a Trainer that has the recipe's settings for modules to read. It does not train."""
     with _quiet():
         return pl.Trainer(
             accelerator="cpu",
             devices=1,
-            strategy=SSDOffloadStrategy(),  # for which modules may leave weights on `meta`
+            strategy=SSDOffloadStrategy(),  # with this strategy, modules may have weights on `meta`
             max_epochs=-1,
             max_steps=settings["max_steps"] if (settings["max_steps"] or -1) > 0 else 1000,
             accumulate_grad_batches=settings["accumulate_grad_batches"],
@@ -198,10 +198,10 @@ def _stub_trainer(settings: Any) -> pl.Trainer:
 
 
 def _first_batch(config: Any, module: pl.LightningModule, trainer: pl.Trainer) -> Any:
-    """Returns the first batch of training that the recipe's data module, or the module, loads.
+    """Returns the first training batch of the recipe's data module, or of the module itself.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no batch can be loaded.
     """
     remedy = "Name the shapes of a batch instead, such as `--batch input_ids=8x1024:int64`."
     source: Any = module
@@ -224,7 +224,7 @@ def _step(module: pl.LightningModule, config: Any) -> Any:
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
 
     def run(batch: Any) -> Tensor:
-        # float16 takes as many bytes, and a CPU's autocast knows both.
+        # bfloat16 also for 16-mixed: both dtypes have the same size.
         with contextlib.nullcontext() if mixed is None else torch.autocast("cpu", mixed):
             output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -236,7 +236,7 @@ def _step(module: pl.LightningModule, config: Any) -> Any:
 
 
 def _default_dtype(precision: Any) -> torch.dtype:
-    """Returns the dtype of weights: that of the `true` precisions."""
+    """Returns the dtype of weights under a precision."""
     name, _, kind = str(precision or "32-true").partition("-")
     return torch.float32 if kind == "mixed" else _DTYPES.get(name, torch.float32)
 
@@ -252,13 +252,13 @@ def _default_type(dtype: torch.dtype) -> Any:
 
 
 def _strategy_argument(config: Any, name: str) -> Any:
-    """Returns an argument of the recipe's strategy; None: it is not given."""
+    """Returns an argument of the recipe's strategy, or None if it is not given."""
     strategy = config["trainer"]["strategy"]
     return None if isinstance(strategy, str) else (strategy.get("init_args") or {}).get(name)
 
 
 def _optimizer_bytes(module: pl.LightningModule) -> dict[Tensor, int]:
-    """Returns the bytes of optimizer states of each trained parameter, in fp32: those that a step makes."""
+    """Returns the bytes of fp32 optimizer states of each trained parameter, found by tracing an optimizer step."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
         with _quiet():
@@ -277,12 +277,13 @@ def _optimizer_bytes(module: pl.LightningModule) -> dict[Tensor, int]:
 
 
 def _state_bytes(unit: Unit, moments: Mapping[Tensor, int], *, wide: bool) -> tuple[int, int, int, int, int]:
-    """Returns the count of trained parameters, and bytes of weights, gradients and states (read, written).
+    """Returns the number of trained parameters, and bytes of weights, gradients and states (read, written).
 
     Args:
-        unit: of the model.
-        moments: bytes of optimizer states.
-        wide: weights compute in the precision in which they are stepped; else in 16 bits, with fp32 master weights.
+        unit: unit of the model.
+        moments: bytes of optimizer states of each parameter.
+        wide: whether weights compute in the precision in which they are stepped; else they compute in 16 bits and have
+            fp32 master weights.
     """
     trained = [parameter for _, parameter in unit.parameters if parameter.requires_grad]
     numel = sum(parameter.numel() for parameter in trained)
@@ -294,7 +295,7 @@ def _state_bytes(unit: Unit, moments: Mapping[Tensor, int], *, wide: bool) -> tu
 
 @contextlib.contextmanager
 def _quiet() -> Any:
-    """Keeps Lightning's remarks on a Trainer that trains nothing off the screen."""
+    """Suppresses Lightning's warnings about a Trainer that does not train."""
     logger = logging.getLogger(pl.__name__)
     level = logger.level
     logger.setLevel(logging.ERROR)

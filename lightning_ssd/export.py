@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder of safetensors, which `transformers` and others load."""
+"""Writes a checkpoint's weights to a folder of safetensors, which `transformers` and others load."""
 
 import json
 import shutil
@@ -27,17 +27,17 @@ def export(
     like: Path | None = None,
     trust: bool = False,
 ) -> list[Path]:
-    """Writes the weights in `checkpoint` as safetensors, a shard at a time: RAM is needed for one shard.
+    """Writes the weights in `checkpoint` as safetensors, one file at a time, so that RAM is needed for one file.
 
     Args:
-        checkpoint: a file of Lightning's, or of `torch.save` with a state dict, or a sharded checkpoint.
-        folder: to make, or an empty one.
-        prefix: which weights, and what to leave out of their names: `"model."` of a module that holds its model as
-            `self.model`.
-        shard_bytes: bytes of a file at most, but for a single larger weight.
-        dtype: to cast floating weights to.
-        like: a folder whose configuration and tokenizer to copy.
-        trust: load what is not plain tensors, too, which may run code that the file brings.
+        checkpoint: a Lightning checkpoint, a file of `torch.save` with a state dict, or a sharded checkpoint.
+        folder: folder to write, which must be empty if it exists.
+        prefix: only weights whose names begin with it are written, without it: `"model."` for a module that has its
+            model as `self.model`.
+        shard_bytes: most bytes of a file, unless a single weight is larger.
+        dtype: dtype to which floating-point weights are cast; None: they are not cast.
+        like: folder from which configuration and tokenizer are copied.
+        trust: also load objects that are not tensors, which may run code of the file.
 
     Returns:
         The files of weights.
@@ -55,7 +55,7 @@ def export(
             loaded = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=not trust)
     except (OSError, StorageError):
         raise
-    except Exception as error:  # those of torch and pickle are of many types
+    except Exception as error:  # torch and pickle raise errors of many classes
         if trust or "weights_only" not in str(error).lower():
             raise ValueError(f"{checkpoint} can't be read as a checkpoint: {error}") from error
         raise ValueError(
@@ -67,7 +67,7 @@ def export(
         raise ValueError(f"{checkpoint} has no state dict: name a checkpoint of a training, or a file of one.")
     chosen = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     seen: set[object] = set()
-    for name, value in list(chosen.items()):  # tied ones once: loading ties them again
+    for name, value in list(chosen.items()):  # tied weights are written once: loading ties them again
         key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
         if key in seen and value.numel():
             del chosen[name]

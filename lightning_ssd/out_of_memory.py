@@ -1,4 +1,4 @@
-"""The note on an OutOfMemoryError: what the memory was used for, and the arguments that would need less of it."""
+"""The note on an OutOfMemoryError: the uses of the memory, and arguments that reduce them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,18 +25,18 @@ def explain_out_of_memory(
     *,
     planned: bool,
 ) -> str:
-    """Returns a text that names allowed and used bytes by class, and what would help.
+    """Returns a text that names allowed bytes, used bytes by class of tensors, and remedies.
 
     Args:
         module: the model.
-        optimizers: of the model.
-        offloader: of the training.
-        model_states: offloaded ones; `None`: all are on the device.
+        optimizers: optimizers of the model.
+        offloader: activation offloader of the training.
+        model_states: offloaded model states; `None`: all are on the device.
         config: the user's arguments for activations.
-        planned: whether a `SwapPlanner` decides about activations.
+        planned: whether a `SwapPlanner` chooses the offloaded activations.
     """
     device = offloader.device
-    # An offloaded parameter would be fetched to be looked at.
+    # Reading attributes of an offloaded parameter could prefetch it.
     offloaded = set() if model_states is None else model_states.parameters
     with torch._C.DisableTorchFunctionSubclass():
         resident = [parameter for parameter in module.parameters() if parameter not in offloaded]
@@ -94,7 +94,7 @@ def _help_for_states(nbytes: int, model_states: ModelStates | None) -> str:
 
 
 def _bytes_on(device: torch.device, values: Iterable[object]) -> int:
-    """Returns the bytes of the storages on `device` that tensors among `values` have."""
+    """Returns the bytes of the storages on `device` of the tensors among `values`."""
     storages = {
         value.untyped_storage()._cdata: value.untyped_storage().nbytes()
         for value in values

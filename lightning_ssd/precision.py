@@ -1,4 +1,4 @@
-"""Precision plugins for gradients that are not where Lightning looks: clipped and scaled where they are."""
+"""Precision plugins that clip and scale offloaded gradients, which Lightning does not find on the parameters."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,11 +13,11 @@ from lightning_ssd.model_states import ModelStates
 
 
 def streaming_precision(precision: pl.plugins.Precision, states: ModelStates) -> pl.plugins.Precision:
-    """Returns the plugin that does what `precision` does, for gradients that `states` keeps.
+    """Returns the plugin that does the same as `precision` for the gradients of `states`.
 
     Args:
-        precision: the Trainer's plugin, of a class that `autocast_dtype` takes.
-        states: who has the gradients.
+        precision: the Trainer's plugin, of a class that `autocast_dtype` accepts.
+        states: model states with the offloaded gradients.
     """
     streaming: _StreamingPrecision
     if isinstance(precision, pl.plugins.MixedPrecision):
@@ -32,15 +32,15 @@ def streaming_precision(precision: pl.plugins.Precision, states: ModelStates) ->
 
 
 def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: bool) -> torch.dtype | None:
-    """Returns the dtype that matrix products are cast to.
+    """Returns the dtype to which autocast casts matrix products, or None without autocast.
 
     Args:
         precision: the Trainer's plugin.
-        states: the argument of that name, for the message.
-        fitting: whether the model is trained, which it can't be in fp64.
+        states: argument `states` of the strategy, for the message.
+        fitting: whether the model is trained; fp64 models can only be evaluated.
 
     Raises:
-        ValueError: model states can't be streamed with this plugin.
+        ValueError: model states can't be offloaded with this plugin.
     """
     if type(precision) is pl.plugins.Precision:
         return None

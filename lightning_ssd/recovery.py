@@ -1,14 +1,15 @@
-"""What of a Lightning training is needed, beside the states on SSDs, to go on after a kill as if nothing had happened.
+"""The state of a Lightning training that `recover=True` records besides the model states on SSDs, and its restoration.
 
-The Trainer's own checkpoint without weights that have left; where every random number generator is; and where the data
-is: a loader that can't tell is read again from the beginning of the epoch, with the random numbers of then.
+This state is the Trainer's own checkpoint without offloaded weights, the states of all random number generators, and
+the position in the data. A loader without a `state_dict` is read again from the beginning of the epoch, with the random
+numbers of that time.
 
-A record is made when the next batch is asked for: all hooks of the batch before have run by then, and validation.
+A record is made when the next batch is fetched: all hooks of the batch before, and validation, have run by then.
 
-A record is of one `fit`: of a model, settings, data, and the number of the `fit` in its script, or among those that
-have the same `path`. Another one does not go on from it, and says why. Nothing tells whether a script that is run again
-repeats its first `fit`s or skips them, so a record of its second is neither left for later nor taken up by the first:
-several `fit`s need a `path` each.
+A record belongs to one `fit`: to a model, settings, data, and the number of the `fit` in its script, or among those
+with the same `path`. Another `fit` does not resume from it, and raises an error with the reason. A script that is run
+again may repeat its first `fit` calls or skip them, which is not known. So the record of its second `fit` is neither
+kept for later nor resumed by the first one: several `fit` calls need different paths.
 """
 
 import inspect
@@ -40,24 +41,24 @@ _FIXED = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorit
           "overfit_batches", "reload_dataloaders_every_n_epochs")  # fmt: skip
 _NOTED = ("max_epochs", "max_steps", "min_epochs", "min_steps", "limit_val_batches", "val_check_interval",
           "check_val_every_n_epoch")  # fmt: skip
-"""Settings of a Trainer: those that numbers depend on, and those that say when it ends and what it does beside."""
+"""Settings of a Trainer: `_FIXED` affect results; `_NOTED` affect the length of training, and validation."""
 
 _NUMBERS = ("number of this `fit` in its script", "number of this `fit` among those with its `path`")
-"""Settings that tell a `fit` from others of its script. One that is the same is enough: a script may be run again
-without `fit`s that had other paths, or with other paths for those that had the same."""
+"""Settings that identify a `fit` in its script. One equal setting is enough: a script may be run again without `fit`
+calls of other paths, or with other paths for those of the same path."""
 
 _ended: Counter[Path] = Counter()
-"""Trainings with `recover=True` that have ended well in this process, by the path of their record. The training
-thread's."""
+"""Number of trainings with `recover=True` that have ended without an error in this process, by the path of their
+record. Used on the training thread only."""
 
 
 def training_settings(trainer: pl.Trainer, path: Path, own: Mapping[str, object]) -> Settings:
     """Returns the settings of a training whose optimizers are set up and have not stepped.
 
     Args:
-        trainer: fits.
-        path: the first of its scratch files, where its record is.
-        own: the strategy's, by name, that numbers or the layout of states depend on.
+        trainer: Trainer that is fitting.
+        path: first scratch directory, in which the record is.
+        own: settings of the strategy that affect results or the layout of states, by name.
     """
     module, strategy = trainer.lightning_module, trainer.strategy
     model = model_settings(module, strategy.optimizers)
@@ -85,12 +86,12 @@ def _device_name(device: torch.device) -> str:
 
 
 class Recovery:
-    """Records one training, and takes up another that was killed.
+    """Records one training, and resumes from the record of a killed one.
 
     Args:
-        trainer: fits; its states are set up, and nothing is restored.
-        states: the model's, with a journal.
-        path: the first of its scratch files, where its record is.
+        trainer: Trainer that is fitting, with model states set up, before a checkpoint is restored.
+        states: model states with a journal.
+        path: first scratch directory, in which the record is.
 
     Raises:
         ValueError: `training_step` fetches its batches itself.
@@ -107,24 +108,24 @@ class Recovery:
         self._path = path.absolute()
         self._resume: deque[_Place] = deque()
         self._resumed: CommitRecord | None = None
-        """What the Trainer restores."""
+        """The record that the Trainer restores."""
         self._kept_gradients: dict[str, Tensor] = {}
         self._ahead = 0
-        """Batches that the Trainer fetches before it goes on with the first step."""
+        """Number of batches that the Trainer prefetches before the first step."""
         self.random: dict[str, Any] | None = None
-        """States of random number generators, until the training that is taken up goes on with them."""
+        """States of random number generators to restore when the resumed training continues."""
         self._recorded_step: int | None = None
         """`global_step` of the last record, or of the first batch."""
 
     def take_up(self, record: CommitRecord, settings: Settings) -> None:
-        """Has the Trainer restore what was recorded, as if it had been given a checkpoint.
+        """Makes the Trainer restore a record, as if it were a checkpoint.
 
         Args:
-            record: of the run that was killed.
-            settings: of this one.
+            record: record of the killed run.
+            settings: settings of this run.
 
         Raises:
-            StorageError: a setting differs that numbers depend on.
+            StorageError: a setting that affects results differs.
         """
         before, now = dict(record.settings.fixed), dict(settings.fixed)
         if any(before[number] == now[number] for number in _NUMBERS):
@@ -152,11 +153,11 @@ class Recovery:
             )
 
     def follow(self, dataloader: Any) -> Any:
-        """Returns what hands out the batches of a training dataloader, and makes records.
+        """Wraps a training dataloader, to count its batches, make records, and restore its position.
 
         Raises:
-            ValueError: it can't be read again.
-            StorageError: it is not the one that the run that was killed has read.
+            ValueError: the dataloader can't be restored to its position.
+            StorageError: the dataloader differs from that of the killed run.
         """
         if getattr(dataloader, "persistent_workers", False):
             raise ValueError(
@@ -167,13 +168,13 @@ class Recovery:
         place = self._resume.popleft() if self._resume else None
         if place is not None and self._resumed is not None:
             self._refuse(self._resumed, differences(place.settings, _loader_settings(dataloader)))
-        # One that has no length is read ahead, and its own state is of then.
+        # A loader without a length is prefetched, so that its own state is ahead of the training.
         kind = _StatefulLoader if stateful and fabric.utilities.data.sized_len(dataloader) is not None else _Loader
         return kind(dataloader, place, self)
 
     def before_batch(self) -> None:
-        """The next batch is about to be fetched."""
-        if self._ahead > 0:  # not for the next step
+        """Called before the next batch is fetched. Makes a record if a step was made since the last one."""
+        if self._ahead > 0:  # a prefetched batch
             self._ahead -= 1
             return
         if self.random is not None:
@@ -181,12 +182,12 @@ class Recovery:
             self.random = None
         if self._recorded_step is None:
             self._recorded_step = self._trainer.global_step
-        # Of steps of parameters that stay on the device the states don't know.
+        # `unrecorded` does not count steps of resident parameters, which `global_step` does.
         if self._states.unrecorded or self._trainer.global_step != self._recorded_step:
             self._record()
 
     def end(self) -> None:
-        """The training has ended well: the next one with its path is another `fit` of the script."""
+        """Called when training has ended without an error: the next one with its path is another `fit`."""
         _ended[self._path] += 1
 
     def _go_on(self, random: dict[str, Any]) -> None:
@@ -206,14 +207,14 @@ class Recovery:
         with self._states.state_dicts.without():
             checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
-            # Lightning counts a batch when it goes on from the beginning of an epoch.
+            # Lightning adds one batch when it resumes from the beginning of an epoch.
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         fetcher = self._trainer.fit_loop._data_fetcher
         ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher is not None and fetcher.length is None else 0
         places = [asdict(loader.place(ahead)) for loader in self._followed()]
         checkpoint[_GRADIENTS] = self._gradients()
         checkpoint[_KEY] = {"places": places, "ahead": ahead, "random": _random()}
-        for owner in self._with_hyper_parameters():  # which the script has: they may be anything
+        for owner in self._with_hyper_parameters():  # of any type; the script sets them again
             for key in (owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.CHECKPOINT_HYPER_PARAMS_KEY, _hparams_type(owner)):
                 checkpoint.pop(key, None)
         self._recorded_step = self._trainer.global_step
@@ -229,7 +230,7 @@ class Recovery:
         return [owner for owner in owners if owner and owner.hparams]
 
     def _hyper_parameters(self) -> dict[str, Any]:
-        """Returns what a checkpoint of this script has of them."""
+        """Returns the hyperparameters in the form of a checkpoint of this script."""
         return {owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams) for owner in self._with_hyper_parameters()}
 
     def _followed(self) -> "list[_Loader]":
@@ -237,24 +238,24 @@ class Recovery:
         return [] if current is None else [loader for loader in current.flattened if isinstance(loader, _Loader)]
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Returns gradients that stay from one batch to the next: only who steps by hand may want them."""
+        """Returns gradients that are kept from one batch to the next, which only manual optimization may need."""
         module = self._trainer.lightning_module
         if module.automatic_optimization:
             return {}
-        offloaded = self._states.parameters  # whose gradients are not here, and are refused if they stay
+        offloaded = self._states.parameters  # their gradients are refused elsewhere if they are kept
         staying = {name: value for name, value in module.named_parameters() if value not in offloaded}
         return {name: value.grad for name, value in staying.items() if value.grad is not None}
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a loader is in its data.
+    """Position of a loader in its data.
 
     Attributes:
         made: states of random number generators when its iterator was made.
-        begun: the same when the first batch was asked for; None: none was.
-        batches: how many were handed out since.
-        settings: the loader's, by name.
+        begun: states of random number generators before the first batch; None: no batch was fetched.
+        batches: number of fetched batches.
+        settings: settings of the loader, by name.
     """
 
     made: dict[str, Any]
@@ -264,12 +265,12 @@ class _Place:
 
 
 class _Loader:
-    """A dataloader that is read again, after a kill, up to where it was.
+    """A dataloader whose position is restored after a kill by reading it again up to this position.
 
     Args:
-        dataloader: what the user gave.
-        resume: where it was.
-        recovery: told before each batch.
+        dataloader: the user's dataloader.
+        resume: position to restore; None: begin anew.
+        recovery: its `before_batch` is called before each batch.
     """
 
     def __init__(self, dataloader: Any, resume: _Place | None, recovery: Recovery) -> None:
@@ -282,7 +283,7 @@ class _Loader:
         self._batches = 0
 
     def __getattr__(self, name: str) -> Any:
-        # Lightning asks for the last two: whether to restore the loader, which is done here.
+        # Lightning would restore a loader with `state_dict` and `load_state_dict`, which is done here instead.
         if name.startswith("__") or name in ("state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._dataloader, name)
@@ -308,12 +309,12 @@ class _Loader:
         return batch
 
     def place(self, ahead: int) -> _Place:
-        """Returns where the training is in the data, if the last `ahead` batches were not for it yet."""
+        """Returns the training's position in the data, without the last `ahead` batches, which were prefetched."""
         batches = max(0, self._batches - ahead)
         return _Place(self._made, self._begun, batches, _loader_settings(self._dataloader))
 
     def go_back(self) -> None:
-        """Hands out, to nobody, what the run that was killed has had; samplers know their epoch by now."""
+        """Reads and drops the batches that the killed run has fetched. Samplers have their epoch set by now."""
         if self._resume is None:
             return
         place, self._resume = self._resume, None
@@ -335,10 +336,10 @@ class _Loader:
 
 
 class _StatefulLoader(_Loader):
-    """One that tells where it is, which the Trainer restores.
+    """A dataloader with a `state_dict`, whose position the Trainer restores.
 
-    It goes back by itself when the first batch is asked for, and draws random numbers for that: those of the training
-    go on after it.
+    The dataloader goes to its position when the first batch is fetched, and may draw random numbers for that. The
+    training's random number generators are restored after it.
     """
 
     def __iter__(self) -> "_StatefulLoader":
@@ -367,7 +368,7 @@ class _StatefulLoader(_Loader):
 
 
 def _generators(dataloader: Any) -> list[torch.Generator]:
-    """Returns the generators of its own that a dataloader, or a sampler of it, draws from."""
+    """Returns the `torch.Generator` objects of a dataloader and of its samplers."""
     sampler, batches = getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)
     owners = (dataloader, sampler, batches, getattr(batches, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
@@ -384,7 +385,7 @@ def _set_random(states: dict[str, Any]) -> None:
 
 
 def _loader_settings(dataloader: Any) -> dict[str, str]:
-    """Returns settings of a training dataloader that tell it from others, by name."""
+    """Returns settings that identify a training dataloader, by name."""
     batches = getattr(dataloader, "batch_sampler", None)
     size = getattr(dataloader, "batch_size", None) or getattr(batches, "batch_size", None)
     sized_len = fabric.utilities.data.sized_len
@@ -406,10 +407,10 @@ def _hparams_type(owner: Any) -> str:
 
 
 def _encode_on_cpu(checkpoint: dict[str, Any]) -> Callable[[], PlainData]:
-    """Takes a checkpoint, which goes on changing, apart, with copies on the CPU, and does not wait for the device.
+    """Copies a checkpoint, whose tensors training will change, to plain data on the CPU without waiting for the device.
 
     Returns:
-        What waits for the copies, on another thread, and returns them.
+        A function that waits for the copies and returns the plain data; it is called on another thread.
     """
 
     def copy(tensor: Tensor) -> Tensor:

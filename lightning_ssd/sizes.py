@@ -18,7 +18,7 @@ _LONGEST = 200
 
 
 def check_least(argument: str, value: float | None, least: float) -> None:
-    """Checks a number that may also be left out, which is None.
+    """Checks the lower bound of a number, unless it is None.
 
     Raises:
         ValueError: `value` is less than `least`, or NaN; the message names `argument`.
@@ -28,7 +28,7 @@ def check_least(argument: str, value: float | None, least: float) -> None:
 
 
 def check_probability(argument: str, value: float) -> None:
-    """Checks the probability of a dropout, which may not drop everything.
+    """Checks the probability of a dropout, which must be below 1.
 
     Raises:
         ValueError: `value` is not from 0 to below 1; the message names `argument`.
@@ -39,7 +39,7 @@ def check_probability(argument: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class SizeArgument:
-    """An argument that is a number of bytes: its legal forms, and the parser of all of them.
+    """An argument that is a number of bytes: its legal forms and their parser.
 
     Legal are an integer, and a number with a unit: `"10GB"` or `"10G"` (powers of 1000), `"10GiB"` or `"10Gi"` (powers
     of 1024), in any case.
@@ -49,8 +49,8 @@ class SizeArgument:
         words: words that are legal, too, such as `"auto"`.
         share_of: the quantity that a percentage (`"50%"`) is a share of; `None`: percentages are refused.
         fractions: a number from 0 to 1 without a unit is a share, too.
-        least: smallest positive number that needs no unit. A budget of `24` bytes is a forgotten unit, or a forgotten
-            percent sign: who means 24 bytes writes `"24B"`.
+        least: smallest positive number that needs no unit. A budget of `24` bytes is probably a forgotten unit or
+            percent sign; 24 bytes are written `"24B"`.
     """
 
     name: str
@@ -70,7 +70,7 @@ class SizeArgument:
         if isinstance(value, str):
             if value in self.words:
                 return value
-            # No more digits than any machine has bytes.
+            # The number of digits is limited: no machine has more bytes.
             match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})\s*(%|[a-z]*)\s*", value.lower(), re.ASCII)
             if match is None or match[2] not in {*_UNITS, "%"}:
                 self._refuse(value, "is not a number of bytes")
@@ -120,7 +120,7 @@ def parse_bytes(value: int | str, argument: str) -> int:
 
     Args:
         value: the count.
-        argument: name of the argument that it was given for, for the message.
+        argument: name of the argument, for the message.
 
     Raises:
         TypeError: `value` is neither a number nor a string.
@@ -139,15 +139,15 @@ def show_argument(name: str, value: object) -> str:
 def show_value(value: object) -> str:
     """Returns a value for a message, whatever it is, at a bounded length."""
     try:
-        # YAML's aliases can make containers whose whole text would fill the memory.
+        # YAML's aliases can make containers whose complete text would fill the memory.
         text = reprlib.repr(value) if isinstance(value, (Mapping, list, tuple, set)) else repr(value)
-    except Exception:  # of user classes, and of integers with thousands of digits
+    except Exception:  # raised by user classes, and by integers with thousands of digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 def format_bytes(nbytes: float) -> str:
-    """Returns `nbytes` for a person to read, in binary units: `"1.50 GiB"`."""
+    """Returns `nbytes` as text in binary units: `"1.50 GiB"`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"
@@ -156,18 +156,18 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_bytes_exactly(nbytes: int) -> str:
-    """Returns `nbytes` for a person to read, and to type: `"1.50 GiB (1610612736 bytes)"`."""
+    """Returns `nbytes` as text in binary units and in bytes: `"1.50 GiB (1610612736 bytes)"`."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)" if nbytes >= 1024 else f"{nbytes} bytes"
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns a time with a unit that suits it, such as `0.577 s` or `3.20 ms`."""
+    """Returns a time in seconds or milliseconds, such as `0.577 s` or `3.20 ms`."""
     return f"{seconds:.3f} s" if seconds >= 0.1 or not seconds else f"{1e3 * seconds:.2f} ms"
 
 
 def format_count(count: float) -> str:
-    """Returns a count with a unit that suits it, such as `1.31B` or `859K`."""
+    """Returns a count with a decimal suffix, such as `1.31B` or `859K`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= 0.9995 * size:  # what is rounded to 1000 of a unit is 1 of the next
+        if count >= 0.9995 * size:  # numbers that would be rounded to 1000 of a unit are 1 of the next
             return f"{count / size:.3g}{unit}"
     return f"{count:.0f}"

@@ -1,4 +1,4 @@
-"""Names of the spans that a timeline shows, and how other rooms annotate their work with them."""
+"""Names of the spans in a timeline, and the annotation of work with them."""
 
 from concurrent.futures import Future
 from typing import TypeVar
@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 class span:
     """Annotates the work inside of a `with` block for torch's profiler, on any thread.
 
-    It is torch's `record_function`, but for two differences: it costs next to nothing while no profiler records (and
-    not ten microseconds), and dispatch modes do not see it as an operator of the forward that it may run in.
+    It differs from torch's `record_function` in two points: it costs almost nothing while no profiler records (instead
+    of ten microseconds), and dispatch modes do not intercept it as an operator of the forward.
     """
 
     __slots__ = ("_name", "_record")
@@ -47,7 +47,7 @@ class span:
 
 
 def wait_for(future: "Future[Result]", work: str) -> Result:
-    """Returns the result of `future`. Until it is done, a span says that the calling thread waits for `work`."""
+    """Returns the result of `future`. A span names `work` while the calling thread waits for it."""
     if future.done():
         return future.result()
     with span(WAIT + work):

@@ -1,4 +1,4 @@
-"""One line at the start of a training: what is offloaded, where to, and why the rest is not."""
+"""The log line at the start of a training: offloaded tensors, their tiers, and the reasons why others are kept."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _IN = {"host": "in host memory", "ssd": "on SSD"}
 def describe_activations(
     offloader: ActivationOffloader, config: OffloadConfig, *, decided_by: str | None = None
 ) -> str:
-    """Returns which activations are offloaded, and where to.
+    """Returns a clause that names the offloaded activations and their tiers.
 
     Args:
-        offloader: of the training.
-        config: the user's.
-        decided_by: the callback that decides what is offloaded, in place of `offload`.
+        offloader: activation offloader of the training.
+        config: the user's arguments.
+        decided_by: name of the callback that chooses the offloaded activations, in place of `offload`.
     """
     device = _name(offloader.device)
     if not offloader.tiers:
@@ -71,13 +71,13 @@ def describe_states(states: ModelStates, module: nn.Module, device: torch.device
 
 
 def describe_resident(need: int, room: float | None, chosen: str | None, device: torch.device) -> str:
-    """Returns why all model states stay on the device.
+    """Returns a clause that gives the reason why all model states are kept on the device.
 
     Args:
-        need: bytes that they take, estimated.
-        room: bytes that they may take; None: there is no limit.
-        chosen: the argument that says so, if the user gave one.
-        device: where the model computes.
+        need: estimated bytes of the model states.
+        room: bytes that model states may take on the device; None: there is no limit.
+        chosen: the user's argument that keeps them there, if there is one.
+        device: device of the model's computation.
     """
     name = _name(device)
     if chosen is not None:
@@ -90,7 +90,7 @@ def describe_resident(need: int, room: float | None, chosen: str | None, device:
 def describe_drives(
     offloader: ActivationOffloader, states: ModelStates | None, config: OffloadConfig, default: str
 ) -> str | None:
-    """Returns the directories of the scratch files and the backend; None: there are none."""
+    """Returns a clause that names the directories of the scratch files and the backend, or None without files."""
     store = None if states is None or states.scratch is None else states.scratch.store
     if isinstance(tier := offloader.tiers.get("ssd"), SSDTierBase):
         store = tier.blobs

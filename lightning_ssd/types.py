@@ -1,4 +1,4 @@
-"""Choices that a plan, a strategy and the runtime name by the same words. Imports nothing of the package."""
+"""Names of choices that plans, the strategy and the runtime share. Imports nothing of the package."""
 
 from typing import Literal, get_args
 
@@ -20,22 +20,22 @@ __all__ = [
 ]
 
 Tier = Literal["gpu", "host", "ssd"]
-"""Memory that weights and optimizer states are kept in."""
+"""Memory in which weights and optimizer states are stored."""
 
 OffloadTierName = Literal["host", "ssd"]
-"""Memory that bytes of the training device are offloaded to."""
+"""Memory to which bytes of the training device are offloaded."""
 
 Choice = Literal["keep", "host", "ssd", "recompute"]
 """Treatment of the saved tensors of an operator."""
 
 InputChoice = Literal["keep", "host", "ssd"]
-"""Treatment of the saved input of a unit, which nothing can recompute."""
+"""Treatment of the saved input of a unit, which can't be recomputed."""
 
 ClipMode = Literal["off", "deferred", "speculative"]
 """Time of optimizer steps whose gradients are clipped or scaled, in a plan."""
 
 Clip = Literal["auto", "deferred", "speculative"]
-"""The same as an argument of the strategy."""
+"""Argument `clip` of the strategy."""
 
 Overlap = Literal["none", "naive", "optimized"]
 """Overlap of the CPU optimizer with backward and with I/O."""
@@ -48,7 +48,7 @@ TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
 )
 
 EVICT_MARGIN = 0.03
-"""Share of a forward by which device memory is released later than its copy to another tier should be done.
+"""Delay of evictions after the predicted end of their copies, as a share of the copies' elapsed time in a forward.
 
-The runtime waits so long and the simulator knows it.
+The runtime delays evictions by it, and the simulator models the delay.
 """

@@ -23,10 +23,10 @@ class StateBuffer(ABC):
     the buffer until the write is done.
 
     Attributes:
-        tier: the tier that it is in.
-        nbytes: bytes stored.
+        tier: tier of the buffer.
+        nbytes: bytes of one version.
         versions: 1 or 2.
-        staging_bytes: bytes of memory that `stage` must be given.
+        staging_bytes: bytes of staging memory that `stage` needs.
         version: number of the committed version.
     """
 

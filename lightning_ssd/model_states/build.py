@@ -1,8 +1,8 @@
-"""From a model and its optimizers to `ModelStates`: building.
+"""Builds `ModelStates` from a model and its optimizers.
 
-Building chooses residents, groups parameters, reserves tiers, makes and fills stores, and assembles the result.
+Building chooses resident units, groups parameters, allocates tiers, makes and fills stores, and assembles the result.
 `move` does the same between two steps of a training, with the functions of `residency`, `grouping`, `state_storage` and
-`assemble`; its values come from where they are, and not from a model in host memory or without memory.
+`assemble`; its values are in the tiers already, not in a model in host memory or on `meta`.
 """
 
 import contextlib
@@ -61,22 +61,22 @@ def make_model_states(
 ) -> ModelStates:
     """Offloads parameters with their gradients and optimizer states.
 
-    If it fails, nothing is left behind: the parameters are whole on the CPU.
+    After an error, the parameters are whole on the CPU, and everything else is freed.
 
     Args:
-        module: the model; the offloaded parameters are whole, on any device, or on the meta device.
-        optimizers: the model's, none of which has stepped; none: the model is evaluated only.
-        offloaded: parameters to offload, as `offloaded_parameters` finds them. Those that require a gradient and are in
-            no optimizer, or are in two, are moved to the device and stay there.
-        unborn: parameters and buffers on the meta device; they get values here.
-        device: device that the model computes on.
+        module: the model. The parameters to offload are whole, on any device, or placeholders of `unborn`.
+        optimizers: optimizers of the model, none of which has stepped; empty if the model is only evaluated.
+        offloaded: parameters to offload, as `offloaded_parameters` returns them. Parameters that require a gradient and
+            are in no optimizer, or in two, are moved to the device and kept there.
+        unborn: parameters and buffers that were built on `meta`; they are initialized here.
+        device: device of the model's computation.
         setup: settings of the training.
         given: tiers of each unit, if a plan has them.
         loaded: checkpoint values of parameters that could not hold them.
 
     Raises:
         ValueError: `recover=True` can't record an optimizer; or `units` is wrong, or a budget too small.
-        StorageError: host memory or scratch space can't be had.
+        StorageError: host memory or scratch space can't be allocated.
     """
     loaded = loaded or {}
     units = find_units(module, setup.config.units)
@@ -113,7 +113,7 @@ def make_model_states(
         if recover and space.scratch is not None:
             journal = Journal(stores, rules, space.scratch.store, setup.settings)
             undo.callback(journal.close)
-        # The user's optimizer steps the model's own values of parameters that stay for another reason.
+        # Parameters that are resident for other reasons have no masters: the user's optimizer steps them as they are.
         exact = {parameter: exact_value(parameter, loaded) for parameter in needs_master(resident, groups)}
         states = assemble(
             module,
@@ -154,15 +154,15 @@ def assemble(
 
     Args:
         module: the model.
-        optimizers: its optimizers.
-        offloaded: its flat parameters, which have their values.
+        optimizers: optimizers of the model.
+        offloaded: flat parameters of the model, whose stores are filled.
         mastered: parameters on the device that have master weights there.
-        masters: the master weights that are known; others are made from the parameters.
+        masters: existing master weights; the others are made from the parameters.
         places: tiers of the flat parameters.
         setup: settings of the training.
-        undo: gets the callbacks that free the objects made here.
-        device_bytes: budget of the device for resident weights.
-        ssd_bytes: scratch space taken.
+        undo: receives callbacks that free the objects made here.
+        device_bytes: budget of device memory for prefetched weights, bytes.
+        ssd_bytes: allocated scratch space, bytes.
         spare: host memory for second versions that `places` does not count.
         journal: as in `ModelStates`.
         recovered: as in `ModelStates`.
@@ -183,7 +183,7 @@ def assemble(
 def check_flats_apart(
     flats: Iterable[FlatParameter], device: torch.device, *, known: Container[nn.Parameter] = ()
 ) -> None:
-    """Raises an error if parameters of flat parameters share memory; those in `known` are offloaded already."""
+    """Raises an error if parameters of flat parameters share memory. Parameters in `known` are not checked again."""
     items = (item for flat in flats for item in flat.slices if item.parameter not in known)
     check_apart(((item.name, item.parameter) for item in items), device)
 
@@ -198,7 +198,7 @@ def _choose_residents(
     *,
     recover: bool,
 ) -> tuple[set[nn.Parameter], int]:
-    """Returns parameters that stay on the device as whole units, and the bytes left there for prefetched weights."""
+    """Returns the parameters of units that are kept on the device, and the bytes for prefetched weights there."""
     config = setup.config
     budget = config.budget(device)
     if given is not None:
@@ -216,10 +216,10 @@ class _Space:
 
     Attributes:
         laid_out: the flat parameters.
-        places: their tiers.
-        scratch: scratch space of those on SSDs.
+        places: tiers of the flat parameters.
+        scratch: scratch space of the flat parameters on SSDs.
         spare: host memory for second versions that `places` does not count.
-        recovered: record of a killed run, whose files the scratch space has.
+        recovered: record of the killed run whose files the scratch space has adopted.
     """
 
     laid_out: Sequence[LaidOut]
@@ -239,7 +239,7 @@ def _reserve(
 ) -> _Space:
     """Chooses tiers within the budgets, and makes the scratch space.
 
-    If there is no room for two versions of the values, and nothing requires them, there is one.
+    If there is no room for two versions of the values, and two are not required, one version is stored.
     """
     killed = None
     if recover:
@@ -268,7 +268,7 @@ def _reserve(
 
 
 def _make_stores(space: _Space, copies: CopyEngine, undo: contextlib.ExitStack) -> dict[FlatParameter, StateStore]:
-    """Returns the empty stores; `undo` restores the parameters that they were filled with, and frees them."""
+    """Returns the empty stores; `undo` restores parameters from stores that were filled, and frees all stores."""
     blobs = None if space.recovered is None else iter(space.recovered.kept.blobs)
     stores: dict[FlatParameter, StateStore] = {}
     for item, of_weights, of_opt_state in zip(
@@ -290,9 +290,9 @@ def _fill(
     device: torch.device,
     recovered: CommitRecord | None,
 ) -> None:
-    """Gives all parameters their values: those of flat parameters in their stores, the others on the device.
+    """Initializes all parameters: those of flat parameters in their stores, the others on the device.
 
-    Units are initialized one after the other (those that share modules together), so that host memory need not have
+    Units are initialized one after the other (units that share modules together), so that host memory need not have
     room for the whole model.
     """
     versions = {} if recovered is None else dict(zip(stores, recovered.slots, strict=True))

@@ -1,10 +1,10 @@
-"""The journal of `recover=True`: the record of the last whole step, from which a run resumes after a kill.
+"""The journal of `recover=True`: the record of the last committed step, from which a run resumes after a kill.
 
-Every flat parameter is on SSDs in two versions. A step writes the uncommitted ones. When all bytes of a step are on the
-drives, a record names the versions that are committed from now on and replaces the record before; until then no other
-step may begin to write. So whenever the process is killed, there is a record of a whole step, and all of its bytes.
+Every flat parameter is on SSDs in two versions. A step writes the uncommitted ones. When all bytes of a step are
+durable, a record that names the newly committed versions replaces the record before; until then no other step may begin
+to write. So whenever the process is killed, there is a record of a whole step, and all of its bytes.
 
-A record is plain data with a checksum (`plain_data`): nothing in it is code, and no changed bit passes for data.
+A record is plain data with a checksum (`plain_data`): it contains no code, and a changed bit is detected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +30,13 @@ class CommitRecord:
     """The record of one step.
 
     Attributes:
-        identity: description of the flat parameters, which the next run must have, too.
+        identity: description of the flat parameters, which the next run must share.
         kept: files and blobs that the next run's scratch space adopts.
         slots: number of the committed version of each flat parameter.
-        rules: for each flat parameter that is stepped, the state that its optimizer keeps in memory.
-        settings: settings of the training, which the next run must have, too.
+        rules: for each flat parameter that is stepped, the state that its optimizer has in memory.
+        settings: settings of the training, which the next run must share.
         rest: all other state of the training, with tensors on the CPU.
-        file: name of the record's file, for messages.
+        file: path of the record's file, for messages.
     """
 
     identity: object
@@ -56,16 +56,16 @@ class CommitRecord:
 def read_commit_record(
     directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: Settings
 ) -> CommitRecord | None:
-    """Returns the last record of a run that was killed; None if there is none.
+    """Returns the last record of a killed run, or None if there is none.
 
     Args:
-        directories: the kept directories of all paths, locked; a record is in the first.
+        directories: locked kept directories of all paths; the record is in the first one.
         layouts: layouts of this run's flat parameters.
-        settings: settings of this run. A record of the same flat parameters is returned whatever its settings are.
+        settings: settings of this run. A record of the same flat parameters is returned even if its settings differ.
 
     Raises:
-        StorageError: the record has other flat parameters, or can't be read, or a directory is of a run with other
-            paths, which may have a record elsewhere; nothing is removed.
+        StorageError: the record has other flat parameters, or can't be read, or a directory belongs to a run with
+            other paths, which may have a record elsewhere. Nothing is removed.
     """
     _check_paths(directories)
     directory = directories[0]
@@ -102,12 +102,12 @@ def read_commit_record(
 
 
 def has_commit_record(directory: PrivateDirectory) -> bool:
-    """Whether a run that was killed has left a record, readable or not, in its kept directory."""
+    """Returns whether a kept directory has the record of a killed run, readable or not."""
     return _FILE in directory.names()
 
 
 def remove_record(directory: PrivateDirectory) -> None:
-    """Removes the record in a kept directory, if there is one, and returns when that survives a loss of power.
+    """Removes the record in a kept directory, if there is one, durably.
 
     Raises:
         StorageError: the record may still exist.
@@ -120,14 +120,14 @@ def remove_record(directory: PrivateDirectory) -> None:
 
 
 def _check_paths(directories: Sequence[PrivateDirectory]) -> None:
-    """Checks that no record is overlooked: one that is on a path that is not given, or not the first.
+    """Checks that no record is overlooked, because it is on a path that is not given, or not given first.
 
-    A run writes its manifests before its first record, and that of its first path before the others; at its end the
-    record goes first, and the manifest of the first path last. So a directory that has a manifest, when the first path
-    of its run has none of that run, is of a run whose record is out of reach.
+    A run writes its manifests before its first record, that of its first path before the others. When it ends, it
+    removes the record first, and the manifest of the first path last. So if a directory has a manifest, and the first
+    path of that run is not given or has no manifest of it, the run may have a record on a path that is not accessible.
 
     Raises:
-        StorageError: a directory is of a run that may have a record, and had other paths.
+        StorageError: a directory belongs to a run with other paths, which may have a record.
     """
     given = [str(directory.path.parent) for directory in directories]
     manifests = [read_manifest(directory) for directory in directories]
@@ -155,7 +155,7 @@ def _check_paths(directories: Sequence[PrivateDirectory]) -> None:
 
 
 def identity_of(layouts: Sequence[Layout]) -> object:
-    """Returns a description of flat parameters; those with the same one can adopt each other's bytes."""
+    """Returns a description of flat parameters. Flat parameters of equal descriptions can adopt each other's bytes."""
     return [
         [
             layout.flat.name,
@@ -179,8 +179,8 @@ class Journal:
 
     Args:
         stores: stores of all flat parameters, on SSDs; not owned.
-        rules: optimizers of those that are stepped.
-        blob_store: the scratch space that they are in.
+        rules: optimizers of the flat parameters that are stepped.
+        blob_store: scratch space of the stores.
         settings: settings of the training.
     """
 
@@ -201,11 +201,11 @@ class Journal:
         """Submits a record.
 
         Args:
-            after: futures of the steps that it names and of their writes.
+            after: futures of the recorded steps and of their writes.
             rest: returns the record's `rest`; called on the journal's thread.
 
         Returns:
-            A future that is done when the record has replaced the one before; it has a StorageError if it could not.
+            A future that is done when the record has replaced the one before. Its error is a StorageError.
         """
 
         def run() -> None:
@@ -223,7 +223,7 @@ class Journal:
         return self._worker.submit(run, after)
 
     def forget(self) -> None:
-        """Removes the record, since values that it names are about to change, or training has ended.
+        """Removes the record, because recorded values are about to change, or training has ended.
 
         Raises:
             StorageError: the record may still exist.
@@ -232,7 +232,7 @@ class Journal:
 
     @property
     def written(self) -> bool:
-        """Whether there is a record for the next run."""
+        """True if there is a record for the next run."""
         return _FILE in self._blob_store.directory.names()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint whose values are read where they are kept when somebody looks, or when they are written.
+"""Lazy tensors of a checkpoint: their values are read from the tiers at first use, or when the file is written.
 
-A checkpoint of all weights and optimizer states then needs no memory for them: each is in RAM while its bytes go by.
+A checkpoint of all weights and optimizer states needs RAM for one tensor at a time.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ _MARK_BYTES = 32
 
 
 class LazyTensor(Tensor):
-    """A CPU tensor without values, which it takes in the first time that something is computed with it.
+    """A CPU tensor whose values are read when an operator first uses them.
 
-    Its memory is not touched until then, and so is none: the system gives a process only pages that it writes.
+    It takes no RAM until then: its memory is allocated but not touched, so the kernel commits no pages.
     """
 
     _read: Callable[[], Tensor] | None
 
     @staticmethod
     def make(shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> "LazyTensor":
-        """Returns a tensor of these attributes; `read` returns its values, on the CPU."""
+        """Returns a lazy tensor of this shape and dtype; `read` returns its values, on the CPU."""
         tensor = torch.empty(shape, dtype=dtype).as_subclass(LazyTensor)
         tensor._read = read
         return tensor
 
     def take_in(self) -> Tensor:
-        """Reads the values, unless they are there, and returns them."""
+        """Reads the values unless they were read before, and returns an ordinary tensor over them."""
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.as_subclass(Tensor)
             if self._read is not None:
@@ -47,7 +47,7 @@ class LazyTensor(Tensor):
             return plain
 
     def values(self) -> Tensor:
-        """Returns the values, which are not kept."""
+        """Returns the values without storing them in the tensor."""
         return self.take_in() if self._read is None else self._read()
 
     @classmethod
@@ -66,31 +66,31 @@ class LazyTensor(Tensor):
 
 _SHAPES = ("shape", "dtype", "device", "size", "dim", "ndim", "numel", "element_size", "is_floating_point", "layout",
            "requires_grad", "nbytes", "itemsize", "__len__", "__hash__", "is_cuda", "grad_fn", "is_leaf")  # fmt: skip
-"""What shows no values."""
+"""Functions and attributes that read no values."""
 
 
 _CONVERSIONS = ("to", "cpu")
-"""What returns the tensor itself where it is so already: Lightning moves optimizer states to the CPU after training."""
+"""Functions that may return the tensor itself: Lightning moves optimizer states to the CPU after training."""
 
 
 def _changes_nothing(tensor: Tensor, device: object = "cpu", **options: object) -> bool:
-    """Whether `tensor.to(device)` is `tensor`, which is on the CPU."""
+    """Returns whether `tensor.to(device, **options)` is `tensor` itself, which is on the CPU."""
     to_cpu = isinstance(device, str | torch.device) and torch.device(device).type == "cpu"
     return to_cpu and set(options) <= {"non_blocking"}
 
 
 class LazyTensors:
-    """Those that somebody may still look at."""
+    """All lazy tensors that are alive, and the context in which state dicts get lazy tensors."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[LazyTensor] = weakref.WeakSet()
         self._made: dict[object, LazyTensor] = {}
         self.wanted = False
-        """Whether state dicts are to be made of them now."""
+        """True if state dicts get lazy tensors now."""
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """State dicts that are made inside have lazy tensors."""
+        """Makes state dicts of its body contain lazy tensors."""
         self.wanted = True
         try:
             yield
@@ -99,12 +99,13 @@ class LazyTensors:
             self._made.clear()
 
     def make(self, key: object, like: Tensor, read: Callable[[], Tensor]) -> LazyTensor:
-        """Returns a tensor like `like`, whose values `read` returns until `take_in`.
+        """Returns a lazy tensor.
 
         Args:
-            key: inside one `making`, the same key gives the same tensor: what is tied is in a file once.
-            like: has its shape and dtype.
-            read: returns the values.
+            key: identity of the values. In one `making` context, equal keys give the same tensor, so that tied weights
+                are in a file once.
+            like: a tensor of the same shape and dtype.
+            read: returns the values, until `take_in` has read them.
         """
         if (made := self._made.get(key)) is not None:
             return made
@@ -114,7 +115,7 @@ class LazyTensors:
         return tensor
 
     def take_in(self) -> None:
-        """Has all of them take their values in, before these change."""
+        """Reads the values of all lazy tensors, before the stored values change."""
         for tensor in list(self._alive):
             tensor.take_in()
         self._alive.clear()
@@ -126,13 +127,12 @@ def take_in(checkpoint: Any) -> Any:
 
 
 def save(checkpoint: Any, path: str | Path) -> None:
-    """Writes what `torch.save` writes, without lazy tensors ever being in memory together.
+    """Writes the same file as `torch.save`, with the values of one lazy tensor in memory at a time.
 
-    The file is replaced when the new one is whole and on the drive: whenever the process is killed, one of them is
-    there.
+    The file is replaced atomically when the new one is durable: after a kill, the old or the new one exists.
 
     Args:
-        checkpoint: what to save.
+        checkpoint: the checkpoint to save.
         path: a local file; its directory is made if it is missing.
     """
     path = Path(path)
@@ -160,13 +160,13 @@ def save(checkpoint: Any, path: str | Path) -> None:
     checked = torch.serialization.get_crc32_options()
     try:
         with replacing(path, part) as file:
-            # The values are put in behind torch's back, which knows no checksum of them. torch.load asks for none.
+            # torch can't compute checksums of values that it does not write itself. torch.load verifies none.
             torch.serialization.set_crc32_options(False)
             filling = _Filling(file, marks)
             try:
                 torch.save(apply_to_collection(checkpoint, LazyTensor, marked), cast(IO[bytes], filling))
             except BaseException as error:
-                # torch, which closes its file then, raises an error about that instead of the one that was first.
+                # torch closes its file after an error, and raises an error about that instead of the first one.
                 raise (filling.error or error) from None
             assert not marks, "a tensor was not written in one piece"
     finally:
@@ -174,7 +174,7 @@ def save(checkpoint: Any, path: str | Path) -> None:
 
 
 class _Filling(io.RawIOBase):
-    """A file that puts the values where a mark was to be written.
+    """A file that writes a lazy tensor's values in place of its mark.
 
     `torch.serialization.skip_data` does not serve: it leaves holes for ordinary tensors, too, and the file alone says
     which hole belongs to which tensor, to a reader who unpickles all objects of the checkpoint.
@@ -210,6 +210,6 @@ def _escaped(name: str) -> str:
 
 
 def _alive(part: Path) -> bool:
-    """Whether the process whose file this is still runs."""
+    """Returns whether the process that writes the file `part` is alive."""
     process = part.name.split(".")[-2]
     return process.isdigit() and Path(f"/proc/{process}").exists()

@@ -1,7 +1,7 @@
-"""Models that were built on `meta`: values for a unit at a time, so that the whole is nowhere at once.
+"""Initializes models that were built on `meta`, a unit at a time, so that no memory needs room for the whole model.
 
-As FSDP does it: a module's own `reset_parameters` gives values to its parameters, and `_init_weights` of the Hugging
-Face model around it, where there is one.
+As with FSDP, a module's parameters are initialized by its own `reset_parameters`, or by `_init_weights` of the Hugging
+Face model that contains it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from lightning_ssd.model_states.units import Unit, find_units
 
 @dataclass(frozen=True)
 class MetaTensors:
-    """What has a shape and no values yet.
+    """Parameters and buffers that are not initialized yet.
 
     Attributes:
-        parameters: stand-ins on the CPU, of the right shape and without memory.
-        buffers: modules and names of buffers; they hold what stands for no value.
+        parameters: placeholders on the CPU, of the right shape and without memory.
+        buffers: modules and names of buffers, which are filled with a value that means "not initialized".
     """
 
     parameters: set[nn.Parameter]
@@ -28,12 +28,12 @@ class MetaTensors:
 
 
 def meta_to_placeholder(module: nn.Module) -> MetaTensors:
-    """Turns parameters and buffers of `module` on `meta` into stand-ins on the CPU, which optimizers take."""
+    """Replaces parameters and buffers of `module` on `meta` by placeholders on the CPU, which optimizers accept."""
     parameters: set[nn.Parameter] = set()
     for parameter in list(module.parameters()):
         if parameter.is_meta:
             stand_in = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
-            # The object stays: others, such as an optimizer, may have it already.
+            # The object is kept: other objects, such as an optimizer, may reference it already.
             torch.utils.swap_tensors(parameter, nn.Parameter(stand_in, requires_grad=parameter.requires_grad))
             parameters.add(parameter)
     buffers: set[tuple[nn.Module, str]] = set()
@@ -46,9 +46,9 @@ def meta_to_placeholder(module: nn.Module) -> MetaTensors:
 
 
 def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
-    """Divides units, by their indices, into groups in whose order they get values.
+    """Groups the indices of units that must be initialized together, in the order of initialization.
 
-    A module gives values to all its own parameters at once, and those may be in several units: one tied, one not.
+    A module initializes all its own parameters at once, and these may be in several units if one of them is tied.
     """
     unit_of = {parameter: index for index, unit in enumerate(units) for _, parameter in unit.parameters}
     group_of = {index: {index} for index in range(len(units))}
@@ -64,20 +64,20 @@ def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
 def materialize(
     root: nn.Module, units: Sequence[Unit], unborn: MetaTensors, device: torch.device, loaded: Loaded
 ) -> None:
-    """Gives values to what is unborn in `units`.
+    """Initializes the parameters and buffers of `units` that are not initialized yet.
 
-    Where `loaded` has values for all of it, the parameters refer to these and nothing is copied; else the parameters
-    are on `device` then, which draws random numbers fast.
+    If `loaded` has values for all of them, the parameters share these and nothing is copied. Otherwise the parameters
+    are on `device` afterwards, which draws random numbers fast.
 
     Args:
         root: the model.
-        units: a group of its units, as `born_together` says.
-        unborn: of the model; what is born is taken out.
-        device: has room for the units.
-        loaded: values of a checkpoint, which go before those of an initialization.
+        units: a group of units that `born_together` has returned.
+        unborn: uninitialized tensors of the model; parameters of `units` are removed from it.
+        device: device with room for the units.
+        loaded: checkpoint values, which have priority over an initialization.
 
     Raises:
-        ValueError: nobody gives values to a parameter; it names the remedy.
+        ValueError: no module initializes a parameter; the message names the remedy.
     """
     mine = {parameter: name for unit in units for name, parameter in unit.parameters if parameter in unborn.parameters}
     unborn.parameters.difference_update(mine)
@@ -94,7 +94,7 @@ def materialize(
     for owner in (module for unit in units for module in unit.modules):
         for module in reversed(list(owner.modules())):  # children before their parents
             own, below = set(module.parameters(recurse=False)), set(module.parameters())
-            # A parent that has none itself may set those below, if all of them are here.
+            # A parent without parameters of its own may initialize its children's, if all of them are in `units`.
             if module in seen or mine.keys().isdisjoint(own or below) or not (own or below) <= mine.keys():
                 continue
             seen.add(module)
@@ -111,10 +111,10 @@ def materialize(
 
 
 def materialize_on(root: nn.Module, device: torch.device, loaded: Loaded) -> None:
-    """Gives values to whatever of `root` is on `meta`: those of `loaded`, where it has them.
+    """Initializes all parameters and buffers of `root` on `meta`, with values of `loaded` where it has them.
 
     Raises:
-        ValueError: as `materialize`.
+        ValueError: as in `materialize`.
     """
     unborn = meta_to_placeholder(root)
     if unborn.parameters or unborn.buffers:
@@ -129,10 +129,10 @@ def materialize_on(root: nn.Module, device: torch.device, loaded: Loaded) -> Non
 
 
 def materialize_buffers(root: nn.Module, unborn: MetaTensors) -> None:
-    """Gives values to buffers of modules without parameters of their own; others have them by now.
+    """Initializes buffers of modules without parameters of their own; `materialize` has initialized the others.
 
     Raises:
-        ValueError: one has none.
+        ValueError: no module initializes a buffer.
     """
     for module in dict.fromkeys(owner for owner, name in unborn.buffers if _has_no_value(owner, name)):
         if not list(module.parameters(recurse=False)):
@@ -170,7 +170,7 @@ def _give_values(root: nn.Module, module: nn.Module, own: set[nn.Parameter], nam
 
 
 def _hugging_face_models(root: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the Hugging Face models that `module` is in."""
+    """Yields the Hugging Face models that contain `module`."""
     for model in root.modules():
         if hasattr(model, "_init_weights") and any(module is child for child in model.modules()):
             yield model

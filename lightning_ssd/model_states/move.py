@@ -43,23 +43,24 @@ def move_model_states(
 ) -> ModelStates:
     """Moves model states to the tiers of a plan, between two steps.
 
-    No number changes. If memory runs out on the way, units stay where they were.
+    Values do not change. Units for which memory runs out keep their tiers.
 
     Args:
-        states: not recorded; closed afterwards, unless an error came before anything was moved.
-        module: as in `make_model_states`, as all that follows.
-        optimizers: the same.
+        states: present model states, without a journal; closed afterwards, unless an error is raised before anything
+            is moved.
+        module: as in `make_model_states`.
+        optimizers: as in `make_model_states`.
         offloadable: parameters on the device that may be offloaded.
-        device: the same.
-        setup: the same.
+        device: as in `make_model_states`.
+        setup: as in `make_model_states`.
         given: tiers of each unit.
 
     Returns:
-        The model states that `states` have become.
+        The moved model states.
 
     Raises:
-        ValueError: `given` is not for this model, or host memory is too small for it.
-        StorageError: scratch space can't be had, or failed.
+        ValueError: `given` does not match the model, or host memory is too small for it.
+        StorageError: scratch space can't be allocated, or failed.
         OutOfMemoryError: the device's memory is too small.
     """
     units = find_units(module, setup.config.units)
@@ -95,22 +96,23 @@ def regroup_model_states(
 ) -> ModelStates:
     """Regroups flat parameters to match the optimizers' parameter groups as they are now, between two steps.
 
-    Parameters that were frozen, or in no optimizer, and were added to a group get optimizer states; those that were
-    removed from a group lose them. Flat parameters stay in their tiers. Gradients that no step has used are kept.
+    Parameters that were added to a group (they were frozen, or in no optimizer) get optimizer states; parameters that
+    were removed from a group lose them. Tiers do not change. Gradients that no step has used are kept.
 
     Args:
-        states: not recorded; closed afterwards, unless an error came before anything was changed.
-        module: as in `make_model_states`, as all that follows.
-        optimizers: the same.
-        device: the same.
-        setup: the same.
+        states: present model states, without a journal; closed afterwards, unless an error is raised before anything
+            is changed.
+        module: as in `make_model_states`.
+        optimizers: as in `make_model_states`.
+        device: as in `make_model_states`.
+        setup: as in `make_model_states`.
 
     Returns:
-        The model states that `states` have become.
+        The regrouped model states.
 
     Raises:
         ValueError: two optimizers step the same offloaded parameter, or host memory is too small.
-        StorageError: scratch space can't be had, or failed.
+        StorageError: scratch space can't be allocated, or failed.
     """
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items() if master in groups}
@@ -153,7 +155,7 @@ class _Placed(LaidOut):
 
     Attributes:
         weights: tier of its compute weights.
-        opt_state: tier of its other values.
+        opt_state: tier of its master weights and optimizer states.
     """
 
     weights: OffloadTierName
@@ -166,7 +168,7 @@ def _placed(store: StateStore, rule: FlatOptimizer | None) -> _Placed:
 
 @contextlib.contextmanager
 def _as_built(flats: Sequence[FlatParameter]) -> Iterator[None]:
-    """Gives the parameters the dtypes that the model was built with, and no values, within the context."""
+    """Makes the parameters have the dtypes with which the model was built, without values, within the context."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             for flat in flats:
@@ -179,12 +181,12 @@ def _as_built(flats: Sequence[FlatParameter]) -> Iterator[None]:
 
 
 def _stepped_alike(states: ModelStates, flat: FlatParameter, groups: Groups) -> bool:
-    """Whether all parameters of a flat parameter still have the optimizer and group that it was made for."""
+    """Returns whether all parameters of a flat parameter still have the optimizer and group for which it was made."""
     return all(groups.get(item.parameter) == states.groups.get(flat) for item in flat.slices)
 
 
 def _lay_out(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates) -> LaidOut:
-    """Lays out a new flat parameter, with two versions if others have two."""
+    """Returns the layout of a new flat parameter, with two versions if others have two."""
     two_versions = any(store.layout.versions == 2 for store in states.stores.values())
     return lay_out(flat, groups, setup, two_versions=two_versions)
 
@@ -259,19 +261,19 @@ def _remake(
 
 
 class _Move:
-    """Flat parameters while they move.
+    """Flat parameters while they are moved.
 
-    Duty: moves one unit after the other between the device, host memory and SSDs, and keeps account of where each is.
+    Duty: moves one unit after the other between the device, host memory and SSDs, and tracks the tier of each.
 
     Threads: the training thread; I/O and copies complete on their own threads and are waited for.
 
     Ownership: stores, scratch space and the copy engine belong to the move until `finish`, and on an error to `undo`,
-    which makes the parameters whole on the CPU. The values of a unit stay valid in the old place until all of them are
+    which makes the parameters whole on the CPU. The values of a unit stay valid in the old tier until all of them are
     in the new one.
 
     Args:
-        model: the flat parameters as they were.
-        masters: master weights of 16-bit parameters that stay on the device.
+        model: the flat parameters before the move.
+        masters: master weights of resident 16-bit parameters.
         scratch: scratch space of flat parameters on SSDs; owned.
         groups: parameter groups.
         device: device that the model computes on.
@@ -295,7 +297,7 @@ class _Move:
         self._model = model
         self._stores = dict(model.stores)
         self._owners = {flat: optimizer for flat, (optimizer, _) in model.groups.items()}
-        """Optimizers that have the states of flat parameters on the device."""
+        """Optimizer of each flat parameter, which holds its states while it is on the device."""
         self.flats = [
             [_placed(self._stores[flat], model.rules.get(flat)) for flat in flats] for _, flats in model.units
         ]
@@ -308,7 +310,7 @@ class _Move:
         undo.callback(self._restore)
 
     def resize_staging(self, staging: int, window: int = 0) -> None:
-        """Gives staging and the window of prefetched weights other sizes, in bytes; nothing is staged."""
+        """Replaces the staging memory and the memory of prefetched weights by other sizes (bytes). None is in use."""
         if self._scratch is not None:
             self._scratch.resize(window, staging, pin=self._pin)
 
@@ -323,7 +325,7 @@ class _Move:
         self._device = device
 
     def relocate(self, wanted: Sequence[Sequence[_Placed]]) -> None:
-        """Moves all units; moves that free memory come first. When memory runs out, the others stay."""
+        """Moves all units, those first that free memory. If memory runs out, the remaining units keep their tiers."""
         to_ssd, to_host = partial(self._to_tier, tier="ssd"), partial(self._to_tier, tier="host")
         try:
             for move in (to_ssd, self._from_device, self._to_device, to_host):
@@ -333,7 +335,7 @@ class _Move:
             log.warning("not all model states could be moved, which changes no numbers: %s", error)
 
     def finish(self, places: MemoryPlan) -> OffloadedModel:
-        """Returns the flat parameters as they are now.
+        """Returns the moved flat parameters.
 
         Args:
             places: tiers and memory of the flat parameters.
@@ -358,7 +360,7 @@ class _Move:
         )
 
     def _to_tier(self, number: int, wanted: Sequence[_Placed], tier: OffloadTierName) -> None:
-        """Moves the values of a unit that are wanted in `tier` from the other one."""
+        """Moves to `tier` the values of a unit that are wanted there."""
         if not wanted or not self.flats[number]:
             return
         for index, (now, then) in enumerate(zip(self.flats[number], wanted, strict=True)):
@@ -376,7 +378,7 @@ class _Move:
             self.flats[number][index] = _placed(store, now.rule)
 
     def _from_device(self, number: int, wanted: Sequence[_Placed]) -> None:
-        """Offloads a unit that is on the device."""
+        """Offloads a unit that is on the device, if its flat parameters are wanted."""
         if self.flats[number] or not wanted:
             return
         stores: dict[FlatParameter, StateStore] = {}
@@ -455,7 +457,7 @@ class _Move:
         return weights, masters, states
 
     def _state_on_device(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a copy of a parameter's optimizer state on the devices that torch's optimizers keep it on."""
+        """Returns a copy of a parameter's optimizer state, on the devices that torch's optimizers use for it."""
         counts_on_host = not (options.get("capturable") or options.get("fused"))
         on_host = {"step": state["step"]} if counts_on_host and "step" in state else {}
         there = {name: value for name, value in state.items() if name not in on_host}
