@@ -48,7 +48,7 @@ TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
 )
 
 EVICT_MARGIN = 0.03
-"""Delay of evictions after the predicted end of their copies, as a share of the copies' elapsed time in a forward.
+"""Delay of an eviction after the predicted end of its copy, as a share of that end (seconds since the forward began).
 
 The runtime delays evictions by it, and the simulator models the delay.
 """
