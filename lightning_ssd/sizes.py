@@ -1,9 +1,9 @@
-"""Byte counts, times and other numbers as people write and read them."""
+"""Byte counts, times and other arguments as people write and read them."""
 
 import math
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
@@ -35,6 +35,19 @@ def check_probability(argument: str, value: float) -> None:
     """
     if not 0 <= value < 1:
         raise ValueError(f"{argument}={value} is not a probability below 1: set it to 0 or more, and below 1")
+
+
+def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
+    """Raises a ValueError that names the argument, unless `value` is one of `choices`."""
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{show_argument(argument, value)} must be one of {', '.join(map(repr, choices))}.")
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Raises a TypeError that names the argument, unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{show_argument(argument, value)} is neither True nor False.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader, mark_weights
-from lightning_ssd.activations.config import SMALLEST_TIER, check_choice
+from lightning_ssd.activations.config import SMALLEST_TIER
 from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
 from lightning_ssd.callbacks.offloader import trainer_callbacks
@@ -51,7 +51,7 @@ from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_visit
 from lightning_ssd.precision import autocast_dtype, streaming_precision
 from lightning_ssd.recovery import Recovery, training_settings
-from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.sizes import check_choice, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName, Tier

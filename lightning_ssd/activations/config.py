@@ -21,7 +21,7 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.tier import OffloadTier
 from lightning_ssd.device import CopyEngine, allocator_memory, available_memory, make_clock, make_copy_engine
 from lightning_ssd.planning import TierSpeed
-from lightning_ssd.sizes import SizeArgument, format_bytes, parse_bytes, show_argument
+from lightning_ssd.sizes import SizeArgument, check_choice, check_flag, format_bytes, parse_bytes, show_argument
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool
 from lightning_ssd.types import BACKENDS, BackendName, OffloadTierName
 
@@ -301,15 +301,3 @@ def check_paths(path: object) -> None:
             raise ValueError(f"{show_argument('path', path)} is not local: scratch files need a drive. {legal}")
         if "\0" in text:
             raise ValueError(f"{show_argument('path', path)} is no directory. {legal}")
-
-
-def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises a ValueError that names the argument, unless `value` is one of `choices`."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{show_argument(argument, value)} is not one of {', '.join(map(repr, choices))}.")
-
-
-def check_flag(argument: str, value: object) -> None:
-    """Raises a TypeError that names the argument, unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{show_argument(argument, value)} is neither True nor False.")

@@ -44,7 +44,7 @@ from lightning_ssd.profiling import (
     limit_hardware,
     measure_training_machine,
 )
-from lightning_ssd.sizes import format_bytes, parse_bytes
+from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)
 
@@ -123,8 +123,7 @@ class SwapPlanner(StepProfiling):
         tolerance: float = 0.1,
     ) -> None:
         super().__init__(warm_up, steps)
-        if planner not in PLANNERS:
-            raise ValueError(f"`planner={planner!r}` must be one of {', '.join(map(repr, PLANNERS))}.")
+        check_choice("planner", planner, PLANNERS)
         if gpu_memory not in ("auto", "least"):
             parse_bytes(gpu_memory, "gpu_memory")
         if not 0 < tolerance:

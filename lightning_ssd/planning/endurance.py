@@ -46,13 +46,12 @@ def bytes_per_day(written: float, step_seconds: float) -> float:
     return written * DAY / step_seconds
 
 
-def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float, wear_per_hour: float = 0.0) -> float:
-    """Returns the cost of training on a million tokens, in the currency of the prices.
+def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> float:
+    """Returns the cost of training on a million tokens, in the currency of the price.
 
     Args:
         tokens_per_second: throughput of the training.
         price_per_hour: price of the machine.
-        wear_per_hour: price of the drives divided by the hours of their lifetime (see `lifetime_seconds`).
     """
     check_positive("tokens_per_second", tokens_per_second)
-    return (price_per_hour + wear_per_hour) / 3600 / tokens_per_second * 1e6
+    return price_per_hour / 3600 / tokens_per_second * 1e6

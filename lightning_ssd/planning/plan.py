@@ -10,7 +10,7 @@ import yaml
 
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.record import as_mapping, read_text
-from lightning_ssd.sizes import format_bytes, parse_bytes, show_value
+from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes, show_value
 from lightning_ssd.types import CHOICES, CLIP_MODES, INPUT_CHOICES, TIERS, Choice, ClipMode, InputChoice, Tier
 
 
@@ -60,15 +60,15 @@ class Plan:
         for name in ("window_bytes", "staging_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}={getattr(self, name)}` must not be below 0.")
-        _check_choice("clip", self.clip, CLIP_MODES)
+        check_choice("clip", self.clip, CLIP_MODES)
         if model.clip_norm and self.clip == "off":
             raise ValueError("`clip='off'`, but the model's gradients are clipped. Use 'deferred' or 'speculative'.")
         _check_names("units", list(self.units), [unit.name for unit in model.units])
         for profile in model.units:
             unit, where = self.units[profile.name], f"units.{profile.name}"
-            _check_choice(f"{where}.weights", unit.weights, TIERS)
-            _check_choice(f"{where}.states", unit.states, TIERS)
-            _check_choice(f"{where}.input", unit.input, INPUT_CHOICES)
+            check_choice(f"{where}.weights", unit.weights, TIERS)
+            check_choice(f"{where}.states", unit.states, TIERS)
+            check_choice(f"{where}.input", unit.input, INPUT_CHOICES)
             if (unit.weights == "gpu") != (unit.states == "gpu"):
                 raise ValueError(
                     f"`{where}` has weights on `{unit.weights}` and states on `{unit.states}`. A unit is on the GPU "
@@ -79,7 +79,7 @@ class Plan:
                 choice = unit.operators[operator.name]
                 if choice not in CHOICES or (choice == "recompute" and operator.recompute_seconds is None):
                     entry = f"{where}.operators.{operator.name}"
-                    _check_choice(entry, choice, CHOICES)
+                    check_choice(entry, choice, CHOICES)
                     raise ValueError(f"`{entry}` can't be recomputed. Choose `keep`, `host` or `ssd`.")
 
     def to_yaml(self) -> str:
@@ -121,11 +121,11 @@ class Plan:
             entry = _take(unit, f"`{where}`", ("weights", "states", "input", "operators"))
             operators = as_mapping(entry["operators"], f"`{where}.operators`")
             for field, allowed in (("weights", TIERS), ("states", TIERS), ("input", INPUT_CHOICES)):
-                _check_choice(f"{where}.{field}", entry[field], allowed)
+                check_choice(f"{where}.{field}", entry[field], allowed)
             for operator, choice in operators.items():
-                _check_choice(f"{where}.operators.{operator}", choice, CHOICES)
+                check_choice(f"{where}.operators.{operator}", choice, CHOICES)
             units[name] = UnitPlan(entry["weights"], entry["states"], entry["input"], dict(operators))
-        _check_choice("clip", fields["clip"], CLIP_MODES)
+        check_choice("clip", fields["clip"], CLIP_MODES)
         try:
             window, staging = (parse_bytes(fields[name], name) for name in ("window_bytes", "staging_bytes"))
         except TypeError as error:
@@ -187,11 +187,6 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotatio
             if count > 1:
                 raise ValueError(f"the key {show_value(name)} occurs twice")
         return found
-
-
-def _check_choice(entry: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"`{entry}={show_value(value)}` must be one of {', '.join(map(repr, allowed))}.")
 
 
 def _check_names(where: str, given: list[str], expected: list[str]) -> None:

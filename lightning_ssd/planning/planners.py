@@ -11,6 +11,7 @@ from lightning_ssd.planning.placement import FixedPlacement
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.sizes import check_choice
 
 Planner = Callable[[ModelProfile, HardwareProfile, FixedPlacement | None], Plan]
 
@@ -73,8 +74,7 @@ def make_plan(
     Raises:
         ValueError: there is no such planner.
     """
-    if planner not in PLANNERS:
-        raise ValueError(f"`planner={planner!r}` must be one of {', '.join(map(repr, PLANNERS))}.")
+    check_choice("planner", planner, PLANNERS)
     return PLANNERS[planner](model, hardware, fixed)
 
 

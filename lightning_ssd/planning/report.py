@@ -85,7 +85,6 @@ def make_report(
     fixed: FixedPlacement | None = None,
     endurance: float | None = None,
     price_per_hour: float | None = None,
-    ssd_price: float = 0.0,
 ) -> Report:
     """Returns the report on `plan`.
 
@@ -96,7 +95,6 @@ def make_report(
         fixed: tiers of model states; None: a plan for more memory may choose others.
         endurance: bytes that may be written to all SSDs together in large writes (see `large_write_endurance`).
         price_per_hour: price of the machine.
-        ssd_price: price of the SSDs in the same currency, spread over their lifetime.
     """
     prediction = simulate(model, hardware, plan)
     throughput = _throughput(model, prediction)
@@ -104,8 +102,7 @@ def make_report(
     if endurance is not None:
         years = lifetime_seconds(endurance, prediction.ssd_written_bytes, prediction.step_seconds) / YEAR
     if price_per_hour is not None:
-        wear = ssd_price / (years * YEAR / 3600) if years else 0.0
-        cost = cost_per_million_tokens(throughput, price_per_hour, wear)
+        cost = cost_per_million_tokens(throughput, price_per_hour)
     excess = prediction.excess_bytes(hardware)
     placed, coefficient = _place(model, plan)
     return Report(

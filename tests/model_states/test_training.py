@@ -267,10 +267,10 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "trainer", "message"),
     [
-        ({"states": "disk"}, {}, "`states='disk'` is not one of 'auto', 'gpu', 'host', 'ssd'"),
-        ({"clip": "late"}, {}, "`clip='late'` is not one of"),
-        ({"state_format": "bf16"}, {}, "`state_format='bf16'` is not one of"),
-        ({"overlap": "yes"}, {}, "`overlap='yes'` is not one of"),
+        ({"states": "disk"}, {}, "`states='disk'` must be one of 'auto', 'gpu', 'host', 'ssd'"),
+        ({"clip": "late"}, {}, "`clip='late'` must be one of"),
+        ({"state_format": "bf16"}, {}, "`state_format='bf16'` must be one of"),
+        ({"overlap": "yes"}, {}, "`overlap='yes'` must be one of"),
         ({"gpu_memory": "much"}, {}, "gpu_memory"),
         ({"units": ["Blok"]}, {}, "`units` names Blok.*Block"),
         ({}, {"precision": "64-true"}, "`states='host'` trains with .*64-true.*states='gpu'"),

