@@ -67,10 +67,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     `Trainer(strategy="ssd_offload")` is this strategy with its defaults, `strategy="cpu_offload"` with `tier="host"`.
 
     Tensors that autograd saves for backward (activations, inputs, masks; not weights) are offloaded while forward
-    computes, and prefetched before backward uses them (SSDTrain). Weights, gradients and optimizer states are offloaded
-    if `states` says so. Activation offload copies bytes and never changes them: losses, gradients and weights are
-    equal, bit for bit, to those of the same training without it. The argument `states` names the cases in which the
-    last digits of an optimizer step differ.
+    computes, and prefetched before backward uses them (SSDTrain); the argument `offload` selects them. Weights,
+    gradients and optimizer states are offloaded by the argument `states`. Offloading activations never changes their
+    bytes: losses, gradients and weights are equal, bit for bit, to those of the same training without it. `states`
+    names the cases in which the last digits of an optimizer step differ.
 
     When a training starts, one log line says which tensors are offloaded to which tier, and why the others are not. The
     progress bar shows `out_gb` and `stall_s` of `OffloadMonitor`, unless the Trainer has

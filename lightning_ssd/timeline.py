@@ -1,7 +1,7 @@
-"""The timeline of training steps: what every resource did when, as a Chrome trace and as a picture.
+"""The timeline of training steps: the activity of every resource, as a Chrome trace and as a picture.
 
-torch's profiler records all threads and the GPU. Of its events the timeline keeps those that are work of a resource,
-so that the trace of a step has megabytes and not hundreds of them.
+torch's profiler records all threads and the GPU. The timeline keeps only events that are work of a resource, so that
+the trace of a step has a few megabytes instead of hundreds.
 """
 
 import json
@@ -47,15 +47,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What every resource did in some training steps.
+    """The activity of every resource in some training steps.
 
     Attributes:
-        rows: of each name in `COLORS`, the spans of work, in the order of their begin. They may overlap.
-        phases: what the training thread (on a GPU: the compute stream) was in, by the names of `PHASE_COLORS`.
-        steps: number and begin, in seconds, of every step.
-        seconds: the length of the timeline.
+        rows: spans of work for each name in `COLORS`, in the order of their begin. They may overlap.
+        phases: phases of the training thread (on a GPU: of the compute stream), named as in `PHASE_COLORS`.
+        steps: number and begin (seconds) of every step.
+        seconds: length of the timeline, seconds.
         device: name of the training device.
-        on_gpu: the steps were computed on a GPU.
+        on_gpu: whether the steps were computed on a GPU.
     """
 
     rows: dict[str, list[Span]]
@@ -96,7 +96,7 @@ class Timeline:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 
-        figure = Figure(figsize=(12, 4))  # no pyplot: the user's backend and figures stay as they are
+        figure = Figure(figsize=(12, 4))  # without pyplot, which would change the user's backend and figures
         axes = figure.subplots()
         # Spans that are closer than half a pixel are drawn as one.
         near = self.seconds / 2400
@@ -128,7 +128,7 @@ class Timeline:
         return f"{row}  {share:4.0%}" if self.rows[row] else f"{row}    -"
 
     def _legend(self) -> dict[str, str]:
-        """Returns what the rows show."""
+        """Returns a description of each row."""
         return {
             "compute": "compute: GPU kernels" if self.on_gpu else "compute: operators of forward and backward",
             "copy in": "copy in: host memory to device",
@@ -157,10 +157,10 @@ class TimelineProfile:
             activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)
         )
         self._events: list[Any] = []
-        """CUDA events of the marks: where the compute stream was."""
+        """CUDA events of the marks on the compute stream."""
 
     def start(self) -> None:
-        """Begins to record. A GPU finishes its earlier work first: its clock and the host's meet here."""
+        """Begins to record. A GPU is synchronized first, which aligns its clock with the host's."""
         self._profiler.start()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -175,19 +175,19 @@ class TimelineProfile:
                 self._events.append(event)
 
     def stop(self) -> None:
-        """Ends the recording; a GPU finishes its work first."""
+        """Ends the recording. A GPU is synchronized first."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._profiler.stop()
 
     def timeline(self, directory: Path) -> Timeline:
-        """Returns what was recorded, after `stop`.
+        """Returns the recorded timeline, after `stop`.
 
         Args:
-            directory: for the profiler's own trace, a file that is gone on return.
+            directory: directory for the profiler's own trace, a temporary file.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: the temporary file can't be written.
         """
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             trace = Path(scratch) / "trace.json"
@@ -205,9 +205,9 @@ def read_timeline(
 
     Args:
         events: complete events of the trace.
-        thread: the training thread's identifier in it.
+        thread: identifier of the training thread in the trace.
         device: name of the training device.
-        clock: of a GPU, the seconds from the first mark to each, on the GPU's clock; None: of a CPU.
+        clock: seconds from the first mark to each mark on the GPU's clock; None: the device is a CPU.
     """
     found = [(event["ts"] / 1e6, event["name"].removeprefix(_MARK)) for event in events if _is_mark(event)]
     found.sort(key=lambda mark: mark[0])
@@ -223,7 +223,7 @@ def read_timeline(
     ]
     on_gpu = clock is not None
     rows: dict[str, list[Span]] = {row: [] for row in COLORS}
-    # Of the training thread, on a CPU: its operators, and spans of other rows, which may lie within an operator.
+    # For a CPU, operators of the training thread, and its spans of other rows, which may be inside an operator.
     operators: list[Span] = []
     apart: list[Span] = []
     for event in events:
@@ -255,7 +255,7 @@ def _is_mark(event: dict[str, Any]) -> bool:
 
 
 def _row_of(event: dict[str, Any], *, on_gpu: bool, on_training_thread: bool) -> str | None:
-    """Returns the row of an event of a trace; None: it has none, or is an operator of the CPU."""
+    """Returns the row of an event of a trace, or None if it has none or is an operator of the CPU."""
     category, name = event.get("cat"), event["name"]
     if category in ("kernel", "gpu_memset"):
         return "compute"
@@ -271,7 +271,7 @@ def _row_of(event: dict[str, Any], *, on_gpu: bool, on_training_thread: bool) ->
 
 
 def _outermost(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans of one thread that no other one contains."""
+    """Returns the spans of one thread that are not inside another span."""
     found: list[Span] = []
     for one in sorted(spans, key=lambda span: (span.start, -span.end)):
         if not found or one.start >= found[-1].end:
@@ -296,7 +296,7 @@ def _clip(spans: Iterable[Span], to: Iterable[Span], apart: Iterable[Span]) -> l
 
 
 def _without(whole: Iterable[tuple[float, float]], spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Returns the parts of the intervals `whole`, which do not overlap, in which no span is."""
+    """Returns the parts of the non-overlapping intervals `whole` that are outside of all spans."""
     busy = _union(spans)
     parts: list[tuple[float, float]] = []
     first = 0
@@ -315,7 +315,7 @@ def _without(whole: Iterable[tuple[float, float]], spans: Iterable[Span]) -> lis
 
 
 def _union(spans: Iterable[Span], near: float = 0.0) -> list[tuple[float, float]]:
-    """Returns the intervals that spans cover, in order; those that are at most `near` apart are one."""
+    """Returns the intervals that spans cover, in order. Intervals at most `near` seconds apart are merged."""
     found: list[tuple[float, float]] = []
     for start, end in sorted((one.start, one.end) for one in spans):
         if found and start <= found[-1][1] + near:

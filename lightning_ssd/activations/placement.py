@@ -29,7 +29,7 @@ class Placement(ABC):
 
     @property
     def memory_is_scarce(self) -> bool:
-        """Whether storages must leave the device as soon as they can, also where that takes the host more time."""
+        """Whether storages must be evicted as early as possible, even if that costs more time of the host."""
         return False
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Placement(ABC):
         """Begins a micro-batch; the last one saved `expected_bytes` that could be offloaded (0: unknown)."""
 
     def end(self) -> None:
-        """The backward of the micro-batch has ended."""
+        """Called when the backward of the micro-batch has ended."""
         return None
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Placement(ABC):
         """Returns the tiers to try, in this order, for the next storage; none: it is kept on the device."""
 
     def keeps(self, nbytes: int) -> bool:
-        """Returns whether the next storage is kept on the device whatever it is, so that it needs no record."""
+        """Returns True if the next storage is kept on the device in any case, so that it needs no record."""
         return False
 
     def observe(self, profile: MicroBatchProfile) -> None:
@@ -298,7 +298,7 @@ class SSDTrainAuto(Placement):
 
 
 class _Share:
-    """Picks storages so that the bytes picked are, at any time, a share of the bytes seen, to half a storage."""
+    """Picks storages so that the picked bytes are always a fixed share of the seen bytes, up to half a storage."""
 
     def __init__(self, share: float) -> None:
         self._share = share

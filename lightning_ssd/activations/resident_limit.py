@@ -1,4 +1,4 @@
-"""Bytes of saved storages that may stay on the device, so that a training step does not run out of its memory."""
+"""The limit of saved bytes that are kept on the device, so that a training step does not run out of its memory."""
 
 from typing import Protocol
 
@@ -22,14 +22,15 @@ class AllocatorMeter(Protocol):
 
 
 class ResidentLimit:
-    """Learns from the allocator's peaks how many bytes of saved storages fit beside everything else of a step.
+    """Learns from the allocator's peaks how many bytes of saved storages can be kept on the device.
 
-    As long as the peak of a micro-batch leaves room for another one's saved storages, nothing is limited. Else the next
-    micro-batch is measured: all saved storages that can are offloaded, and copies are waited for. Its peak is the
-    memory of everything else: weights, gradients, optimizer states, transient tensors, and the copies in flight. Saved
-    storages may stay in the rest of the memory. Micro-batches that begin unlike the measured ones are measured, too:
-    optimizer states are made in the first step, gradients in the first micro-batch of an accumulation, and batches
-    grow. A peak that exceeds the limit nevertheless lowers the number of bytes by the excess.
+    While the peak of a micro-batch leaves room for another one's saved storages, there is no limit. Otherwise the next
+    micro-batch is measured: all saved storages that can be offloaded are, and the training waits for their copies. Its
+    peak is the memory of everything else: weights, gradients, optimizer states, transient tensors, and the copies in
+    flight. The rest of the memory is the limit of kept storages. A micro-batch is also measured if other bytes than
+    before the measured ones are allocated when it begins: optimizer states are made in the first step, gradients in the
+    first micro-batch of an accumulation, and batches grow. If a peak exceeds the limit nevertheless, the limit is
+    lowered by the excess.
 
     The allocator's peak is reset before each measured micro-batch, after one that exceeded the limit, and, while memory
     is scarce, after a higher peak of an optimizer step, a validation or user code.
@@ -40,46 +41,46 @@ class ResidentLimit:
 
     #: Difference of allocated bytes, as a share of the limit, up to which two micro-batches begin alike.
     TOLERANCE = 0.005
-    #: Micro-batches that are measured because they begin unlike others.
+    #: Most micro-batches that are measured because of the bytes that are allocated when they begin.
     MOST_LEVELS = 8
-    #: How many more bytes than the last one a micro-batch may save.
+    #: Saved bytes of a micro-batch / saved bytes of the last one, up to which no new measurement is made.
     SPARE = 1.1
-    #: Share of the limit from which on the first micro-batch waits for copies: its backward's memory is not known yet.
+    #: Share of the limit above which the first micro-batch waits for copies: its backward's memory is not known yet.
     UNKNOWN = 0.5
 
     def __init__(self, meter: AllocatorMeter) -> None:
         self.measuring = False
-        """Whether the present micro-batch is measured: all its saved storages that can are offloaded."""
+        """True if the present micro-batch is measured: all its saved storages that can be offloaded are."""
         self.scarce = False
-        """Whether the present micro-batch may save more than there is room for."""
+        """True if the present micro-batch may save more bytes than there is room for."""
         self.meter = meter
         """The device's allocator."""
         self._others = 0.0
-        """Peak bytes of a micro-batch without the saved storages that stay by `keep`; 0: none has ended."""
+        """Peak bytes of a micro-batch without the storages that are kept by `keep`; 0: none has ended."""
         self._levels: list[int] = []
         """Bytes that were allocated before each measured micro-batch. If empty, `_others` includes saved storages."""
         self._measured_bytes = 0
-        """Bytes that were expected of the last measured micro-batch."""
+        """Expected saved bytes of the last measured micro-batch."""
         self._largest_bytes = 0
         """The most saved bytes of a micro-batch."""
         self._limit = float("inf")
-        """Bytes that this process may allocate, when the present micro-batch began."""
+        """Bytes that this process could allocate when the present micro-batch began."""
         self._peak_before = 0
         """The allocator's peak when the present micro-batch began."""
         self._level = 0
         """Bytes that were allocated before the present micro-batch."""
         self._lowest = 2**63
-        """The least of these."""
+        """Minimum of `_level` over all micro-batches."""
         self._peak = 0
         """The allocator's peak at the end of the present micro-batch's backward; 0: none has ended."""
         self._room = float("inf")
-        """Bytes of saved storages that may still stay in the present micro-batch."""
+        """Bytes of saved storages that may still be kept in the present micro-batch."""
 
     def begin(self, expected_bytes: int) -> None:
-        """A micro-batch begins.
+        """Called when a micro-batch begins.
 
         Args:
-            expected_bytes: of the saved storages that may be offloaded, in the last micro-batch; 0: unknown.
+            expected_bytes: bytes of saved storages that could be offloaded in the last micro-batch; 0: unknown.
         """
         limit, allocated = self.meter.limit(), self.meter.allocated()
         self._limit = limit
@@ -93,7 +94,7 @@ class ResidentLimit:
         elif self._peak > max(limit, self._peak_before):
             self._others += self._peak - limit
             self.meter.reset_peak()
-        if self.scarce and self.meter.peak() > self._peak:  # of an optimizer step, a validation or user code
+        if self.scarce and self.meter.peak() > self._peak:  # by an optimizer step, a validation or user code
             self.meter.reset_peak()
         self._level = allocated
         self._lowest = min(self._lowest, allocated)
@@ -109,7 +110,7 @@ class ResidentLimit:
         self.scarce = self._room < self.SPARE * expected_bytes
         unknown = not like_a_measured_one and len(self._levels) < self.MOST_LEVELS
         larger = expected_bytes > self.SPARE * self._measured_bytes
-        # A measured micro-batch without a backward has shown nothing: the next one is measured.
+        # A measured micro-batch without a backward has no peak: the next one is measured instead.
         self.measuring = self.scarce and (unknown or larger or (self.measuring and not self._peak))
         if self.measuring:
             self.meter.reset_peak()
@@ -147,19 +148,19 @@ class ResidentLimit:
         return self.fits and grown <= self._limit
 
     def end(self) -> None:
-        """Ends the micro-batch, after its backward: later peaks have none of its saved storages in them."""
+        """Called at the end of the backward, whose peak is read now: later peaks do not belong to the micro-batch."""
         self._peak = max(self._peak, self.meter.peak())
 
     def waits(self) -> bool:
-        """Whether copies out are to be waited for, so that their storages leave the device now."""
+        """Returns True if the training should wait for d2h copies, so that device memory is freed now."""
         return self.scarce or (not self._others and self.meter.allocated() > self.UNKNOWN * self.meter.limit())
 
     def excess(self, nbytes: float) -> float:
-        """Returns the share of `nbytes`, of storages that would stay, for which there is no room."""
+        """Returns the share of `nbytes` bytes of storages to keep for which there is no room."""
         return max(0.0, 1.0 - self._room / nbytes) if nbytes else 0.0
 
     def keep(self, nbytes: int) -> bool:
-        """Whether a saved storage may stay on the device; if so, it takes up that room."""
+        """Returns whether a saved storage of `nbytes` may be kept on the device, and if so, counts it as kept."""
         if nbytes > self._room:
             return False
         self._room -= nbytes

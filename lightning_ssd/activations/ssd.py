@@ -1,16 +1,16 @@
-"""The SSD tier: saved tensors in scratch files, by way of pinned staging buffers.
+"""The SSD tier: saved tensors in scratch files, transferred through pinned staging buffers.
 
-A storage goes out in pieces (the blob's stripes). The training thread takes a staging buffer for each and issues the
-copy-out; when the copy is done the piece is written; when it is written the buffer goes back to the pool. On the way in
-a reader thread takes a buffer and has it filled from the SSD, the copy-in is issued, and the buffer goes back when that
-is done.
+A storage is offloaded in pieces (the blob's stripes). The training thread allocates a staging buffer for each piece and
+issues the d2h copy. When the copy is done, the piece is written, and then the buffer is released. For a load, a reader
+thread allocates a buffer and reads the piece into it, the h2d copy is issued, and then the buffer is released.
 
-Who owns a staging buffer until when:
-  out: the copy-out (until its mark), then the write request (until its future is done, cancelled or failed).
-  in:  the staged read (until its future is done), then the copy-in (until its mark), see `device/staging.py`.
-  forwarded: a load that finds a piece not yet written takes a second hold on its buffer and copies in from there.
-Nobody who holds a buffer waits for another buffer, and each hold ends by the GPU's or the SSD's progress alone: the
-wait for staging memory can't deadlock, down to a pool of one piece.
+Ownership of a staging buffer:
+  offload: the d2h copy owns it until its mark is reached, then the write request until its future is done.
+  load: the staged read owns it until its future is done, then the h2d copy until its mark is reached; see
+    `device/staging.py`.
+  forwarding: a load of a piece that is not written yet adds a reference to its buffer, and copies from there.
+No owner of a buffer waits for another buffer, and each ownership ends by the progress of the GPU or the SSD alone. So
+waiting for staging memory can't deadlock, even with a pool of one piece.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPo
 
 
 class SSDTier(SSDTierBase):
-    """Scratch files as a tier; owns `store` and `staging`.
+    """Scratch files as a tier.
 
     Args:
-        store: the scratch space.
-        staging: pinned memory that pieces pass through; its budget is at least `store.piece_bytes`.
-        copies: copies of the device.
+        store: scratch space; owned.
+        staging: pinned staging memory, with a budget of at least `store.piece_bytes`; owned.
+        copies: copy engine of the device.
     """
 
     def __init__(self, store: BlobStore, staging: PinnedPool, copies: CopyEngine) -> None:
@@ -68,12 +68,12 @@ class SSDTier(SSDTierBase):
         self._reader.close()
         with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
             stack.callback(self.staging.close)
-            stack.callback(self._copies.drain)  # reads that ended have issued copies
+            stack.callback(self._copies.drain)  # finished reads have issued h2d copies
             stack.callback(self.blobs.close)
-            stack.callback(self._copies.drain)  # so that no copy-out hands its piece to a closed store
+            stack.callback(self._copies.drain)  # callbacks of d2h copies submit writes to the store
 
     def _take_all(self, blob: Blob) -> list[PinnedBuffer] | None:
-        """Takes the staging buffers of all pieces without waiting, or none."""
+        """Allocates the staging buffers of all pieces without waiting, or none of them."""
         taken: list[PinnedBuffer] = []
         for piece in blob.pieces:
             buffer = self.staging.try_acquire(piece.nbytes)
@@ -85,13 +85,13 @@ class SSDTier(SSDTierBase):
         return taken
 
     def read(self, piece: Piece, *, urgent: bool) -> "Future[PinnedBuffer]":
-        """Reads a piece into staging memory: urgent ones first, then in the order of the calls."""
+        """Reads a piece into staging memory. Urgent reads are served first, others in the order of the calls."""
         fill = partial(self.blobs.read, piece, urgent=urgent)
         return self._reader.read(piece.nbytes, fill, priority=0 if urgent else 1)
 
 
 class _SSDCopy(StoredCopy):
-    """One storage's pieces on the SSD, or on their way there."""
+    """The pieces of one storage on the SSD, or being written."""
 
     def __init__(self, tier: SSDTier, blob: Blob) -> None:
         self.tier = tier
@@ -103,7 +103,7 @@ class _SSDCopy(StoredCopy):
         self._unfinished = len(blob.pieces)
         self.freed = False
         self._left: Future[None] = Future()
-        """Done when a store that was freed while a write ran has given its room back."""
+        """Done when the space of a copy that was freed during a write can be reused."""
 
     def begin(self, piece: Piece, buffer: PinnedBuffer, copied: Mark) -> None:
         write = _PieceWrite(self, piece, buffer)
@@ -143,7 +143,7 @@ class _SSDCopy(StoredCopy):
 
 
 class _PieceWrite:
-    """One piece from its staging buffer to the SSD. Owns a hold on the buffer until the write has ended."""
+    """The write of one piece from its staging buffer to the SSD. Owns a reference to the buffer until it has ended."""
 
     def __init__(self, copy: _SSDCopy, piece: Piece, buffer: PinnedBuffer) -> None:
         self._copy = copy
@@ -154,7 +154,7 @@ class _PieceWrite:
         self._request: Future[None] | None = None
 
     def start(self, copied: Future[None]) -> None:
-        """Called when the copy-out is done: the staging buffer now holds the bytes, unless it failed."""
+        """Called when the d2h copy is done. The staging buffer has the bytes then, unless the copy failed."""
         if self._copy.freed:
             self.done.cancel()
             self._end()
@@ -169,7 +169,7 @@ class _PieceWrite:
             self._request.add_done_callback(self._written)
 
     def cancel(self) -> None:
-        """Takes a queued write back; one that runs goes on."""
+        """Cancels a queued write. A running one continues."""
         if self._request is not None:
             self._request.cancel()
 
@@ -183,7 +183,7 @@ class _PieceWrite:
         self._end()
 
     def _fail(self, error: BaseException) -> None:
-        """Reports an error to the next store, and to whoever wants these bytes back."""
+        """Makes the next store of the tier, and loads of this piece, raise an error."""
         self._copy.tier._error = self._copy.tier._error or error
         self.done.set_exception(error)
 
@@ -198,11 +198,11 @@ class _SSDLoad(Load):
         self._copies = copy.tier._copies
         self._tier = copy.tier
         self.data = self._copies.empty(copy.blob.nbytes)
-        # The memory is the compute stream's: nothing is copied in before that stream is done with its last owner.
+        # The compute stream may still use the memory for its last owner: h2d copies wait for this mark.
         self._allocated = self._copies.mark()
         self._arrived: Mark = None
         self._issued: Future[None] = Future()
-        """Done when every piece's copy-in was issued, or one failed and none is under way any more."""
+        """Done when the h2d copies of all pieces are issued, or one piece failed and all others have ended."""
         # Guards the two below and the order of `_arrived`: pieces end on I/O threads.
         self._lock = threading.Lock()
         self._missing = len(copy.writes)
@@ -217,14 +217,14 @@ class _SSDLoad(Load):
     def wait(self) -> Mark:
         try:
             wait_for(self._issued, "saved tensors")
-        finally:  # of a load that failed, too, pieces may still be on their way into `data`
+        finally:  # also after an error, copies of other pieces may still write to `data`
             self._copies.wait(self._arrived)
         return self._arrived
 
     def _begin(self, write: _PieceWrite) -> None:
         if not write.done.done() and write.buffer.try_retain():
-            # Still being stored: forward it from the staging buffer. The compute stream was ordered after the copy-out
-            # when the source was dropped, and `_allocated` comes later on that stream: the bytes are there by then.
+            # Not written yet: forward it from the staging buffer. The compute stream was ordered after the d2h copy
+            # when the source was dropped, and `_allocated` was recorded after that: the buffer has the bytes by then.
             self._copy_in(write.piece, write.buffer)
         elif write.done.done():
             self._read(write)
@@ -251,19 +251,19 @@ class _SSDLoad(Load):
             self._copy_in(piece, buffer)
 
     def _copy_in(self, piece: Piece, buffer: PinnedBuffer) -> None:
-        """Issues the copy-in of a piece, which owns `buffer` from here on."""
+        """Issues the h2d copy of a piece, which owns `buffer` from then on."""
         target = self.data[piece.start : piece.start + piece.nbytes]
         try:
             with self._lock:
-                # Issued and recorded under one lock: `_arrived` is the last copy of all on the copy-in stream.
+                # Issued and recorded under one lock, so that `_arrived` is the last of these copies on the h2d stream.
                 self._arrived = h2d_and_release(self._copies, buffer, target, self._allocated)
-        except Exception as error:  # a device that is lost: an I/O thread must not keep that to itself
+        except Exception as error:  # a lost device: the error is raised on the thread that waits for the load
             self._fail(error)
         else:
             self._piece_ended()
 
     def _fail(self, error: BaseException) -> None:
-        """One piece will not arrive."""
+        """Records the error of one piece."""
         with self._lock:
             self._error = self._error or error
         self._piece_ended()

@@ -15,8 +15,8 @@ class Document(NamedTuple):
     """One text.
 
     Attributes:
-        source: Where it comes from, for messages.
-        pieces: Its bytes, in pieces of about 256 KiB that end at line ends.
+        source: File, or file and line, of the text, for messages.
+        pieces: Bytes of the text, in pieces of about 256 KiB that end at line ends.
     """
 
     source: str
@@ -29,8 +29,8 @@ def documents(path: Path | None, pattern: str, field: str) -> Iterator[Document]
     Args:
         path: A text file, a `.jsonl` file (a document a line), a folder of either, or None for the sources of
             this Python's standard library.
-        pattern: Which files of a folder, as a glob.
-        field: The field of a `.jsonl` line that holds the text.
+        pattern: Glob of the files of a folder.
+        field: Field of a `.jsonl` line that has the text.
 
     Raises:
         FileNotFoundError: If there is no such file, or no file in the folder matches.

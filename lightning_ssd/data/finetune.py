@@ -25,7 +25,7 @@ _OPEN_ROWS = 64  # that a sample may be put in
 
 
 class CompletionDataModule(RecipeDataModule):
-    """Chats, or prompts with completions, of which the answers alone are predicted.
+    """Chats, or prompts with completions, of which only the answers are predicted.
 
     A batch has `input_ids`, `labels` (-100 where nothing is predicted) and `position_ids`, each int64
     (batch_size, block_size). Samples are packed into rows: the positions begin at 0 with each, by which transformers

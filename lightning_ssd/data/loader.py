@@ -1,4 +1,4 @@
-"""A DataLoader that a resumed run takes up after the last batch that was handed out."""
+"""A DataLoader that a resumed run continues after the last batch that was read."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -22,17 +22,17 @@ class EpochSampler(DistributedSampler[tuple[int, int]]):
 
 
 class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
-    """A DataLoader over a `DistributedSampler` whose place Lightning saves in checkpoints and restores.
+    """A DataLoader over a `DistributedSampler`, whose position Lightning saves in checkpoints and restores.
 
-    The order of an epoch depends on the sampler's seed and the epoch's number only. So a place in the data is
-    two numbers, the epoch and the batches handed out in it, however far the workers have read ahead.
+    The order of an epoch depends on the sampler's seed and the epoch's number only. So a position in the data is two
+    numbers, the epoch and its yielded batches, however far the workers have prefetched.
     """
 
     _batches = 0  # handed out in this epoch
     _resume_from: dict[str, Any] | None = None  # until the next epoch starts
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        """Yields the batches of an epoch, or those that are left of it.
+        """Yields the batches of an epoch, or the remaining ones of a resumed epoch.
 
         Raises:
             ValueError: If the checkpoint's batches are not those of this loader.
@@ -57,11 +57,11 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the data, and the settings under which it means the same batches."""
+        """Returns the position in the data, and the settings that determine the order of batches."""
         return {"epoch": self._epoch(), "batches": self._batches, "order": self._order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, what `state_dict` returned, when the next epoch starts."""
+        """Continues from `state`, a result of `state_dict`, when the next epoch starts."""
         self._resume_from = state
 
     # Lightning's `overfit_batches` replaces the sampler by one without epoch and seed.

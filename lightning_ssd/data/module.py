@@ -14,7 +14,7 @@ from lightning_ssd.sizes import check_least
 
 
 class RecipeDataModule(pl.LightningDataModule):
-    """Hands out the samples that a subclass reads, in an order that a resumed run continues.
+    """Batches the samples that a subclass reads, in an order that a resumed run continues.
 
     A subclass implements `read`. The order of training depends on `seed` and the epoch only.
 

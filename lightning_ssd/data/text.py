@@ -70,25 +70,23 @@ class TextDataModule(RecipeDataModule):
     """Documents, one after the other with a separator behind each, cut into blocks of `block_size` tokens.
 
     A batch is `{"input_ids": int64 (batch_size, block_size)}`; subclasses make other samples of the same text, by an
-    `Objective` of their own. Files are read in a fixed random order, the
-    last `val_share` of the blocks is held out for validation and test, and training sees the others in an
-    order that depends on `seed` and the epoch only. A run that resumes from a checkpoint goes on with the
-    batches not yet seen.
+    `Objective` of their own. Files are read in a fixed random order. The last `val_share` of the blocks is held out for
+    validation and test, and training reads the others in an order that depends on `seed` and the epoch only. A run that
+    resumes from a checkpoint continues with the next batch.
 
     Args:
         path: A text file, a `.jsonl` file (a document a line), or a folder. None takes the sources of
             Python's standard library, which every machine has.
-        pattern: Which files of a folder, as a glob.
-        field: The field of a `.jsonl` line that holds the text.
-        tokenizer: A folder with a Hugging Face tokenizer, for UTF-8 text. None takes bytes as they are: 256
-            ids and one that separates documents.
-        block_size: Tokens a block; the model's context.
-        batch_size: Blocks a micro-batch and device.
-        val_share: The share of the blocks that is held out, between 0 and 1; at least one block.
-        max_bytes: Reading stops at the first line end (give or take 256 KiB) past this many bytes. None reads
-            all.
-        seed: Of the training order.
-        num_workers: Processes that prepare batches. Blocks lie in memory, so 0 is seldom slower.
+        pattern: Glob of the files of a folder.
+        field: Field of a `.jsonl` line that has the text.
+        tokenizer: Folder with a Hugging Face tokenizer, for UTF-8 text. None: tokens are bytes, with 256 ids and one
+            that separates documents.
+        block_size: Tokens in a block, the model's context.
+        batch_size: Blocks in a micro-batch, per device.
+        val_share: Held-out share of the blocks, between 0 and 1; at least one block.
+        max_bytes: Bytes after which reading stops, at a line end up to 256 KiB later. None reads all.
+        seed: Seed of the training order.
+        num_workers: Processes that prepare batches. Blocks are in memory, so 0 is seldom slower.
     """
 
     sampler = EpochSampler

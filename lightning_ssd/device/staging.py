@@ -1,7 +1,7 @@
 """The staged transfer: from SSDs to host memory, and on to the device.
 
 Saved tensors and model states are read in the same steps: allocate staging memory on a thread that may wait for it,
-read, copy to the device, release. Whoever needs the bytes on the host uses them before the release, without a copy.
+read, copy to the device, release. Values that are needed on the host are used before the release, without a copy.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Grouping: which parameters share a flat parameter, in which dtype, and how its values are laid out and stepped."""
+"""Grouping of parameters into flat parameters, with their dtypes, layouts and optimizers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ FLAT_ELEMENTS = 2**26
 """Elements above which a unit has several flat parameters, so that a step begins before its whole gradient arrived."""
 
 STAGED_FLAT_ELEMENTS = 2**24
-"""The same where flat parameters may be on SSDs: staging memory holds several at once."""
+"""`FLAT_ELEMENTS` for flat parameters that may be on SSDs, smaller because staging memory holds several at once."""
 
 
 def make_flats(
@@ -36,9 +36,9 @@ def make_flats(
         units: units of the model.
         offloaded: parameters to group.
         groups: parameter groups; a flat parameter belongs to one.
-        device: device that the model computes on.
-        autocast: dtype that matrix products compute in; None: that of the weights.
-        max_elements: elements of a flat parameter, unless one parameter has more.
+        device: device of the model's computation.
+        autocast: dtype of matrix products under autocast; None: without autocast.
+        max_elements: most elements of a flat parameter, unless one parameter has more.
     """
     dtypes = _compute_dtypes(module, autocast)
     of_units: list[tuple[Sequence[nn.Module], list[FlatParameter]]] = []
@@ -47,7 +47,7 @@ def make_flats(
         for name, parameter in unit.parameters:
             if parameter in offloaded:
                 optimizer, number = groups.get(parameter, (None, 0))
-                # Frozen ones apart: a step of the others may begin while backward still needs their weights.
+                # Frozen parameters are separate: backward may need them while a step of the others runs.
                 kind = dtypes[parameter], id(optimizer), number, parameter.requires_grad
                 members.setdefault(kind, []).append((name, parameter))
         flats: list[FlatParameter] = []
@@ -83,13 +83,13 @@ class LaidOut:
 
 
 def lay_out(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions: bool) -> LaidOut:
-    """Returns how a new flat parameter is laid out and stepped.
+    """Returns the layout and the optimizer of a new flat parameter.
 
     Args:
         flat: the flat parameter.
         groups: parameter groups.
         setup: settings of the training.
-        two_versions: whether its steps are to be revertible, if its optimizer can.
+        two_versions: whether to store two versions, so that steps can be rolled back, if its optimizer supports it.
 
     Raises:
         ValueError: `recover=True` can't record its optimizer.

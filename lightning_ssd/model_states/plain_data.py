@@ -1,4 +1,4 @@
-"""Plain data as bytes that are checked: JSON for structure and scalars, safetensors for arrays. Nothing is unpickled.
+"""Serialization of plain data, with a checksum: JSON for structure and scalars, safetensors for arrays, no pickles.
 
     magic           names the format and its version
     digest          xxh3, 128 bits, of all bytes after it
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 MAGIC = b"lightning_ssd journal 2\n"
 
 _FACTORIES: dict[str, Callable[[], object]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set}
-"""The default factories of a `defaultdict` that are written."""
+"""Default factories of a `defaultdict` that can be written."""
 
 
 class NotPlainError(ValueError):
@@ -35,16 +35,16 @@ class NotPlainError(ValueError):
 
 
 class DamagedError(ValueError):
-    """Bytes are not those that were written."""
+    """The bytes differ from the written ones."""
 
 
 @dataclass(frozen=True)
 class PlainData:
-    """A value that was taken apart, which no longer changes with the value.
+    """An encoded copy of a value.
 
     Attributes:
-        tree: of JSON's types.
-        arrays: one-dimensional uint8 tensors, on the CPU, that the tree refers to by index.
+        tree: structure and scalars, of JSON's types.
+        arrays: one-dimensional uint8 tensors on the CPU, to which the tree refers by index.
     """
 
     tree: object
@@ -52,15 +52,15 @@ class PlainData:
 
 
 def encode(value: object, name: str, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> PlainData:
-    """Takes a value apart: None, numbers, strings, bytes, tensors, arrays, and containers of these.
+    """Encodes a value: None, numbers, strings, bytes, tensors, arrays, and containers of these.
 
     Args:
         value: the value.
-        name: of the value, for messages.
-        copy: returns a copy of a contiguous tensor on the CPU, whose bytes may arrive later: `to_bytes` reads them.
+        name: name of the value, for messages.
+        copy: returns a copy of a contiguous tensor on the CPU. The copy may run until `to_bytes` is called.
 
     Raises:
-        NotPlainError: there is something else in it.
+        NotPlainError: the value contains an object of another type.
     """
     arrays: list[Tensor] = []
     try:
@@ -72,10 +72,10 @@ def encode(value: object, name: str, copy: Callable[[Tensor], Tensor] = Tensor.c
 
 
 def decode(data: PlainData) -> Any:
-    """Returns the value that `encode` has taken apart; its tensors are on the CPU.
+    """Returns the encoded value, with tensors on the CPU.
 
     Raises:
-        DamagedError: `encode` made no such tree.
+        DamagedError: the tree is none that `encode` makes.
     """
     try:
         return _decode(data.tree, data.arrays)
@@ -93,10 +93,10 @@ def to_bytes(parts: Mapping[str, PlainData]) -> bytes:
 
 
 def from_bytes(content: bytes) -> dict[str, PlainData]:
-    """Returns what `to_bytes` was given.
+    """Returns the values that `to_bytes` has written, by name.
 
     Raises:
-        DamagedError: the bytes are not whole, or are of another version.
+        DamagedError: the bytes are damaged, or of another version of the format.
     """
     start = len(MAGIC) + 16
     if content[: len(MAGIC)] != MAGIC:

@@ -1,4 +1,4 @@
-"""Files and directories that are replaced whole: after a kill at any moment, the old one or the new one is there."""
+"""Atomic replacement of files and directories: after a kill at any moment, the old one or the new one exists."""
 
 import contextlib
 import ctypes
@@ -12,16 +12,16 @@ from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-"""What a kernel or a filesystem without `renameat2` answers."""
+"""Error numbers of a kernel or a filesystem without `renameat2`."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path, part: Path) -> Iterator[io.BufferedWriter]:
-    """Yields a file that takes the place of `path` at the end, when it is on the drive; none if something is raised.
+    """Yields a new file that replaces `path` on exit, when it is durable. If the body raises, it is removed.
 
     Args:
-        path: what is replaced.
-        part: its name until then, in the same directory.
+        path: file to replace.
+        part: temporary name of the new file, in the same directory.
     """
     try:
         with open(part, "wb") as file:
@@ -35,17 +35,17 @@ def replacing(path: Path, part: Path) -> Iterator[io.BufferedWriter]:
 
 
 def put_in_place(part: Path, path: Path) -> None:
-    """Renames the file or directory `part` to `path`, and removes what has that name.
+    """Renames the file or directory `part` to `path`, and removes the old `path`.
 
-    At every instant one of the two is whole under the name `path`. Only where a directory is replaced on a filesystem
-    that can't exchange two names, the old one has another name for a moment, under which `find_replaced` finds it.
+    At every moment either the old or the new one has the name `path`. The exception is a directory on a filesystem that
+    can't exchange two names: for a moment the old one has another name, under which `find_replaced` finds it.
 
     Args:
-        part: what is to be in place, on the drive; in the same directory as `path`.
-        path: the name.
+        part: new file or directory, whose content is durable, in the same directory as `path`.
+        path: name to replace.
 
     Raises:
-        OSError: what had the name `path` has it still; or all is in place, and may not survive a loss of power.
+        OSError: `path` is unchanged; or it is replaced, but the replacement may not survive a loss of power.
     """
     aside = _aside(path)
     if find_replaced(path) == aside:  # a process was killed before it could rename the new one
@@ -68,13 +68,13 @@ def put_in_place(part: Path, path: Path) -> None:
 
 
 def find_replaced(path: Path) -> Path:
-    """Returns where `path` is: there, or aside, if the process that was replacing it was killed meanwhile."""
+    """Returns `path`, or its temporary name if the process that was replacing it was killed."""
     aside = _aside(path)
     return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
 
 
 def sync_directory(path: Path) -> None:
-    """Returns when the names in a directory survive a loss of power."""
+    """Makes the names in a directory durable."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
@@ -83,7 +83,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a directory with what it holds, if it is there; what can't be removed stays."""
+    """Removes a file, or a directory with its entries, if it exists. Entries that can't be removed are kept."""
     if _is_directory(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -100,7 +100,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names at once; returns whether the filesystem can."""
+    """Exchanges two names atomically; returns False if the filesystem can't."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,4 +1,4 @@
-"""Residency: which parameters are offloaded, and which stay on the device with their gradients and optimizer states."""
+"""Residency: the choice of parameters that are kept on the device with their gradients and optimizer states."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ MASTERED_DTYPES = (torch.bfloat16,)
 """Dtypes of weights that have fp32 master weights, on the device and off it."""
 
 UnitTiers = Mapping[str, tuple[Tier, Tier]]
-"""For each unit, by name, the tier of its compute weights and the tier of its other values."""
+"""Tiers (compute weights, other values) of each unit, by name."""
 
 
 def bytes_on_device(module: nn.Module, *, fitting: bool) -> int:
@@ -69,10 +69,10 @@ def residents_within(
     *,
     hold: bool,
 ) -> tuple[set[nn.Parameter], int]:
-    """Returns parameters of whole units that fit on the device beside prefetched weights, and their bytes.
+    """Returns parameters of whole units that fit on the device together with prefetched weights, and their bytes.
 
-    The first units of the forward come first: their gradients are complete last and their weights are needed first, so
-    no time would hide their step on the CPU.
+    The first units of the forward are chosen first: their gradients are complete last and their weights are needed
+    first, so a step on the CPU would overlap with nothing.
 
     Args:
         units: units of the model.
@@ -119,10 +119,10 @@ def planned_residents(
         units: units of the model.
         movable: parameters that may be offloaded.
         hold: as in `whole_units`.
-        host_alone: whether nothing may be on SSDs.
+        host_alone: whether `tier="host"` excludes SSDs.
 
     Raises:
-        ValueError: the plan is not one for these units.
+        ValueError: the plan does not match these units.
     """
     _check_plan(tiers, units, movable, host_alone=host_alone)
     chosen = [unit for unit in units if tiers.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
@@ -151,7 +151,7 @@ def needs_master(resident: set[nn.Parameter], groups: Groups) -> list[nn.Paramet
 
 
 def off_device(tiers: tuple[Tier, Tier]) -> tuple[OffloadTierName, OffloadTierName]:
-    """Returns a unit's tiers for flat parameters that can't stay on the device: host memory stands for the GPU."""
+    """Returns the tiers of flat parameters of a unit, with host memory in place of the GPU."""
     weights, opt_state = tiers
     return ("host" if weights == "gpu" else weights), ("host" if opt_state == "gpu" else opt_state)
 

@@ -15,10 +15,10 @@ from lightning_ssd.sizes import check_least
 class GPT(LanguageModule):
     """GPT-2, trained to predict the next token.
 
-    A batch is token ids, int64 (batch, sequence), alone or as `{"input_ids": ids}`. Their labels are the ids
-    themselves. A batch may bring its own `labels` as `transformers` has them: aligned with the ids, shifted
-    by the model, -100 for what is not to be predicted. Sequences are packed, or padded on the right with
-    labels of -100; so causal attention needs no mask.
+    A batch is token ids, int64 (batch, sequence), alone or as `{"input_ids": ids}`. By default the labels are the ids
+    themselves. A batch may have other `labels` in the form of `transformers`: aligned with the ids, shifted by the
+    model, -100 for tokens that are not predicted. Sequences are packed, or padded on the right with labels of -100, so
+    causal attention needs no mask.
 
     Args:
         vocab_size: Token ids are below it.
@@ -29,10 +29,10 @@ class GPT(LanguageModule):
         pretrained: A local folder that a GPT-2 was saved to with `save_pretrained`. The five sizes above are
             then the folder's.
         dropout: The probability of every dropout in the model.
-        gradient_checkpointing: Keep only the blocks' inputs for backward, and compute the rest again.
-        lr: The highest learning rate.
-        betas: Of AdamW.
-        weight_decay: Of AdamW, for matrices only.
+        gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
+        lr: Highest learning rate.
+        betas: Betas of AdamW.
+        weight_decay: Weight decay of matrices.
         warmup_steps: Optimizer steps up to the highest learning rate, which then falls along a cosine.
     """
 
