@@ -1,0 +1,217 @@
+"""Gradients that arrive in parts, late, or more than the device or the host may hold at once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ssd.model_states import budget, build, gradient
+from lightning_ssd.model_states.gradient_offload import GradientOffloader
+from tests.support.access import Toy, compare, fit
+from tests.support.compare import assert_same
+from tests.support.late_device import LateCopies
+from tests.support.models import BlocksModel, ToyModel
+from tests.support.trainings import nothing_left  # noqa: F401
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Repeated(BlocksModel):
+    """A block that is used several times under reentrant checkpointing, whose backward runs once for each use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for _ in range(3):
+            x = checkpoint(self.blocks[1], x, use_reentrant=True)
+        output: Tensor = self.blocks[2](x)
+        return output
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, states: str) -> None:
+    compare(tmp_path, Repeated, states)
+
+
+class LateGradient(ToyModel):
+    """In the third step, a hook runs a backward of its own over a layer whose gradient is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        extra = self.second(batch[0]).mean()
+        first = self.first(batch[0])
+        if batch_idx == 2:
+            first.register_hook(lambda _: extra.backward())
+        second = self.second(batch[0])  # created last, so that backward begins with it
+        return (first - 1).square().mean() + (second - 1).square().mean()
+
+
+def test_a_gradient_that_arrives_after_its_step_has_begun_is_an_error(tmp_path: Path) -> None:
+    """The step would be made without it."""
+    with pytest.raises(RuntimeError, match=r"second\..* arrived after the optimizer step .* Set `overlap='none'`"):
+        fit(tmp_path, LateGradient(), "host")
+    assert_same(
+        fit(tmp_path, LateGradient(), "host", strategy={"overlap": "none"}).state_dict(),
+        fit(tmp_path, LateGradient(), None).state_dict(),
+    )
+
+
+class Freezing(BlocksModel):
+    """Parameters are frozen whose values backward needs after the last gradient of their block has arrived."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for block in self.blocks:
+                for parameter in (*block.norm.parameters(), block.up.weight):
+                    parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize("states", ["host", "ssd"])
+def test_a_block_is_not_stepped_before_backward_has_used_its_frozen_parameters(tmp_path: Path, states: str) -> None:
+    compare(tmp_path, Freezing, states)
+
+
+class Checkpointed(BlocksModel):
+    """Eight blocks, whose forwards run again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_gradient_memory_that_steps_release_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the first backward, when it is not known yet how many gradients each unit has."""
+    grown: list[int] = []
+
+    class Counted(gradient.Slab):
+        def __init__(self, nbytes: int, *, pin: bool) -> None:
+            grown.append(nbytes)
+            super().__init__(nbytes, pin=pin)
+
+    monkeypatch.setattr(gradient, "Slab", Counted)
+    monkeypatch.setattr(budget, "GRADIENT_FLATS", 1)
+    compare(tmp_path, Checkpointed, "ssd")
+    assert grown == []
+
+
+class ToldCopies(LateCopies):
+    """Counts the copies to the host that the compute stream has not waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.waiting: set[int] = set()
+        self.most = 0
+
+    def d2h(self, *args: Any, **kwargs: Any) -> Any:
+        mark = super().d2h(*args, **kwargs)
+        self.waiting.add(mark.number)
+        self.most = max(self.most, len(self.waiting))
+        return mark
+
+    def wait(self, mark: Any) -> None:
+        if mark is not None and mark.direction == "d2h":
+            self.waiting.discard(mark.number)
+        super().wait(mark)
+
+
+@pytest.mark.parametrize("nbytes", [1, 2**28])
+def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Two blocks have eight gradients. A limit below one gradient leaves one in flight, besides the one that begins."""
+    engines: list[ToldCopies] = []
+    left: list[int] = []
+
+    def make(device: torch.device) -> ToldCopies:
+        engines.append(ToldCopies(device))
+        return engines[-1]
+
+    class Watching(Toy):
+        def on_train_batch_end(self, *_: Any) -> None:
+            left.append(len(engines[0].waiting))
+
+    monkeypatch.setattr(build, "make_copy_engine", make)
+    monkeypatch.setattr(GradientOffloader, "MAX_IN_FLIGHT_BYTES", nbytes)
+    fit(tmp_path, Watching(), "host", strategy={"offload": "none"})
+    assert left == [0, 0, 0]
+    assert engines[0].most == (2 if nbytes == 1 else 8)
+
+
+def test_a_step_of_accumulated_gradients_leaves_none(tmp_path: Path) -> None:
+    """Else the next step, of one micro-batch, would be made of accumulated gradients, too."""
+    pending: list[bool] = []
+
+    class Watching(Toy):
+        def on_train_batch_end(self, *_: Any) -> None:
+            pending.append(self.trainer.strategy.model_states._gradients.pending)  # type: ignore[union-attr]
+
+    fit(tmp_path, Watching(), "host", accumulate_grad_batches=2)
+    assert pending == [True, False, False]
+
+
+def test_a_step_that_can_not_be_rolled_back_waits_for_the_norm(tmp_path: Path) -> None:
+    """A speculative one would be made twice, as all are clipped."""
+
+    def make() -> Toy:
+        return Toy(optimizer=torch.optim.RMSprop)
+
+    compare(tmp_path, make, "ssd", strategy={"clip": "speculative"}, gradient_clip_val=1e-3)
+
+
+def test_a_gradient_that_is_added_to_one_which_is_gone_is_an_error(tmp_path: Path) -> None:
+    """Steps during backward keep no gradients. `zero_grad` drops all when training starts, and is replaced later."""
+
+    class Replacing(Toy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.optimizer.zero_grad = lambda set_to_none=True: None
+
+    with pytest.raises(RuntimeError, match="which is gone. Call `optimizer.zero_grad"):
+        fit(tmp_path, Replacing(), "host")
+
+
+def test_a_graph_whose_weights_were_stepped_is_an_error(tmp_path: Path) -> None:
+    """As in plain Lightning, which has changed the saved weights in place."""
+
+    class Retained(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers()
+            loss = self.loss(batch[0])
+            self.manual_backward(loss, retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                self.manual_backward(loss)
+            self.seen.append(loss.item())
+            optimizer.zero_grad()
+
+    for states in (None, "host", "ssd"):
+        assert len(fit(tmp_path, Retained(), states).seen) == 3
+
+
+def test_a_state_dict_that_would_wait_for_the_end_of_its_own_backward_is_an_error(tmp_path: Path) -> None:
+    """The last block's step waits for the norm of all gradients, and backward for the hook that asks for its values."""
+
+    class Asking(Toy):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            if self.training and x.requires_grad and self.trainer.global_step == 1:
+                x.register_hook(lambda _: self.state_dict())
+            output: Tensor = self.blocks[1](x)
+            return output
+
+    with pytest.raises(RuntimeError, match=r"Set `overlap='none'`"):
+        fit(tmp_path, Asking(), "host", strategy={"clip": "deferred"}, gradient_clip_val=1.0)
