@@ -33,6 +33,7 @@ from lightning_ssd.model_states.parameter import (
     autocast_to,
     offloaded_in,
     ordinary,
+    saves_references,
 )
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.shared_memory import SharedMemory, check_shareable, same_stride
@@ -665,9 +666,7 @@ def _export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[s
 
 def _references_saved() -> contextlib.AbstractContextManager[object]:
     """Makes autograd save references to weights, unless hooks of the training do so already."""
-    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        return contextlib.nullcontext()
-    return saved_tensors_hooks(_pack, _unpack)
+    return contextlib.nullcontext() if saves_references() else saved_tensors_hooks(_pack, _unpack)
 
 
 def _pack(tensor: Tensor) -> "SavedWeight | tuple[Tensor, int]":

@@ -1,4 +1,11 @@
-"""Model states move between two steps: to other tiers, or to flat parameters of other parameter groups."""
+"""Moving model states between two steps: to other tiers, or to flat parameters of other parameter groups.
+
+Grouping, layouts, tiers, stores and the assembly are those of `build`. The filling of stores differs in its contract.
+Building allocates all stores first, so that missing memory is an error before the first step, and then fills them from
+parameters on the CPU or on meta, one unit at a time, without optimizer states. A move has to keep training possible: it
+allocates and fills one unit at a time, with its optimizer states, keeps the old values until the new ones are stored,
+and leaves the remaining units where they are when memory runs out.
+"""
 
 import contextlib
 import logging

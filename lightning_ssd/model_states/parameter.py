@@ -119,7 +119,7 @@ class OffloadedParameter(TrainedParameter):
                 (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and torch.is_grad_enabled()))
                 and _in_forward(args, kind)
                 and (not kwargs or _in_forward(kwargs.values(), kind))
-                and _saves_references()
+                and saves_references()
             ):
                 return func(*args, **(kwargs or {}))
             return access_of(args, kwargs).run(kind, func, args, kwargs or {})
@@ -237,7 +237,7 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
     return True
 
 
-def _saves_references() -> bool:
+def saves_references() -> bool:
     """Returns True unless autograd would save a weight without hooks, which save a reference in its place."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
