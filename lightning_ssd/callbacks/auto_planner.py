@@ -13,7 +13,7 @@ from lightning_ssd.activations import ActivationOffloader, OffloadAll, OffloadEx
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
-from lightning_ssd.callbacks.seen_batches import BatchShape
+from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.swap_planner import SwapPlanner, compiled_frames, obstacle_to_planning
 from lightning_ssd.sizes import format_bytes
@@ -28,6 +28,27 @@ PATIENCE = 2
 
 DISTRUSTED = 4
 """Micro-batches unlike the planned ones before the training is planned again. It doubles with each plan."""
+
+
+class LargestBatchPlanner(SwapPlanner):
+    """A `SwapPlanner` that waits for a large batch, as far as its budget allows, because larger ones have no plan.
+
+    Args:
+        gpu_memory: bytes of the device that the training may take in all.
+        batches: those of the training.
+    """
+
+    def __init__(self, gpu_memory: int, batches: SeenBatches) -> None:
+        super().__init__(gpu_memory=gpu_memory, warm_up=1)
+        self._batches = batches
+
+    @override
+    def may_record(self, batch: Any) -> bool:
+        return self._batches.is_large(BatchShape.of(batch))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        return None  # a training that ends before there is a plan needs none
 
 
 class AutoPlanner(pl.Callback):
@@ -63,6 +84,8 @@ class AutoPlanner(pl.Callback):
         self._guard: MemoryGuard | None = None
         """Compares micro-batches with measured ones; `None`: the callback does nothing."""
         self._parameters: tuple[Tensor, ...] = ()
+        self._batches = SeenBatches()
+        """Batches of the whole training."""
         self._shape: BatchShape | None = None
         """Shape of the present batch."""
         self._at_boundary = True
@@ -124,6 +147,8 @@ class AutoPlanner(pl.Callback):
             self._profiling_budget.begin_step()
             self._short = False
         self._shape = BatchShape.of(batch)
+        if self._shape is not None:
+            self._batches.add(self._shape)
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
         if self.planner is None:
             self._follow_limit(trainer, offloader, self._guard, trained)
@@ -226,7 +251,7 @@ class AutoPlanner(pl.Callback):
         self._log("plans which saved tensors are kept, offloaded and recomputed: not all of them have room")
         self._distrusted = 0
         self._patience = DISTRUSTED
-        planner = SwapPlanner(gpu_memory=int(guard.limit.meter.limit()), warm_up=1)
+        planner = LargestBatchPlanner(int(guard.limit.meter.limit()), self._batches)
         planner.on_train_start(trainer, pl_module)
         planner.continue_budget(self._profiling_budget)
         self.planner = planner

@@ -40,6 +40,9 @@ class SeenBatches:
     #: Shapes that are remembered, the newest.
     COUNT = 16
 
+    #: Share of the bytes of the largest batch from which on a batch is large.
+    LARGE = 0.95
+
     def __init__(self) -> None:
         self._largest: list[BatchShape] = []
         self.nbytes = 0
@@ -50,6 +53,10 @@ class SeenBatches:
         if not self.covers(shape):
             self._largest = [one for one in self._largest if not one.is_within(shape)][1 - self.COUNT :] + [shape]
             self.nbytes = max(self.nbytes, shape.nbytes)
+
+    def is_large(self, shape: BatchShape | None) -> bool:
+        """Returns whether a batch has almost as many bytes as the largest one, or an unknown number."""
+        return shape is None or shape.nbytes >= self.LARGE * self.nbytes
 
     def covers(self, shape: BatchShape | None) -> bool:
         """Returns whether a batch of that shape is, tensor by tensor, no larger than one that was added."""

@@ -50,6 +50,10 @@ class StepProfiling(pl.Callback):
         """Returns whether `steps` more steps may be profiled; if not, warm-up or timing ends early."""
         return True
 
+    def may_record(self, batch: Any) -> bool:
+        """Returns whether the micro-batch of `batch` may be recorded. If not, a later one is, if time allows."""
+        return True
+
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         """Called with the profile, at the end of the last timed step."""
 
@@ -109,7 +113,7 @@ class StepProfiling(pl.Callback):
         if at_boundary:
             self._profiling_budget.begin_step()
         assert self._profiler is not None
-        if self._phase == "waiting" and (self._step >= self._due or self._must_end_warm_up()):
+        if self._phase == "waiting" and at_boundary and (self._is_due(batch) or self._must_end_warm_up()):
             self._phase = "recording"
             self._profiler.begin_recording()
         elif self._phase == "recording":
@@ -187,12 +191,17 @@ class StepProfiling(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._end()
 
+    def _is_due(self, batch: Any) -> bool:
+        """Returns whether the warm-up has ended and `batch` may be recorded."""
+        return self._step >= self._due and self.may_record(batch)
+
     def _must_end_warm_up(self) -> bool:
         """Returns whether there is no time for the rest of the warm-up."""
-        rest = self._due - self._step
+        rest = max(0, self._due - self._step)
         if self.has_time(rest + 2 + self._steps):  # one step is recorded, one is checked
             return False
-        self._log_shortened(f"warm-up ends {rest} step{'s' if rest > 1 else ''} early")
+        if rest:
+            self._log_shortened(f"warm-up ends {rest} step{'s' if rest > 1 else ''} early")
         return True
 
     def _log_shortened(self, change: str) -> None:

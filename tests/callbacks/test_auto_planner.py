@@ -165,6 +165,14 @@ def test_larger_batches_do_not_follow_the_plan_and_are_planned_again(
     assert not all(see.planned[17:]) and see.planned[-1] and see.modes[-1] == "PlanMode"
 
 
+def test_a_large_batch_is_recorded_for_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See) -> None:
+    """Batches differ in size; smaller ones follow the plan for the largest, which comes some steps later."""
+    use(Meter(5e5, 450_000), monkeypatch)
+    fit(tmp_path, [2, 3, 2, 1, 2, 1, 3, *[2] * 4, *[1, 2, 3] * 6], [see])
+    assert see.modes.index("TraceMode") == 6
+    assert see.planned[-3:] == [True] * 3 and see.modes[-3:] == ["PlanMode"] * 3
+
+
 def test_all_is_kept_on_a_cpu(tmp_path: Path, see: See) -> None:
     fit(tmp_path, [2] * 3, [see])
     assert see.hooks == [False] * 3 and see.outcomes == ["keep"] * 3 and not see.stats.stored

@@ -1,0 +1,138 @@
+"""`offload="auto"` on a CUDA device: trains where plain Lightning can not, and leaves no hooks where all fits."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ssd.callbacks import AutoPlanner
+from tests.support.plans import quiet_trainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+ROWS, TOKENS, STEPS = 8, 1024, 32
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # CUBLAS_WORKSPACE_CONFIG=:4096:8 is set by conftest.py
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def uncapped() -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Llama(pl.LightningModule):
+    """A Llama of 8 layers that saves some GiB of a batch, and whose weights and states take less than half a GiB."""
+
+    def __init__(self, compiled: bool = False) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=512, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+                num_key_value_heads=2, max_position_embeddings=2 * TOKENS, use_cache=False,
+            )
+        )  # fmt: skip
+        if compiled:
+            for layer in self.model.model.layers:
+                layer.compile()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class See(pl.Callback):
+    """Outcomes and hooks of each micro-batch, and the most memory that was allocated."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self.hooks: list[bool] = []
+        self.recomputed = self.peak = 0
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        auto = next((one for one in trainer.callbacks if isinstance(one, AutoPlanner)), None)
+        if auto is not None:
+            self.outcomes.append(auto.outcome)
+            self.hooks.append(trainer.strategy.offloader.policy.hooks_enabled)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.peak = torch.cuda.max_memory_allocated()
+        offloader = getattr(trainer.strategy, "offloader", None)
+        self.recomputed = 0 if offloader is None else offloader.stats().recomputed
+
+
+def fit(root: Path, strategy: str, lengths: Sequence[int], compiled: bool = False) -> tuple[list[float], See]:
+    """Trains on batches of so many tokens a sample, and returns losses and what was seen."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    generator = torch.Generator().manual_seed(1)
+    data: Any = [torch.randint(0, 512, (ROWS, length), generator=generator) for length in lengths]
+    see, module = See(), Llama(compiled)
+    trainer = quiet_trainer(root, accelerator="gpu", strategy=strategy, callbacks=[see], max_epochs=1)
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    return [loss.item() for loss in module.losses], see
+
+
+def cap(nbytes: float) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.get_device_properties(0).total_memory)
+
+
+@pytest.mark.usefixtures("uncapped")
+def test_a_training_that_has_no_room_is_planned(tmp_path: Path) -> None:
+    expected, plain = fit(tmp_path, "auto", [TOKENS] * STEPS)
+    cap(0.65 * plain.peak)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, "auto", [TOKENS] * 2)
+    found, ours = fit(tmp_path, "ssd_offload", [TOKENS] * STEPS)
+    assert found == expected
+    assert ours.outcomes[-1] == "plan" and "plan" in ours.outcomes[:5]
+    assert ours.recomputed > 0
+
+
+@pytest.mark.usefixtures("uncapped")
+def test_larger_batches_run_under_a_plan(tmp_path: Path) -> None:
+    lengths = [TOKENS] * 20 + [TOKENS * 5 // 4, TOKENS, TOKENS // 2, TOKENS * 5 // 4] + [TOKENS * 5 // 4] * 16
+    expected, plain = fit(tmp_path, "auto", lengths)
+    cap(0.6 * plain.peak)
+    found, ours = fit(tmp_path, "ssd_offload", lengths)
+    assert found == expected and ours.outcomes[-1] == "plan"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_hook_stays_where_everything_fits(compiled: bool, tmp_path: Path) -> None:
+    lengths = [TOKENS // 2] * 5 + [TOKENS] * 2 + [TOKENS // 2] * 2
+    expected, plain = fit(tmp_path, "auto", lengths, compiled)
+    found, ours = fit(tmp_path, "ssd_offload", lengths, compiled)
+    assert found == expected
+    assert ours.outcomes[2:] == ["keep"] * 7
+    assert ours.hooks == [True, True, False, False, False, True, False, False, False]
+
+
+@pytest.mark.usefixtures("uncapped")
+def test_a_compiled_training_that_has_no_room_offloads(tmp_path: Path) -> None:
+    expected, plain = fit(tmp_path, "auto", [TOKENS] * 8, compiled=True)
+    cap(0.75 * plain.peak)
+    found, ours = fit(tmp_path, "ssd_offload", [TOKENS] * 8, compiled=True)
+    assert found == expected and ours.outcomes[-1] == "offload" and all(ours.hooks)
