@@ -115,7 +115,7 @@ def test_arguments_that_contradict_each_other(recover: bool, states: Any) -> Non
         SSDOffloadStrategy(recover=recover, states=states)
 
 
-def test_percentages_are_of_what_is_free(tmp_path: Path) -> None:
+def test_percentages_are_shares_of_the_free_memory(tmp_path: Path) -> None:
     config = OffloadConfig(tmp_path, host_memory="10%", ssd_capacity="1%", staging_memory="1GiB")
     one, two = config.resolve(tmp_path), config.resolve(tmp_path, processes=2)
     assert isinstance(one.host_memory, int) and isinstance(one.ssd_capacity, int) and one.staging_memory == "1GiB"

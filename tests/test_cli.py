@@ -245,7 +245,7 @@ class TestLightning:
         assert _lightning(argv, monkeypatch) == 0
         assert capsys.readouterr().out == f"sdk: {argv}\n"
 
-    def test_says_what_to_install_where_there_is_no_sdk(
+    def test_names_the_package_to_install_without_the_sdk(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert _lightning(["run", "job"], monkeypatch) == 2
@@ -258,7 +258,9 @@ class TestPlan:
     RECIPE = str(ROOT / "recipes/gpt.yaml")
     LARGE = str(ROOT / "configs/models/gpt-6.7b.yaml")
 
-    def test_says_what_a_recipe_would_take(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_plan_predicts_the_memory_and_time_of_a_recipe(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         argv = ["plan", self.RECIPE, "-c", self.LARGE, "--machine", self.MACHINE, "--save", "plan.yaml", "--price", "3"]
         assert cli.main([*argv, "--tbw", "600", "--replay", "--trainer.accumulate_grad_batches", "4"]) == 0
         printed = capsys.readouterr().out

@@ -166,7 +166,7 @@ def test_refuses_shapes(hint: str) -> None:
         dry_run.parse_batch([hint])
 
 
-def test_building_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_building_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -104,7 +104,7 @@ class TestBeforeTheFirstStep:
             with pytest.raises(ValueError, match=r"`path=\[\]` names no directory"):
                 build(path=[])
 
-    def test_a_path_on_a_filesystem_that_takes_no_directory(self, tmp_path: Path) -> None:
+    def test_a_path_on_a_filesystem_that_refuses_directories(self, tmp_path: Path) -> None:
         """Which holds for root too."""
         self._refused(tmp_path, StorageError, r"`path`.*/sys/kernel: \[E(PERM|ROFS|ACCES)\].*path", path="/sys/kernel")
 
@@ -129,7 +129,7 @@ class TestBeforeTheFirstStep:
         self._refused(tmp_path, StorageError, "kvikio.*posix", backend="kvikio")
 
 
-def test_the_capacity_is_taken_before_the_first_step(tmp_path: Path) -> None:
+def test_the_capacity_is_allocated_before_the_first_step(tmp_path: Path) -> None:
     """All of it, whole pages: 100 MB is no multiple of 4096."""
     taken: list[int] = []
 
@@ -177,7 +177,7 @@ class TestBudgets:
         model, _ = self._train(tmp_path, strategy)
         assert model.losses == self._train(tmp_path, "auto")[0].losses
 
-    def test_what_is_too_large_for_the_host_goes_to_the_ssd(self, tmp_path: Path) -> None:
+    def test_tensors_too_large_for_the_host_are_offloaded_to_ssds(self, tmp_path: Path) -> None:
         strategy = offloading(host_memory="64MiB", ssd_capacity=None, min_bytes=4096, staging_memory="128MiB")
         model, watch = self._train(tmp_path, strategy)
         assert model.losses == self._train(tmp_path, "auto")[0].losses
@@ -254,7 +254,7 @@ def test_a_fault_in_the_middle_of_a_run_ends_it_before_a_wrong_number_is_used(
     assert_same(_plain(tmp_path), model)
 
 
-def test_a_failed_write_is_reported_even_if_nobody_wants_the_bytes_back(tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_even_if_the_bytes_are_never_loaded(tmp_path: Path) -> None:
     """Backward is never run over what was lost; the next batch's first store tells."""
     backend = FaultyBackend()
 
@@ -390,7 +390,7 @@ def _held_run(root: Path, *, forward: bool = True) -> "Iterator[subprocess.Popen
     ("number", "forward"),
     [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGINT, False)],
 )
-def test_a_run_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: signal.Signals, forward: bool) -> None:
+def test_a_terminated_run_leaves_no_files(tmp_path: Path, number: signal.Signals, forward: bool) -> None:
     with _held_run(tmp_path, forward=forward) as process:
         assert len(scratch_directories(tmp_path)) == 1
         process.send_signal(number)
@@ -401,7 +401,7 @@ def test_a_run_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: signal
     assert scratch_directories(tmp_path) == []
 
 
-def test_the_next_run_removes_what_a_killed_one_left_and_never_a_live_ones(tmp_path: Path) -> None:
+def test_the_next_run_removes_files_of_killed_runs_and_none_of_live_ones(tmp_path: Path) -> None:
     plain, beside, after = _plain(tmp_path), small_model(), small_model()
     with _held_run(tmp_path) as process:
         alive = scratch_directories(tmp_path)

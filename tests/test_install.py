@@ -69,14 +69,14 @@ assert not {other!r} in sys.modules
     ("tree", "other"),
     [("lightning.pytorch", "pytorch_lightning"), ("pytorch_lightning", "lightning.pytorch")],
 )
-def test_trainer_takes_the_strategies_by_name_without_an_import(
+def test_trainer_finds_the_strategies_by_name_without_an_import(
     run: Callable[[str], str], tree: str, other: str
 ) -> None:
     run(TRAINERS_BY_NAME.format(tree=tree, other=other))
 
 
 @wheel_only
-def test_import_is_the_way_without_the_automatic_registration(
+def test_importing_registers_without_the_automatic_registration(
     run: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -106,7 +106,7 @@ def test_import_torch_outlives_a_hook_that_cannot_be_set(run: Callable[[str], st
 
 
 @wheel_only
-def test_broken_strategy_breaks_only_those_who_ask_for_it(run: Callable[[str], str]) -> None:
+def test_a_broken_strategy_affects_only_trainers_that_use_it(run: Callable[[str], str]) -> None:
     run("""
 import sys
 sys.modules["lightning_ssd.strategy"] = None  # what makes `import` fail

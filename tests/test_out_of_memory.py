@@ -85,7 +85,7 @@ def test_the_error_names_bytes_and_arguments(where: str, tmp_path: Path) -> None
     assert ("`offload=1.0`" in note) == (where != "step")
 
 
-def test_remedies_are_those_that_the_training_has_not_taken(tmp_path: Path) -> None:
+def test_remedies_are_those_that_the_training_does_not_use(tmp_path: Path) -> None:
     """It has a planner, and states in host memory, which nothing looks at to write the note."""
     strategy = SSDOffloadStrategy(tmp_path, states="host", min_bytes=1, gpu_memory="1B", host_memory="64MiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -99,7 +99,7 @@ def test_remedies_are_those_that_the_training_has_not_taken(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("states", ["gpu", "host"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_lightnings_batch_size_finder_goes_on_below_the_batch_that_ran_out(
+def test_lightnings_batch_size_finder_continues_below_the_batch_that_ran_out_of_memory(
     states: Any, where: str, tmp_path: Path
 ) -> None:
     strategy = SSDOffloadStrategy(

@@ -206,7 +206,7 @@ def test_one_device_is_a_world_of_one_whatever_a_cluster_says(
 
 
 class TestRunning:
-    def test_fit_after_fit_goes_on_as_plain_lightning_does(self, tmp_path: Path) -> None:
+    def test_fit_after_fit_continues_like_plain_lightning(self, tmp_path: Path) -> None:
         models = []
         for strategy in ("auto", offloading()):
             model, trainer = small_model(), make_trainer(tmp_path, strategy)
@@ -591,7 +591,7 @@ def test_after_an_exception_nothing_is_left_and_the_module_trains_again(tmp_path
 
 class TestCheckpoints:
     @pytest.mark.parametrize("offload_first", [True, False])
-    def test_a_run_goes_on_in_the_middle_of_an_epoch_under_the_other_strategy(
+    def test_a_run_resumes_in_the_middle_of_an_epoch_under_the_other_strategy(
         self, tmp_path: Path, offload_first: bool
     ) -> None:
         """Written by one and resumed by the other: losses and weights are those of one plain run."""
@@ -703,7 +703,7 @@ class TestCallbacksItAdds:
         assert callbacks.ours() == [[1, 1, 1]]
         assert mine in callbacks.runs[0]
 
-    def test_each_run_has_them_once_and_the_user_s_are_left(self, tmp_path: Path) -> None:
+    def test_each_run_adds_default_callbacks_once_and_keeps_the_user_s(self, tmp_path: Path) -> None:
         class Configured(SmallModel):
             def configure_callbacks(self) -> list[pl.Callback]:
                 return [added]
@@ -720,7 +720,7 @@ class TestCallbacksItAdds:
         assert trainer.callbacks == given
 
     @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end", "on_train_end", "on_fit_end", "teardown"])
-    def test_none_is_left_when_a_hook_fails(self, tmp_path: Path, hook: str) -> None:
+    def test_no_default_callback_is_left_when_a_hook_fails(self, tmp_path: Path, hook: str) -> None:
         trainer = make_trainer(tmp_path, offloading(), callbacks=[_Callbacks(hook)], enable_progress_bar=True)
         given, bar = list(trainer.callbacks), trainer.progress_bar_callback
         with pytest.raises(RuntimeError, match="failed here"):

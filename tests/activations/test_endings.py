@@ -109,7 +109,7 @@ class GatedDeviceBackend(PosixBackend):
         return GatedDeviceFile(super().open(path), self.gate)
 
 
-def test_what_the_direct_path_still_stores_is_handed_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_the_direct_path_still_stores_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storages that are wanted, or die, before they have left: queued writes are cancelled, and nothing fails."""
     backend = GatedDeviceBackend()
     with open_cache(tmp_path, backend=backend) as cache:

@@ -15,7 +15,7 @@ COUNT = 50
 
 
 @pytest.mark.parametrize("saved", ["weights", "activations"])
-def test_a_kept_tensor_takes_few_python_calls(tmp_path: Path, saved: str) -> None:
+def test_a_kept_tensor_costs_few_python_calls(tmp_path: Path, saved: str) -> None:
     """As many as now, and two: the hooks of `torch.compiler.disable` alone had taken six."""
     layer = nn.Linear(8, 8)
     mark_weights(layer)

@@ -51,7 +51,7 @@ def interrupted(attribute: str, views: list[SavedHandle]) -> type[SavedStorage]:
 
 @pytest.mark.parametrize("attribute", ["times_back", "unseen", "state", "data", "load"])
 @pytest.mark.parametrize("shown_before", [False, True])
-def test_a_view_that_dies_while_bytes_come_back(attribute: str, shown_before: bool) -> None:
+def test_a_view_that_is_freed_while_bytes_are_restored(attribute: str, shown_before: bool) -> None:
     saved = torch.arange(4.0)
     data = torch.empty(0, dtype=torch.uint8).set_(saved.untyped_storage())
     views: list[SavedHandle] = []

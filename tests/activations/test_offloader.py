@@ -67,7 +67,7 @@ def test_gradients_are_plain_autograds(cache: ActivationOffloader, forward: Forw
 
 
 @pytest.mark.parametrize("tier", ["ssd", "host"])
-def test_empty_storages_stay(tmp_path: Path, tier: str) -> None:
+def test_empty_storages_are_kept(tmp_path: Path, tier: str) -> None:
     """`min_bytes=0` asks for everything; there is nothing to move of a storage without bytes."""
     with open_cache(tmp_path, min_bytes=0, tier=tier, host_memory="64MiB") as cache:
         cache.begin_micro_batch()
@@ -80,7 +80,7 @@ def test_empty_storages_stay(tmp_path: Path, tier: str) -> None:
         assert cache.stats().saved == 0
 
 
-def test_memory_that_is_not_torchs_stays(cache: ActivationOffloader) -> None:
+def test_memory_that_is_not_torchs_is_kept(cache: ActivationOffloader) -> None:
     """NumPy may write to its memory at any time, and backward sees it, as in plain autograd."""
     weight = torch.ones(64, 64, requires_grad=True)
     array = randn(64, 64).numpy()
@@ -181,7 +181,7 @@ def _product_chain(*leaves: Tensor) -> Tensor:
     return value.sum()
 
 
-def test_storages_that_stay_again_have_no_record(tmp_path: Path) -> None:
+def test_storages_that_are_kept_again_have_no_record(tmp_path: Path) -> None:
     """A repeated micro-batch stores what the first one did, and makes records of those storages alone."""
     leaves = [randn(64, 64, seed=seed) for seed in range(40)]
     with open_cache(tmp_path, offload=0.1) as cache:
@@ -400,7 +400,7 @@ def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> N
             gc.enable()
 
 
-def test_device_memory_is_let_go(cache: ActivationOffloader) -> None:
+def test_device_memory_is_freed(cache: ActivationOffloader) -> None:
     """Stored bytes are not on the device between forward and backward, nor after the last view was handed out."""
     x = randn(64, 64).requires_grad_()
     cache.begin_micro_batch()
@@ -530,7 +530,7 @@ def _autocast_cast(weight: Tensor, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [_parameter, _tied, _autocast_cast])
-def test_weights_never_leave(tmp_path: Path, forward: Forward) -> None:
+def test_weights_are_never_offloaded_as_activations(tmp_path: Path, forward: Forward) -> None:
     """A parameter, its views and transposes, tied uses and autocast's casts stay, also if nobody has marked them."""
     with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
         weight = nn.Parameter(randn(64, 64))
@@ -538,7 +538,7 @@ def test_weights_never_leave(tmp_path: Path, forward: Forward) -> None:
         assert cache.stats().saved == 0
 
 
-def test_marked_weights_never_leave(tmp_path: Path) -> None:
+def test_marked_weights_are_never_offloaded(tmp_path: Path) -> None:
     """Frozen parameters and buffers, too, are on the device anyway."""
     with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
         module = nn.Linear(64, 64).requires_grad_(False)
@@ -568,7 +568,7 @@ def _chain(length: int) -> Forward:
     return forward
 
 
-def test_what_backward_wants_first_stays(cache: ActivationOffloader) -> None:
+def test_the_storage_that_backward_needs_first_is_kept(cache: ActivationOffloader) -> None:
     """From the second micro-batch on, what backward wants first stays, and what begins in the window after it."""
     storage = 32 * 32 * 4
     change_policy(cache, window_bytes=2 * storage)
@@ -577,7 +577,7 @@ def test_what_backward_wants_first_stays(cache: ActivationOffloader) -> None:
     assert cache.last_pattern is not None and cache.last_pattern.order == (5, 4, 3, 2, 1, 0)
 
 
-def test_what_stays_follows_the_order_and_not_the_position(cache: ActivationOffloader) -> None:
+def test_kept_storages_follow_the_order_and_not_the_position(cache: ActivationOffloader) -> None:
     """Where backward begins with the first loss, it is the first storage that stays."""
     records: list[SavedStorage] = []
     change_policy(cache, on_saved=lambda _, record: records.append(record))
@@ -951,7 +951,7 @@ def test_full_host_memory(tmp_path: Path) -> None:
         assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 5 * 4 * KIB
 
 
-def test_failed_start_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_start_leaves_no_files(tmp_path: Path) -> None:
     """A cache that can't be made leaves no file: here the drive fails in the first write."""
     backend = FaultyBackend()
     backend.error["write"] = OSError(errno.EIO, "injected")
@@ -982,7 +982,7 @@ def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> No
             assert host.bytes_in > fetched
 
 
-def test_what_stays_stays_where_memory_gets_short(tmp_path: Path) -> None:
+def test_kept_storages_are_kept_when_memory_gets_short(tmp_path: Path) -> None:
     """A storage that is saved again when others leave is on the device anyway."""
     value = torch.randn(4096, requires_grad=True)
     with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
@@ -1000,7 +1000,7 @@ def test_what_stays_stays_where_memory_gets_short(tmp_path: Path) -> None:
         cache.end_backward()
 
 
-def test_each_micro_batch_records_what_it_saves(cache: ActivationOffloader) -> None:
+def test_each_micro_batch_records_its_saved_storages(cache: ActivationOffloader) -> None:
     """A storage that two micro-batches save, both alive, counts in the order of both."""
     x, weight = randn(8, 8), randn(8, 8).requires_grad_()
     losses = []
@@ -1011,7 +1011,7 @@ def test_each_micro_batch_records_what_it_saves(cache: ActivationOffloader) -> N
     assert cache.stats().saved == 2 * x.nbytes
 
 
-def test_a_storage_object_can_change_what_was_saved(cache: ActivationOffloader) -> None:
+def test_a_storage_object_can_change_saved_bytes(cache: ActivationOffloader) -> None:
     """User code that holds nothing but the storage still reaches its bytes."""
     x, weight = randn(8, 8), torch.ones(8, 8, requires_grad=True)
     cache.begin_micro_batch()

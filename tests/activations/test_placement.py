@@ -61,7 +61,7 @@ def test_all_and_nothing_are_exact(sizes: list[int]) -> None:
     assert not any(place_all(KeepAll(), sizes))
 
 
-def test_what_is_beyond_the_memory_goes_out() -> None:
+def test_storages_beyond_the_memory_are_offloaded() -> None:
     """It asks first, and after every so many bytes; what comes after "yes" goes out, until the micro-batch ends."""
     half = OffloadOnPressure.ASKED_EVERY // 2
     answers = iter((False, False, True, False))
@@ -112,7 +112,7 @@ def test_auto_tries_everything_until_it_has_measured() -> None:
 
 
 @given(st.floats(1.0, 2000.0), SIZES)
-def test_auto_takes_what_the_bandwidth_carries(bandwidth: float, sizes: list[int]) -> None:
+def test_auto_offloads_the_bytes_that_the_bandwidth_transfers(bandwidth: float, sizes: list[int]) -> None:
     """After the measurement, as many bytes go out as the tier carries in the forward, evenly spread."""
     saved = sum(sizes)
     auto = measured({"ssd": TierSpeed(bandwidth, bandwidth)}, saved)

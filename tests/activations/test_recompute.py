@@ -110,7 +110,7 @@ def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
         assert torch.equal(one, other)
 
 
-def test_what_is_changed_in_place_is_not_made_again(cache: ActivationOffloader) -> None:
+def test_tensors_that_are_changed_in_place_are_not_recomputed(cache: ActivationOffloader) -> None:
     """Neither itself, nor what is read from it."""
     x = torch.randn(100, requires_grad=True)
     directed = Directed(cache)
@@ -125,7 +125,7 @@ def test_what_is_changed_in_place_is_not_made_again(cache: ActivationOffloader) 
     assert found == {"mul": False, "add": False, "sin": False, "cos": True}
 
 
-def test_each_is_made_once_and_let_go(cache: ActivationOffloader) -> None:
+def test_each_value_is_recomputed_once_and_released(cache: ActivationOffloader) -> None:
     """A chain of which every member is saved runs again once, and leaves no memory behind."""
     x = torch.randn(1000, requires_grad=True)
     ran: list[str] = []
@@ -171,7 +171,7 @@ class Blocks(nn.Module):
         return self.blocks[0](x)  # once more, as where weights are tied
 
 
-def test_a_graph_tells_what_belongs_to_what(cache: ActivationOffloader) -> None:
+def test_a_graph_assigns_operations_to_segments_and_unit_calls(cache: ActivationOffloader) -> None:
     module = Blocks()
     x = torch.randn(8, 16)
     directed = Directed(cache, list(module.blocks))
@@ -207,7 +207,7 @@ def test_retained_graphs(cache: ActivationOffloader) -> None:
     directed.end_direct()
 
 
-def test_backward_fetches_ahead_while_it_is_at_what_stays(cache: ActivationOffloader) -> None:
+def test_backward_prefetches_while_it_uses_kept_storages(cache: ActivationOffloader) -> None:
     """What has left is on its way when backward begins, though it begins with what was kept."""
     value = torch.randn(1024, requires_grad=True)
 
@@ -236,7 +236,7 @@ def test_backward_fetches_ahead_while_it_is_at_what_stays(cache: ActivationOfflo
     directed.end_direct()
 
 
-def test_a_forward_that_changes_what_the_recorded_one_did_not(cache: ActivationOffloader) -> None:
+def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(cache: ActivationOffloader) -> None:
     """A change through an alias with a version counter of its own shows in backward, as in plain autograd."""
 
     def forward(x: Tensor, changes: bool) -> Tensor:
@@ -257,7 +257,7 @@ def test_a_forward_that_changes_what_the_recorded_one_did_not(cache: ActivationO
         assert torch.equal(actual, expected)
 
 
-def test_data_that_is_assigned_after_an_operation_is_not_what_it_read(cache: ActivationOffloader) -> None:
+def test_recomputation_ignores_data_that_is_assigned_after_the_operation(cache: ActivationOffloader) -> None:
     """The operation is recomputed from its argument as it was."""
     alive = []
 

@@ -27,7 +27,7 @@ def limited(memory: Allocator) -> SSDTrainAuto:
     st.integers(0, 30),
     st.lists(st.sampled_from(["", "validation", "reset", "forward"]), max_size=12),
 )
-def test_never_takes_more_than_the_limit_where_offloading_all_fits(
+def test_never_exceeds_the_limit_if_offloading_everything_fits(
     training: Training, room: float, speed: int, events: list[str]
 ) -> None:
     """From the second micro-batch on: in the first one nobody knows what backward allocates."""
@@ -72,7 +72,7 @@ def test_a_larger_batch_keeps_no_more() -> None:
     assert sum(not auto.place(100) for _ in range(30)) == 5
 
 
-def test_a_peak_beyond_the_limit_lowers_what_stays() -> None:
+def test_a_peak_beyond_the_limit_lowers_the_kept_bytes() -> None:
     """Transient tensors grow and exceed the limit; after two micro-batches fewer storages stay."""
     training = Training(500, [100] * 10, [100] * 10, [0] * 10, 1)
     memory = Allocator()
@@ -109,7 +109,7 @@ class _FirstOnly(Placement):
 
 
 @pytest.mark.parametrize("scarce", [False, True])
-def test_storages_leave_at_once_where_memory_is_scarce(tmp_path: Path, scarce: bool) -> None:
+def test_storages_are_evicted_at_once_if_memory_is_scarce(tmp_path: Path, scarce: bool) -> None:
     """The forward holds its first storage while that is saved: the next saved one has it offloaded, or a later one."""
     with open_cache(tmp_path) as offloader:
         placement = _FirstOnly(scarce)
@@ -133,7 +133,7 @@ def test_storages_leave_at_once_where_memory_is_scarce(tmp_path: Path, scarce: b
 
 
 @pytest.mark.parametrize("event", ["validation", "reset", "forward"])
-def test_other_peaks_do_not_change_what_stays(event: str) -> None:
+def test_other_peaks_do_not_change_the_kept_bytes(event: str) -> None:
     training = Training(500, [100] * 10, [100] * 10, [0] * 10, 1, beyond=50)
     memory = Allocator()
     least = max(training.run(None, Allocator(), 8))

@@ -146,7 +146,7 @@ def test_a_changed_wrapper_fails_where_pytorch_fails(
             loss.backward()
 
 
-def test_sharded_weights_stay(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
+def test_sharded_weights_are_kept(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
     weight = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]))
     cache.begin_micro_batch()
     with cache.hooks():
@@ -172,7 +172,7 @@ def test_a_subclass_of_two_tensors(cache: ActivationOffloader) -> None:
     assert torch.equal(grads[0].a, grads[1].a) and torch.equal(grads[0].b, grads[1].b)
 
 
-def test_jagged_tensors_stay(cache: ActivationOffloader) -> None:
+def test_jagged_tensors_are_kept(cache: ActivationOffloader) -> None:
     """Their sizes are tied to their offsets, which must be the same object in backward."""
     grads = []
     for hooks in (nullcontext, cache.hooks):

@@ -163,7 +163,7 @@ def train_by_default(training: Training, memory: Allocator, micros: list[Micro],
 
 @settings(max_examples=100, deadline=None)
 @given(TRAININGS, st.floats(1.0, 1.6), st.lists(st.sampled_from(EVENTS), max_size=18), st.booleans())
-def test_never_takes_more_than_the_limit_where_offloading_all_fits(
+def test_never_exceeds_the_limit_if_offloading_everything_fits(
     training: Training, room: float, events: list[str], plannable: bool
 ) -> None:
     """From the second micro-batch on: in the first one nobody knows what backward allocates."""

@@ -32,7 +32,7 @@ class Saved(pl.Callback):
 
 @pytest.mark.parametrize("states", ["gpu", "host"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_profile_is_what_the_model_does(tmp_path: Path, states: Any, accumulate: int) -> None:
+def test_a_profile_has_the_models_bytes_and_flops(tmp_path: Path, states: Any, accumulate: int) -> None:
     strategy = SSDOffloadStrategy(states=states, min_bytes=1, offload=0.5, gpu_memory="1B")
     saved = Saved()
     callbacks = [ModelProfiler(tmp_path / "profile.json", warm_up=2, steps=2), saved]
@@ -73,7 +73,7 @@ def test_a_plan_is_made_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "blocks.0 .. blocks.3" in printed and "It fits." in printed
 
 
-def test_what_it_needs_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_settings_and_short_trainings_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="`warm_up=0`"):
         ModelProfiler(tmp_path / "profile.json", warm_up=0)
     with pytest.raises(ValueError, match="ModelProfiler needs `strategy='ssd_offload'`"):
@@ -97,7 +97,9 @@ class Interrupting(Model):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_counts_is_gone_afterwards(tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_hooks_or_modes_are_left_after_profiling(
+    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Interrupting, "fails", fails)
     strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
     model = Interrupting()

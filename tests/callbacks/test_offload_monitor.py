@@ -91,7 +91,7 @@ def test_every_documented_key_is_logged_and_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["ssd", "host"])
-def test_values_agree_with_what_the_tiers_moved(tmp_path: Path, tier: str) -> None:
+def test_values_agree_with_the_bytes_of_the_tiers(tmp_path: Path, tier: str) -> None:
     logger = MemoryLogger()
     _, watch = _train(tmp_path, logger, strategy=offloading(tier=tier), log_every_n_steps=2)
     assert watch.moved > 0
@@ -181,7 +181,7 @@ def test_the_progress_bar_shows_two_metrics_where_something_moves(tmp_path: Path
     assert all("out_gb" not in metrics for metrics in hidden)
 
 
-def test_the_trainers_metrics_and_loggers_get_what_they_get_from_plain_lightning(tmp_path: Path) -> None:
+def test_the_trainers_metrics_and_loggers_get_the_same_as_from_plain_lightning(tmp_path: Path) -> None:
     """And a monitor of the user's own logs to the loggers only."""
 
     def metrics(strategy: Any, *callbacks: pl.Callback) -> Any:
@@ -232,7 +232,7 @@ def test_endurance_is_a_number_of_bytes() -> None:
         OffloadMonitor(endurance="long")
 
 
-def test_what_drives_say_is_logged_once_in_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drives_wear_is_logged_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smart, "device_of", lambda path: "/dev/nvme7n1")
     said = {"nvme_smart_health_information_log": {"data_units_written": 3, "percentage_used": 12}}
     answer(tmp_path, monkeypatch, json.dumps(said))

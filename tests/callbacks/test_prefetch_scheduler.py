@@ -67,7 +67,7 @@ def test_a_fixed_window_and_depth_hold_from_the_first_batch_on(tmp_path: Path) -
     assert recorder.depths == [2] * 6
 
 
-def test_what_backward_begins_with_and_the_window_after_it_never_leave(tmp_path: Path) -> None:
+def test_storages_that_backward_needs_first_are_never_offloaded(tmp_path: Path) -> None:
     """In the first batch, whose order is not known, everything does but the input, which the training holds."""
     for window, kept in ((0, MIN_BYTES), (2 * MIN_BYTES, 3 * MIN_BYTES), ("1GiB", 6 * MIN_BYTES)):
         out = _record(tmp_path, PrefetchScheduler(window_bytes=window)).bytes_out

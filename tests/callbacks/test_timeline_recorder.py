@@ -65,7 +65,7 @@ def steps_of(trace: Path) -> list[str]:
         ({"states": "ssd", "offload": 1.0}, COPIED | {"SSD read", "SSD write"}),
     ],
 )
-def test_shows_what_resources_do_and_changes_nothing(
+def test_records_every_resource_and_does_not_change_results(
     tmp_path: Path, arguments: dict[str, Any] | None, busy: set[str]
 ) -> None:
     def strategy() -> Any:
@@ -144,7 +144,7 @@ class Annotated(pl.Callback):
         }
 
 
-def test_annotations_come_from_the_threads_that_do_the_work(tmp_path: Path) -> None:
+def test_annotations_are_on_the_threads_that_do_the_work(tmp_path: Path) -> None:
     annotated = Annotated()
     strategy = SSDOffloadStrategy(states="ssd", offload=1.0, min_bytes=1, gpu_memory="1B")
     train(tmp_path, strategy, Model(), callbacks=[annotated], max_steps=7)
@@ -221,7 +221,7 @@ def test_a_training_that_fails_within_the_steps_is_shown_that_far(tmp_path: Path
     assert steps_of(tmp_path / "timeline.json") == ["step 2"]
 
 
-def test_says_that_the_step_never_came(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_tells_that_training_ended_before_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorded = Recorded()
     train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(step=1000), recorded], max_steps=3)
     assert "training ended before step 1000" in caplog.text
@@ -248,7 +248,7 @@ def test_a_disk_that_is_full_by_then_fails_no_training(
     assert "could not be written" in caplog.text and "No space left" in caplog.text
 
 
-def test_another_profiler_goes_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profiler_that_records_already_has_priority(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(1)], max_steps=3)
     assert "another torch profiler records" in caplog.text

@@ -16,7 +16,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_case_comes_out_as_its_table_says(case: Case) -> None:
+def test_a_case_has_the_result_in_its_table(case: Case) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # quicker for tensors as small as these
     try:

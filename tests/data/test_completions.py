@@ -203,7 +203,7 @@ def test_sequences_longer_than_the_models_positions_are_refused(tmp_path: Path, 
         train(tmp_path, CausalLM(folder), data=data)
 
 
-def test_the_models_tokenizer_is_taken(tmp_path: Path, folder: Path) -> None:
+def test_the_models_tokenizer_is_used(tmp_path: Path, folder: Path) -> None:
     path = written(tmp_path / "a.jsonl", *(chat("Hi.", "Hello!") for _ in range(3)))
     data = CompletionDataModule(path, block_size=32, packing=False, batch_size=1)
     train(tmp_path, CausalLM(folder, warmup_steps=1), data=data, max_steps=1)

@@ -58,7 +58,7 @@ def test_folder_takes_what_matches_once_each_in_one_order(tmp_path: Path) -> Non
     assert text_of(small(tmp_path, block_size=1, pattern="*.md")) == b"<no.md>\0"
 
 
-def test_json_lines_take_the_field(tmp_path: Path) -> None:
+def test_json_lines_are_read_by_field(tmp_path: Path) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text("\n".join(json.dumps({"body": text}) for text in ("one", "zwölf")) + "\n\n")
     assert text_of(small(file, block_size=1, field="body")) == "one\0zwölf\0".encode()

@@ -33,7 +33,7 @@ def test_every_end_of_either_future_is_passed_on(make: Any, outer: str, inner: s
     assert type(error) is expected if expected else error is None and hows == {"result"}
 
 
-def test_what_makes_the_second_future_may_fail() -> None:
+def test_the_function_that_makes_the_second_future_may_fail() -> None:
     def fail(_: None) -> "Future[None]":
         raise ValueError("no")
 

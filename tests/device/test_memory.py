@@ -73,7 +73,7 @@ def test_every_automatic_budget_follows_the_fraction(gpu: Any) -> None:
     assert budgets() == pytest.approx([value * 24 / 78 for value in whole], rel=1e-6)
 
 
-def test_the_allocators_state_is_what_torch_reports(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocators_state_equals_torchs_report(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`CUDAMemory` reads the statistics that `memory_allocated` and `max_memory_allocated` flatten."""
     pools = {pool: {"current": 3 * n, "peak": 7 * n} for n, pool in enumerate(("all", "small_pool", "large_pool"), 1)}
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)

@@ -37,7 +37,7 @@ def test_the_most_urgent_job_that_is_ready_runs_first() -> None:
     assert ran == ["a", "b", "c", "needed something"]
 
 
-def test_an_error_of_what_a_job_needs_is_the_jobs() -> None:
+def test_a_job_fails_with_the_error_of_a_future_that_it_depends_on() -> None:
     worker, needed = Worker("test"), Future[Any]()
     job = worker.submit(lambda: None, [needed])
     needed.cancel()

@@ -61,7 +61,7 @@ def test_numbers_are_those_of_plain_lightning(model: Any, precision: str, accumu
         assert moved.stored > 0
 
 
-def test_what_is_ahead_of_the_device_does_not_hold_the_host_up() -> None:
+def test_work_ahead_of_the_device_does_not_block_the_host() -> None:
     """Marks of the compute stream, points in time, and copies; and some that a thread waits for."""
     copies, clock = make_copy_engine(torch.device("cuda")), make_clock(torch.device("cuda"))
     source = torch.ones(2**22, dtype=torch.uint8, device="cuda")
@@ -155,7 +155,7 @@ def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path)
     assert offloaded - gradients < 10 * one, (kept / one, offloaded / one)
 
 
-def test_memory_that_a_dead_graph_held_comes_back(tmp_path: Path) -> None:
+def test_memory_of_a_freed_graph_is_freed(tmp_path: Path) -> None:
     """Graphs that never run backward, and prefetched tensors that nobody wants, leave nothing behind."""
     model = _chain(512, 8)
     cache = make_offloader(

@@ -80,7 +80,7 @@ def test_numbers_do_not_move_with_the_timing(
 
 @pytest.mark.parametrize("gpu_memory", ["150kB", "400kB"])
 @pytest.mark.parametrize("limit", [None, 1.0])
-def test_masters_that_stay_are_stepped_on_the_device(gpu_memory: str, limit: float | None) -> None:
+def test_resident_masters_are_stepped_on_the_device(gpu_memory: str, limit: float | None) -> None:
     """bf16-true, some units on the device with their masters: what all have whose masters are on the host."""
     how: dict[str, Any] = {"device": "cuda", "precision": "bf16-true", "model": exact(TinyGPT), "recorded": False}
     how |= {"accumulate": 2, "clip": limit}
@@ -114,7 +114,7 @@ def test_states_that_move_amid_a_training(
         assert mover.moves > 4
 
 
-def test_a_training_that_failed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `recover=True`, as one that did not, with dropout on the device and delays in every copy."""
     how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": None}
     expected = fit(recovering(tmp_path), **how)

@@ -41,7 +41,7 @@ def deterministic() -> Iterator[None]:
         (SharedStorages, "bf16-mixed", 1, "none"),
     ],
 )
-def test_numbers_stay_under_any_plan_and_timing(
+def test_results_do_not_change_under_any_plan_and_timing(
     model: Any, precision: str, accumulate: int, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how: dict[str, Any] = {
@@ -85,7 +85,7 @@ class Validated(TinyGPT):
         torch.ones(2**29, dtype=torch.uint8, device=self.device).sum()
 
 
-def test_what_validations_take_is_no_part_of_training(tmp_path: Path) -> None:
+def test_memory_of_validations_is_not_part_of_training(tmp_path: Path) -> None:
     swaps = planner()
     trainer = quiet_trainer(
         accelerator="gpu",
@@ -103,7 +103,7 @@ def test_what_validations_take_is_no_part_of_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("states", ["gpu", "host"])
-def test_memory_is_what_was_foretold(states: Any, tmp_path: Path) -> None:
+def test_memory_equals_the_prediction(states: Any, tmp_path: Path) -> None:
     class Tokens(torch.utils.data.Dataset[Tensor]):
         ids = torch.randint(0, 512, (8 * 60, 512), generator=torch.Generator().manual_seed(0))
 

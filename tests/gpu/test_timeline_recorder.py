@@ -25,7 +25,7 @@ COPIES = {"copy in", "copy out"}
         ({"states": "ssd", "offload": 1.0, "gpu_memory": "1B"}, COPIES | {"CPU optimizer", "SSD read", "SSD write"}),
     ],
 )
-def test_shows_what_resources_do_and_changes_nothing(
+def test_records_every_resource_and_does_not_change_results(
     tmp_path: Path, arguments: dict[str, Any] | None, busy: set[str]
 ) -> None:
     def strategy() -> Any:

@@ -121,7 +121,7 @@ def test_every_method_of_tensors(tmp_path: Path, states: str, grad: bool, data: 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_methods_that_would_change_what_a_parameter_is_are_refused_by_its_name(tmp_path: Path) -> None:
+def test_methods_that_would_replace_a_parameters_memory_are_refused_by_its_name(tmp_path: Path) -> None:
     calls: dict[str, tuple[Any, ...]] = {
         "set_": (), "t_": (), "squeeze_": (), "unsqueeze_": (0,), "swapaxes_": (0, 1),
         "transpose_": (0, 1), "swapdims_": (0, 1), "as_strided_": ((2,), (1,)), "storage": (), "data_ptr": (),
@@ -247,7 +247,7 @@ def test_an_alias_keeps_values_that_are_replaced(tmp_path: Path, states: str) ->
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), states)
 
 
-def test_an_alias_is_live(tmp_path: Path) -> None:
+def test_an_alias_reads_present_values_and_writes_through(tmp_path: Path) -> None:
     """It shows the weights of the moment, and what is written to it counts, as long as it is kept."""
 
     def act(module: Any) -> Any:

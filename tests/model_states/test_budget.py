@@ -63,6 +63,6 @@ def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -
     assert places.ssd == slots * sum(opened)
 
 
-def test_what_is_needed_is_named() -> None:
+def test_a_needed_budget_is_named() -> None:
     with pytest.raises(ValueError, match="`host_memory` of 1000 B is too small: with `states='host'` .*'auto'"):
         choose_places(layouts([1000], 1, False), "host", 1000, shared=False)

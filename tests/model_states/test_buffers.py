@@ -67,7 +67,7 @@ class Deep(Model):
 
 
 @pytest.mark.parametrize("host_memory", [thorough("320kB"), "450kB", thorough("1GB")])
-def test_what_fits_is_in_host_memory(tmp_path: Path, host_memory: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_states_that_fit_are_in_host_memory(tmp_path: Path, host_memory: str, caplog: pytest.LogCaptureFixture) -> None:
     expected = train(tmp_path, "auto", Deep())
     with caplog.at_level("INFO", "lightning_ssd"):
         assert_same(train(tmp_path, ssd(states="auto", gpu_memory="1B", host_memory=host_memory), Deep()), expected)
@@ -106,7 +106,7 @@ def test_gradients_share_memory(
     assert_nothing_is_left(tmp_path)
 
 
-def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
+def test_units_that_fit_on_the_device_are_resident(tmp_path: Path) -> None:
     expected = train(tmp_path, "auto", Model())
     strategy = ssd(states="auto", gpu_memory="100kB")
     left: list[int] = []
@@ -121,7 +121,7 @@ def test_units_that_the_device_has_room_for_stay_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gpu_memory", "leaves"), [("auto", False), ("1MB", False), ("10kB", True)])
-def test_auto_leaves_what_fits_on_the_device(tmp_path: Path, gpu_memory: Any, leaves: bool) -> None:
+def test_auto_keeps_states_that_fit_on_the_device(tmp_path: Path, gpu_memory: Any, leaves: bool) -> None:
     strategy = SSDOffloadStrategy(gpu_memory=gpu_memory, min_bytes=1)
 
     class Watching(Model):
@@ -131,7 +131,7 @@ def test_auto_leaves_what_fits_on_the_device(tmp_path: Path, gpu_memory: Any, le
     assert_same(train(tmp_path, strategy, Watching()), train(tmp_path, "auto", Model()))
 
 
-def test_auto_takes_a_model_that_was_built_on_meta(tmp_path: Path) -> None:
+def test_auto_accepts_a_model_that_was_built_on_meta(tmp_path: Path) -> None:
     model: Any = train(tmp_path, SSDOffloadStrategy(), Built())
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     assert model.head.weight is model.embed.weight
@@ -146,7 +146,9 @@ def test_auto_takes_a_model_that_was_built_on_meta(tmp_path: Path) -> None:
         {"host_memory": "1MiB", "tier": "host"},
     ],
 )
-def test_activations_have_what_states_leave_of_the_budgets(tmp_path: Path, budgets: dict[str, Any]) -> None:
+def test_activations_have_the_rest_of_the_budgets_that_states_do_not_use(
+    tmp_path: Path, budgets: dict[str, Any]
+) -> None:
     expected = train(tmp_path, "auto", Model())
     assert_same(train(tmp_path, ssd(offload="ssdtrain", **budgets), Model()), expected)
     assert_nothing_is_left(tmp_path)
@@ -270,7 +272,7 @@ def test_faults_in_the_middle(
         ({"path": "/nowhere"}, StorageError, "'/nowhere' does not exist"),
     ],
 )
-def test_what_does_not_fit(tmp_path: Path, arguments: Any, error: Any, message: str) -> None:
+def test_plans_and_budgets_that_do_not_fit(tmp_path: Path, arguments: Any, error: Any, message: str) -> None:
     """Nothing is left behind, and the model is whole."""
     model, before = Model(), Model().state_dict()
     trainer = pl.Trainer(accelerator="cpu", strategy=ssd(**arguments), max_epochs=1, default_root_dir=tmp_path,
@@ -281,7 +283,7 @@ def test_what_does_not_fit(tmp_path: Path, arguments: Any, error: Any, message: 
     assert_nothing_is_left(tmp_path)
 
 
-def test_memory_that_runs_out_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_during_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters that had moved are whole again."""
     model, before = Model(), Model().state_dict()
     made = state_storage.make_buffer
@@ -307,7 +309,7 @@ def test_memory_that_runs_out_half_way(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_evaluation_of_what_was_never_trained(tmp_path: Path, states: str, precision: Any) -> None:
+def test_evaluation_of_a_model_that_was_never_trained(tmp_path: Path, states: str, precision: Any) -> None:
     class Evaluated(Model):
         def on_test_start(self) -> None:
             with torch.no_grad():
@@ -383,7 +385,7 @@ def test_init_module_on_meta(tmp_path: Path) -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def test_what_has_no_values(tmp_path: Path) -> None:
+def test_parameters_and_buffers_that_are_not_initialized(tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -461,7 +463,7 @@ class Residents(pl.Callback):
         self.masters = [parameter for parameter in pl_module.parameters() if id(parameter) not in of_optimizer]
 
 
-def test_masters_of_parameters_that_stay(tmp_path: Path) -> None:
+def test_masters_of_resident_parameters(tmp_path: Path) -> None:
     """Clipped, saved, resumed, evaluated and averaged as others are; the optimizer has the parameters afterwards."""
     residents = Residents()
 
@@ -489,7 +491,7 @@ def test_masters_of_parameters_that_stay(tmp_path: Path) -> None:
     }
 
 
-def test_masters_wait_for_hooks_that_look_at_gradients(tmp_path: Path) -> None:
+def test_masters_wait_for_hooks_that_read_gradients(tmp_path: Path) -> None:
     class Watching(Model):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             assert all(parameter.grad is not None for parameter in self.parameters())

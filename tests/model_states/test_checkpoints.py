@@ -236,7 +236,7 @@ def test_resuming_from_a_sharded_checkpoint(tmp_path: Path, second: Any) -> None
     assert_same(resumed, expected)
 
 
-def test_a_sharded_checkpoint_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_sharded_checkpoint_is_kept_if_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.ckpt"
     save_sharded({"state_dict": {"old": torch.zeros(10)}}, path)
 
@@ -268,7 +268,7 @@ def test_assigning_a_state_dict(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
-def test_a_checkpoint_takes_the_memory_of_a_few_units(tmp_path: Path, states: str) -> None:
+def test_a_checkpoint_is_saved_in_the_memory_of_a_few_units(tmp_path: Path, states: str) -> None:
     model = Large()
     trainer = pl.Trainer(accelerator="cpu", strategy=ssd(states=states), max_steps=2, default_root_dir=tmp_path,
                          logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
@@ -286,7 +286,7 @@ lazy.save({"new": torch.ones(1000)}, sys.argv[1])
 """
 
 
-def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
+def test_the_old_file_is_kept_if_saving_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "a [1].ckpt"
     save({"old": torch.zeros(1000)}, path)
     killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=Path(__file__).parents[2])
@@ -298,7 +298,7 @@ def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
     assert list(torch.load(path)) == ["newer"]
 
 
-def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_file_is_kept_if_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.ckpt"
     save({"old": torch.zeros(1000)}, path)
 

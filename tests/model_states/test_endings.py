@@ -363,7 +363,7 @@ def test_weights_of_an_evaluation_that_can_not_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "fdatasync", "rename"])
-def test_a_journal_that_can_not_be_written_is_named_and_leaves_the_last_record(
+def test_a_journal_that_can_not_be_written_is_named_and_the_last_record_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Which the next run goes on from."""

@@ -41,7 +41,7 @@ def opened(gate: GradScaleDecision, norm: float) -> "Future[float | None]":
     return gate.scale
 
 
-def test_factors_of_many_steps_may_be_on_their_way_at_once() -> None:
+def test_scales_of_many_steps_may_be_in_flight_at_once() -> None:
     copies = LateCopies()
     gate = GradScaleDecision(copies, clip="deferred", needs_norm=True, loss_scaled=False)
     norms = [2.0 + step for step in range(GradScaleDecision.SLOTS)]
@@ -151,7 +151,7 @@ def test_auto_gives_speculation_up_after_several_wrong_ones_alone() -> None:
 
 
 @pytest.mark.parametrize(("clip", "expected"), [("speculative", 1.0), ("deferred", None)])
-def test_speculative_and_deferred_are_what_they_say_whatever_was_clipped(clip: Any, expected: float | None) -> None:
+def test_speculative_and_deferred_do_not_depend_on_earlier_clipping(clip: Any, expected: float | None) -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip=clip, needs_norm=True, loss_scaled=False)
     assert steps_of(decision, [0.5, 4.0, 4.0, 4.0, 0.5]) == [expected] * 5
     decision.close()

@@ -73,7 +73,7 @@ class Shown(Model):
         self.shown.append({name: value.clone() for name, value in self.state_dict().items()})
 
 
-def test_what_lightning_shows(tmp_path: Path, strategy: Any) -> None:
+def test_lightning_logs_and_saves_the_same(tmp_path: Path, strategy: Any) -> None:
     """Steps, rates, metrics, state dicts; schedulers by step and by metric; a group that is edited."""
     monitors = [pl.callbacks.LearningRateMonitor() for _ in range(2)]
     runs: list[Any] = []
@@ -177,7 +177,7 @@ class LookingAfterBackward(Model):
 
 
 @pytest.mark.parametrize("model", [Skipping, Stepping, Clipping, Adversaries, LookingAfterBackward])
-def test_what_users_override(tmp_path: Path, strategy: Any, model: Any) -> None:
+def test_overridden_hooks_have_the_same_results(tmp_path: Path, strategy: Any, model: Any) -> None:
     assert_same(train(tmp_path, strategy, model()), train(tmp_path, "auto", model()))
 
 
@@ -246,7 +246,7 @@ def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_weights_are_lent_to_whoever_asks(tmp_path: Path, strategy: Any) -> None:
+def test_whole_weights_can_be_read_and_changed(tmp_path: Path, strategy: Any) -> None:
     class Shrinking(Model):
         def on_train_batch_end(self, *_: Any) -> None:
             if isinstance(self.trainer.strategy, SSDOffloadStrategy):
@@ -338,7 +338,7 @@ def open_scratch_files() -> list[str]:
     return [str(path) for path in files if "scratch.bin" in os.readlink(path)]
 
 
-def test_optimizer_states_on_ssds_stay_there_after_training_until_the_optimizer_goes(tmp_path: Path) -> None:
+def test_optimizer_states_on_ssds_are_kept_there_until_the_optimizer_is_freed(tmp_path: Path) -> None:
     gc.collect()
     others = len(open_scratch_files())  # of optimizers that other tests have left
     trainer = fitted(tmp_path, ssd())

@@ -185,7 +185,7 @@ def test_an_assigned_gradient_that_was_converted_is_not_written_afterwards() -> 
         optimizer.step()
 
 
-def test_a_closure_that_is_called_again_sees_what_the_step_has_changed() -> None:
+def test_a_closure_that_is_called_again_reads_weights_that_the_step_has_changed() -> None:
     """And the step sees what the closure writes to the parameter."""
     parameter = nn.Parameter(torch.full((4,), 3.0).bfloat16())
     optimizer = torch.optim.LBFGS([parameter], lr=1.0, max_iter=10)

@@ -16,7 +16,7 @@ from tests.support.states import Large, loader, memory, offloading, ssd, train
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
-def test_the_end_of_a_training_takes_no_more_memory(tmp_path: Path, states: str) -> None:
+def test_the_end_of_a_training_needs_no_more_memory(tmp_path: Path, states: str) -> None:
     """The weights are whole again while the rest goes, flat after flat."""
 
     class Ending(Large):
@@ -47,7 +47,7 @@ def test_the_end_of_a_training_takes_no_more_memory(tmp_path: Path, states: str)
         assert memory() - model.before < -weights
 
 
-def test_who_finds_no_memory_for_a_gradient_waits_for_steps() -> None:
+def test_a_gradient_without_memory_waits_for_steps() -> None:
     """As long as any is under way, and no longer."""
     landing = GradientPool(4 * 4096, pin=False)
     taken = [landing.allocate(4096, list) for _ in range(4)]

@@ -33,7 +33,7 @@ def ssd(path: Path, **arguments: Any) -> SSDOffloadStrategy:
     [1, 3],
     quick=[(("32-true", 0.5), 3), (("bf16-mixed", None), 1), (("bf16-true", None), 3)],
 )
-def test_numbers_stay(tmp_path: Path, accumulate: int, precision_clip: tuple[Any, float | None]) -> None:
+def test_results_do_not_change(tmp_path: Path, accumulate: int, precision_clip: tuple[Any, float | None]) -> None:
     precision, clip = precision_clip
     how: Any = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
     model = Model()
@@ -53,14 +53,14 @@ def test_numbers_stay(tmp_path: Path, accumulate: int, precision_clip: tuple[Any
     ],
 )
 @pytest.mark.parametrize("groups", [thorough(False), True])
-def test_optimizer_states_go_along(tmp_path: Path, make_optimizer: Any, groups: bool) -> None:
+def test_optimizer_states_are_moved_too(tmp_path: Path, make_optimizer: Any, groups: bool) -> None:
     model = Model(make_optimizer, groups)
     moved = train(tmp_path, ssd(tmp_path), model, callbacks=[Mover(1)])
     assert_same(moved, train(tmp_path, "auto", model))
 
 
 @combinations("clip, state_format", ["deferred", "speculative"], ["fp32", "split"], quick=[("speculative", "split")])
-def test_formats_and_slots_go_along(tmp_path: Path, state_format: Any, clip: Any) -> None:
+def test_formats_and_versions_are_moved_too(tmp_path: Path, state_format: Any, clip: Any) -> None:
     how: Any = {"precision": "bf16-true", "gradient_clip_val": 0.5}
     how_states: Any = {"state_format": state_format, "clip": clip}
     plain = train(tmp_path, ssd(tmp_path, **how_states), Model(), **how)
@@ -80,7 +80,7 @@ def test_checkpoints_of_states_that_moved(tmp_path: Path) -> None:
     assert plain.losses == whole.losses[-len(plain.losses) :]  # type: ignore[operator, index, arg-type]
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_no_files_or_threads_are_left(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     model = train(tmp_path, ssd(scratch), Model(), callbacks=[Mover(5)])
@@ -90,7 +90,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
 
 
-def test_what_is_wrong_is_said_before_anything_moves(tmp_path: Path) -> None:
+def test_a_wrong_plan_is_an_error_before_states_move(tmp_path: Path) -> None:
     class Wrong(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step == 2:
@@ -119,7 +119,7 @@ def test_a_drive_that_fails_while_states_move(tmp_path: Path) -> None:
     assert not list(scratch.iterdir())
 
 
-def test_memory_that_runs_out_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that found no room on the device stay where they were, and training goes on."""
     from lightning_ssd.model_states import move as module
 
@@ -181,7 +181,7 @@ class Scalars(Model):
 
 
 @pytest.mark.parametrize("start", [thorough("host"), "ssd"])
-def test_states_without_dimensions_go_along(tmp_path: Path, start: str) -> None:
+def test_scalar_states_are_moved_too(tmp_path: Path, start: str) -> None:
     model = Scalars(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1))  # counts on the CPU, whatever the device
     how: Any = {"precision": "bf16-true"}
     plain = train(tmp_path, ssd(tmp_path), model, **how)
@@ -225,7 +225,7 @@ def test_gradients_that_wait_for_a_step_are_not_lost(tmp_path: Path) -> None:
     assert early.refused and early.moved
 
 
-def test_scratch_space_that_runs_out_on_the_way(tmp_path: Path) -> None:
+def test_scratch_space_that_runs_out_between_units(tmp_path: Path) -> None:
     """Units that change places need room for one of them: what finds none stays, and training goes on."""
 
     class Swaps(pl.Callback):
@@ -245,7 +245,7 @@ def test_scratch_space_that_runs_out_on_the_way(tmp_path: Path) -> None:
     assert swaps.found
 
 
-def test_what_the_device_has_is_kept_until_it_is_elsewhere(tmp_path: Path) -> None:
+def test_values_on_the_device_are_kept_until_they_are_in_the_new_tier(tmp_path: Path) -> None:
     backend = FaultyBackend()
     kept: dict[str, Any] = {}
 
@@ -282,7 +282,7 @@ class Written(Logger):
         return None
 
 
-def test_what_was_written_is_counted_on(tmp_path: Path) -> None:
+def test_written_bytes_are_counted_across_moves(tmp_path: Path) -> None:
     """Over caches and scratch spaces that come and go with the moves."""
     written = Written()
     everything: Any = {"offload": 1.0, "spill": "ssd_first"}

@@ -227,7 +227,7 @@ def test_adam_takes_one_pass() -> None:
     assert all(adam.exact_kernel(implementation) for implementation in ("for-loop", "foreach", "fused"))
 
 
-def test_a_kernel_with_other_bits_is_not_taken(
+def test_a_kernel_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torch's own function steps then, with the same numbers."""
@@ -261,7 +261,7 @@ def test_momentum_that_begins_later_is_refused() -> None:
         rule.step({**how, "momentum": 0.9}, staged, torch.ones(64), [True], 1.0)
 
 
-def test_parameters_without_gradient_stay(tmp_path: Any) -> None:
+def test_parameters_without_gradient_are_not_changed(tmp_path: Any) -> None:
     flat, staged = make([64, 128], torch.bfloat16, False, 2)
     before = staged.masters().clone()
     AdamOptimizer(flat).step(options(), staged, torch.ones(flat.numel), [False, True], 1.0)

@@ -73,7 +73,7 @@ def test_a_record_is_written_when_the_bytes_are_that_it_names(tmp_path: Path) ->
     assert seen == [2, 3]
 
 
-def test_what_a_record_names_is_not_overwritten_before_the_next_one_is_there(
+def test_recorded_versions_are_not_overwritten_before_the_next_record_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record of a step is held while the next step is made, whose writes go where the record before has its own."""

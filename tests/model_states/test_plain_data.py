@@ -73,18 +73,18 @@ values = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(values)
-def test_all_that_is_written_comes_back(value: Any) -> None:
+def test_all_written_bytes_are_read_back(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
 @pytest.mark.thorough
 @settings(max_examples=3000, deadline=None)
 @given(values)
-def test_all_that_is_written_comes_back_thoroughly(value: Any) -> None:
+def test_all_written_bytes_are_read_back_thoroughly(value: Any) -> None:
     assert same(there_and_back(value), value)
 
 
-def test_what_is_encoded_does_not_change_with_the_value() -> None:
+def test_encoded_data_does_not_change_with_the_value() -> None:
     value = {"list": [1], "tensor": torch.zeros(3), "array": np.zeros(3)}
     encoded = encode(value, "value")
     value["list"].append(2)
@@ -112,12 +112,12 @@ class OwnDict(dict[str, int]):
      defaultdict(lambda: 3)],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
+def test_values_that_are_not_plain_are_refused_by_name(value: Any) -> None:
     with pytest.raises(NotPlainError, match=r"checkpoint\['callbacks'\]\[2\]\['mine'\] is a .* not plain data"):
         encode({"callbacks": [0, 1, {"mine": value}]}, "checkpoint")
 
 
-def test_what_contains_itself_is_refused() -> None:
+def test_values_that_contain_themselves_are_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(NotPlainError, match="contains itself"):
@@ -143,7 +143,7 @@ def test_every_flipped_bit_is_found() -> None:
         assert is_damaged(bytes(flipped)), bit
 
 
-def test_every_truncation_and_what_is_appended_are_found() -> None:
+def test_every_truncation_and_appended_byte_is_detected() -> None:
     content = to_bytes({"value": encode(SMALL, "value")})
     assert all(is_damaged(content[:length]) for length in range(len(content)))
     assert is_damaged(content + b"\0")

@@ -129,7 +129,7 @@ def generator() -> Any:
         pytest.param(resumable, id="resumable"),
     ],
 )
-def test_data_goes_on_where_it_was(tmp_path: Path, train: Any) -> None:
+def test_data_resumes_at_its_position(tmp_path: Path, train: Any) -> None:
     arguments: dict[str, Any] = dict(check_val_every_n_epoch=1, val_check_interval=1.0)
     expected = fit(recovering(tmp_path), train=train, **arguments)
     assert same(outcome(fit_with_failures(tmp_path, (5, 12, 13, 24), train=train, **arguments)), outcome(expected))
@@ -226,7 +226,7 @@ class Halves(Adversaries):
         return [torch.optim.AdamW(half.parameters(), 1e-3, fused=True) for half in halves]
 
 
-def test_steps_that_wait_for_others_leave_them_memory(tmp_path: Path) -> None:
+def test_steps_that_wait_for_others_do_not_hold_staging_memory(tmp_path: Path) -> None:
     """Those of the second optimizer come first in the forward's order, and must not be opened before the first's."""
     arguments: dict[str, Any] = dict(accumulate_grad_batches=1, gradient_clip_val=None, max_epochs=1)
     expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), Halves, **arguments)
@@ -239,12 +239,12 @@ class Watching(Model):
         assert all(parameter.grad is not None for parameter in self.parameters())
 
 
-def test_hooks_that_look_at_gradients(tmp_path: Path) -> None:
+def test_hooks_that_read_gradients(tmp_path: Path) -> None:
     expected = fit(recovering(tmp_path), Watching)
     assert same(outcome(fit_with_failures(tmp_path, model=Watching)), outcome(expected))
 
 
-def test_callbacks_go_on(tmp_path: Path) -> None:
+def test_callbacks_resume_with_their_state(tmp_path: Path) -> None:
     """A user's checkpoints and early stopping, whose state is the Trainer's."""
 
     def callbacks() -> list[pl.Callback]:
@@ -263,7 +263,7 @@ def test_callbacks_go_on(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "saved").iterdir()} == best
 
 
-def test_a_checkpoint_that_is_given_goes_first(tmp_path: Path) -> None:
+def test_a_given_checkpoint_has_priority_over_the_record(tmp_path: Path) -> None:
     saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
     expected = fit(recovering(tmp_path), callbacks=[saved], enable_checkpointing=True)
     (checkpoint,) = (tmp_path / "saved").glob("*step=4.ckpt")
@@ -298,7 +298,7 @@ def test_a_record_that_is_being_written_counts(tmp_path: Path, monkeypatch: pyte
     assert same(outcome(found), outcome(expected))
 
 
-def test_what_fails_before_a_step_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failure_before_the_first_step_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(Failure):
         fit(recovering(tmp_path), callbacks=[FailAt(0)])
     assert_nothing_is_left(tmp_path)
@@ -310,7 +310,7 @@ class Wider(Model):
         self.head = nn.Linear(64, 65)
 
 
-def test_states_of_another_model_are_not_taken_and_not_lost(tmp_path: Path) -> None:
+def test_states_of_another_model_are_neither_resumed_nor_lost(tmp_path: Path) -> None:
     expected = fit(recovering(tmp_path))
     with pytest.raises(Failure):
         fit(recovering(tmp_path), callbacks=[FailAt(20)])
@@ -378,7 +378,7 @@ def fail_at(batch: int, path: Any, **arguments: Any) -> None:
         fit(recovering(path), callbacks=[FailAt(batch)], **arguments)
 
 
-def test_a_kill_while_the_files_go_after_a_good_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_files_are_removed_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next training begins anew."""
     kept: list[bool] = []
 
@@ -407,7 +407,7 @@ def test_a_checkpoint_without_states_over_a_killed_run(tmp_path: Path) -> None:
     assert same(outcome(fit(recovering(tmp_path), ckpt_path=saved)), outcome(expected))
 
 
-def test_weights_that_are_loaded_before_a_killed_run_goes_on(tmp_path: Path) -> None:
+def test_weights_that_are_loaded_before_a_killed_run_resumes(tmp_path: Path) -> None:
     pretrained = {name: torch.zeros_like(value) for name, value in Model().state_dict().items()}
 
     class Pretrained(Model):
@@ -420,7 +420,7 @@ def test_weights_that_are_loaded_before_a_killed_run_goes_on(tmp_path: Path) -> 
     assert (tmp_path / KEPT / "journal").exists()
 
 
-def test_a_drive_that_fails_leaves_the_last_step_for_the_next_run(tmp_path: Path) -> None:
+def test_the_next_run_resumes_from_the_last_step_after_a_drive_failed(tmp_path: Path) -> None:
     backend = FaultyBackend()
 
     class Break(pl.Callback):
@@ -436,7 +436,7 @@ def test_a_drive_that_fails_leaves_the_last_step_for_the_next_run(tmp_path: Path
     assert same(outcome(found), outcome(expected))
 
 
-def test_what_can_not_be_recovered_is_refused(tmp_path: Path) -> None:
+def test_trainings_that_can_not_be_recovered_are_refused(tmp_path: Path) -> None:
     for states in ("gpu", "host"):
         with pytest.raises(ValueError, match=r"Set `states='ssd'`, or `recover=False`"):
             recovering(tmp_path, states=states)

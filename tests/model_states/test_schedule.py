@@ -161,7 +161,7 @@ def test_the_forward_of_a_unit_waits_for_its_own_deferred_step_alone(
     assert all(held.in_time)
 
 
-def test_overlap_naive_and_none_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_naive_is_serial_and_none_steps_after_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     naive = events_of(tmp_path, monkeypatch, overlap="naive")[1]
     assert [index for kind, index in naive if kind == "serial"] == [3, 2, 1, 0]
     monkeypatch.undo()

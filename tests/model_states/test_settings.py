@@ -167,7 +167,7 @@ def test_a_setting_that_changes_no_number_may_change(
     assert "has changed since" not in caplog.text
 
 
-def test_a_checkpoint_that_is_given_goes_before_other_settings(tmp_path: Path) -> None:
+def test_a_given_checkpoint_has_priority_over_a_record_of_other_settings(tmp_path: Path) -> None:
     saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
     run(tmp_path, callbacks=[saved], enable_checkpointing=True)
     (checkpoint,) = (tmp_path / "saved").glob("*step=2.ckpt")
@@ -177,7 +177,7 @@ def test_a_checkpoint_that_is_given_goes_before_other_settings(tmp_path: Path) -
     assert not (tmp_path / KEPT).exists()
 
 
-def test_the_record_of_a_later_fit_is_not_taken_up_by_an_earlier_one(
+def test_the_record_of_a_later_fit_is_not_resumed_by_an_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script of two fits of the same model: killed in the second, and run again."""

@@ -89,7 +89,7 @@ def test_a_step_is_made_in_place_where_the_second_version_is_not_allocated(tmp_p
         assert same(masters_of(store), old) and store.revertible != in_memory
 
 
-def test_second_versions_take_spare_memory_and_give_it_back(tmp_path: Path) -> None:
+def test_second_versions_use_spare_memory_and_free_it(tmp_path: Path) -> None:
     layout = make_layout(2)
     nbytes = layout.flat.nbytes + layout.opt_state_bytes
     with open_store(tmp_path, ("host", "host"), layout) as (store, _):
@@ -103,7 +103,7 @@ def test_second_versions_take_spare_memory_and_give_it_back(tmp_path: Path) -> N
             assert store.spare.taken == 0
 
 
-def test_a_second_version_that_can_not_be_allocated_leaves_nothing(
+def test_a_second_version_that_can_not_be_allocated_leaves_no_blobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two buffers, the first gets its memory and the second does not."""

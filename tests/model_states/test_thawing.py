@@ -190,7 +190,7 @@ class Lazy(Model):
         ({}, Lazy, "has no shape yet: run one forward"),
     ],
 )
-def test_what_is_refused_is_refused_at_start(
+def test_refused_arguments_are_refused_at_start(
     tmp_path: Path, arguments: dict[str, Any], model: Callable[[], Model], message: str
 ) -> None:
     made = model()
@@ -200,6 +200,8 @@ def test_what_is_refused_is_refused_at_start(
 
 
 @pytest.mark.parametrize("model", [Model, Lazy])
-def test_double_precision_and_lazy_modules_train_where_states_stay(tmp_path: Path, model: Callable[[], Model]) -> None:
+def test_double_precision_and_lazy_modules_train_with_resident_states(
+    tmp_path: Path, model: Callable[[], Model]
+) -> None:
     precision: Any = {"precision": "64-true"} if model is Model else {}
     compare(tmp_path, "ssd_offload", [], model(), **precision)

@@ -281,7 +281,7 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
         ),
     ],
 )
-def test_what_is_refused(tmp_path: Path, arguments: Any, trainer: Any, message: str) -> None:
+def test_refused_arguments_name_a_remedy(tmp_path: Path, arguments: Any, trainer: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(tmp_path, SSDOffloadStrategy(**{"states": "host", "min_bytes": 1} | arguments), Model(), **trainer)
 

@@ -163,7 +163,7 @@ def test_named_optimizers_thoroughly(
     compare(tmp_path, make, offloading(states), **arguments)
 
 
-def test_hooks_run_once_a_step_and_see_what_they_see_in_plain_lightning(tmp_path: Path) -> None:
+def test_hooks_run_once_a_step_and_read_the_same_values_as_in_plain_lightning(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     def look(when: str, optimizer: Optimizer) -> None:

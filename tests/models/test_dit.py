@@ -166,7 +166,7 @@ class Save(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_sampling_leaves_the_random_numbers_of_training_alone(tmp_path: Path) -> None:
+def test_sampling_does_not_change_the_random_numbers_of_training(tmp_path: Path) -> None:
     states = []
     for callbacks in ([SampleGrid(columns=1, steps=1)], []):
         losses, _ = fit(tmp_path, tiny(), callbacks=callbacks)

@@ -131,7 +131,9 @@ def test_numbers_are_plain_lightnings(
         thorough("bf16-mixed", "gpu", bert),
     ],
 )
-def test_numbers_stay_under_plans_that_recompute(tmp_path: Path, precision: str, states: Any, make: Any) -> None:
+def test_results_do_not_change_under_plans_that_recompute(
+    tmp_path: Path, precision: str, states: Any, make: Any
+) -> None:
     settings: dict[str, Any] = {"precision": precision, "steps": 4}
 
     def strategy() -> SSDOffloadStrategy:

@@ -30,7 +30,7 @@ def test_transformers_loads_model_and_tokenizer(folder: Path) -> None:
         assert model(ids).logits.isfinite().all()
 
 
-def test_chat_template_marks_what_the_assistant_says(folder: Path) -> None:
+def test_chat_template_marks_the_assistants_tokens(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     messages = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "a + b"}]
     chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -38,7 +38,7 @@ def test_chat_template_marks_what_the_assistant_says(folder: Path) -> None:
     assert tokenizer.decode(said) == "a + b<|stop|>"
 
 
-def test_a_folder_with_files_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_files_is_not_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(folder.iterdir())
     with pytest.raises(SystemExit):
         cli.main(["tiny-llama", str(folder)])

@@ -85,7 +85,7 @@ def test_contents_that_are_none(kind: Kind, content: bytes, message: str, tmp_pa
 
 
 @KIND
-def test_what_is_no_file(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_are_no_files(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory, a pipe that nobody writes to, a file that is too large, and none."""
     os.mkfifo(tmp_path / "fifo")
     for name in (".", "fifo"):
@@ -216,7 +216,7 @@ def test_aliases_that_would_fill_the_memory(tmp_path: Path) -> None:
     assert "`clip=" in str(check(KINDS["plan"], nested, tmp_path / "file"))
 
 
-def test_the_machines_that_come_along_load() -> None:
+def test_the_machine_files_of_configs_load() -> None:
     machines = list((Path(__file__).parents[2] / "configs" / "machines").glob("*.json"))
     assert machines
     for path in machines:

@@ -90,7 +90,7 @@ def test_equations_4_and_5() -> None:
 
 
 @pytest.mark.parametrize(("swapped", "host", "to_ssd"), [(10, 4, 6), (10, 10, 0), (10, 40, 0)])
-def test_what_host_memory_holds_does_not_go_to_ssds(swapped: float, host: float, to_ssd: float) -> None:
+def test_states_in_host_memory_are_not_written_to_ssds(swapped: float, host: float, to_ssd: float) -> None:
     """Equation 3."""
     assert bytes_to_ssd(swapped, host) == to_ssd
 

@@ -53,7 +53,7 @@ def test_wrong_values_are_named() -> None:
         make_model(forward=0.0)
 
 
-def test_samples_scale_what_grows_with_them() -> None:
+def test_samples_scale_activations_and_times() -> None:
     """Twice the samples: twice the time and the activations, the same states."""
     model = make_model()
     twice = model.with_samples(2)

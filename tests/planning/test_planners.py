@@ -50,7 +50,7 @@ def choices(plan: Plan) -> set[str]:
     return {choice for unit in plan.units.values() for choice in unit.operators.values()}
 
 
-def test_ssdtrain_offloads_what_is_hidden() -> None:
+def test_ssdtrain_offloads_the_hidden_bytes() -> None:
     """States on the GPU; what 8 s of forward carry at 1 byte a second goes out, the first first; the rest is kept."""
     machine = replace(H100, ssd_write=1.0)
     plan = make_plan(make_model(8, saved=3, inputs=0), machine, "ssdtrain")
@@ -152,7 +152,7 @@ def test_holistic_against_a_sweep(gpu_bytes: int, host_bytes: int, shape: tuple[
     assert chosen.step_seconds <= 1.02 * min(fitting, default=float("inf"))
 
 
-def test_what_may_be_written_in_a_day() -> None:
+def test_the_bytes_that_may_be_written_in_a_day() -> None:
     """What would wear the SSDs is computed again instead; where even that is too much, the plan does not fit."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
@@ -203,7 +203,9 @@ def test_a_host_that_is_busy_gets_no_more_to_do() -> None:
 
 @given(models(), machines(), st.floats(0.7, 1.4))
 @settings(max_examples=30, deadline=None)
-def test_what_bounds_the_step_is_corrected(model: ModelProfile, machine: HardwareProfile, factor: float) -> None:
+def test_the_resource_that_bounds_the_step_is_corrected(
+    model: ModelProfile, machine: HardwareProfile, factor: float
+) -> None:
     """What comes of it is a step of the time that was measured; where that is not found, nothing is changed."""
     plan = make_plan(model, machine)
     seconds = factor * simulate(model, machine, plan).step_seconds
@@ -335,7 +337,7 @@ def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
         assert corrected[1].launch.follow < 0.95 * machine.launch.follow
 
 
-def test_settled_states_stay() -> None:
+def test_fixed_states_are_not_moved() -> None:
     model = make_model(4)
     fixed = FixedPlacement(("host", "ssd", "gpu", "host"), ("ssd", "ssd", "gpu", "host"))
     for planner in PLANNERS:

@@ -42,7 +42,7 @@ def test_figures_agree_with_the_simulation() -> None:
     assert report.cost == pytest.approx(1000 / report.tokens_per_second)
 
 
-def test_what_does_not_fit() -> None:
+def test_plans_and_budgets_that_do_not_fit() -> None:
     """It says so, and by how much."""
     report = make_report(GPT, SMALL, make_plan(GPT, SMALL, "ssdtrain"))
     assert not report.fits

@@ -69,7 +69,7 @@ def test_memory_over_time() -> None:
     assert run([task], UNIT).samples == [(0, 0, 0, 0), (0, 3, 0, 0), (2, 2, -5, 7)]
 
 
-def test_memory_for_what_comes_in_is_taken_when_it_is_issued() -> None:
+def test_memory_of_prefetched_tensors_is_allocated_when_the_copy_is_issued() -> None:
     """Two copies have room at once: both have their memory while the second waits for the first."""
     before, first, second = Task(COMPUTE, 1, 0), Task(COPY_IN, 5, 0), Task(COPY_IN, 7, 0)
     for copy in (first, second):
@@ -78,7 +78,7 @@ def test_memory_for_what_comes_in_is_taken_when_it_is_issued() -> None:
     assert run([before, first, second], UNIT).samples == [(0, 0, 0, 0), (1, 5, 0, 0), (1, 12, 0, 0)]
 
 
-def test_steps_take_memory_between_backward_and_forward() -> None:
+def test_steps_need_memory_between_backward_and_forward() -> None:
     """What they are made with counts where it is more than a forward and backward take, and with nothing of these."""
     model = replace(make_model(4, saved=10, inputs=0, parameters=0), between_seconds=1.0)
     plan = plan_of(model, "gpu", "gpu", "keep", "keep")
@@ -97,7 +97,7 @@ def test_all_on_the_gpu() -> None:
     assert prediction.host_peak_bytes == prediction.ssd_written_bytes == prediction.ssd_read_bytes == 0
 
 
-def test_recomputation_takes_time_and_no_memory() -> None:
+def test_recomputation_costs_time_and_no_memory() -> None:
     """A step with it is one forward longer; one unit's activations are there at a time."""
     model = make_model(4, parameters=0)
     prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "recompute"))
@@ -115,7 +115,7 @@ def test_recomputation_takes_time_and_no_memory() -> None:
         (4.0, False, 4 * 6),
     ],
 )
-def test_the_gpu_computes_what_it_is_given(forward: float, waits: bool, seconds: float) -> None:
+def test_the_gpu_computes_only_launched_work(forward: float, waits: bool, seconds: float) -> None:
     """Where the host waits for every step, a forward that it gives late is late; else its work has to fit in a step."""
     model = replace(make_model(4, parameters=0, launch=forward, operations=2), waits=waits)
     for between in (0.0, 5.0):
@@ -135,14 +135,14 @@ def test_the_gpu_computes_what_it_is_given(forward: float, waits: bool, seconds:
         ("host", 4 * (2 * 1 + 2 * 10 + 1e4 + 1e5)),
     ],
 )
-def test_plans_take_the_host_time(work: str, seconds: float) -> None:
+def test_plans_account_for_the_host_time(work: str, seconds: float) -> None:
     model = make_model(4, parameters=0, operations=2)
     machine = replace(FAST, launch=HostOverhead(1, 10, 100, 1000, 1e4, 1e5))
     prediction = simulate(model, machine, plan_of(model, "gpu", "gpu", "keep", work))
     assert prediction.busy_seconds["launch"] == pytest.approx(seconds)
 
 
-def test_weights_stay_where_they_have_room() -> None:
+def test_weights_are_kept_while_they_fit() -> None:
     """They take it all the time, one unit's at least; of those that had it last, backward fetches none again."""
     model = make_model(4, saved=0, inputs=0)  # weights of 200 bytes each, and gradients
     plan = replace(plan_of(model, "host", "host", "keep", "keep"), window_bytes=0)
@@ -195,7 +195,7 @@ def test_the_optimizer_runs_under_backward_and_the_next_forward() -> None:
     assert 40 <= deferred.step_seconds <= 43
 
 
-def test_copies_take_host_memory_from_the_optimizer() -> None:
+def test_copies_slow_the_optimizer_by_sharing_host_memory() -> None:
     """Of 20 s of jobs; copies of 10 units: 200 bytes of weights in, twice, 200 of gradients and 10 saved out, 10 in."""
     model = make_model(10, inputs=0)
     machine = replace(FAST, cpu_step_rate=50.0, host_memory_bandwidth=62.0)
@@ -227,7 +227,7 @@ def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
 
 @settings(max_examples=50)
 @given(st.data(), machines())
-def test_what_always_holds(data: st.DataObject, machine: HardwareProfile) -> None:
+def test_busy_times_bytes_and_memory_are_consistent(data: st.DataObject, machine: HardwareProfile) -> None:
     """No resource does more than a step's time allows, all bytes are accounted for, and all memory is given back."""
     model = data.draw(models())
     plan = data.draw(plans(model))
@@ -254,7 +254,7 @@ def test_what_always_holds(data: st.DataObject, machine: HardwareProfile) -> Non
 
 @settings(max_examples=50)
 @given(*[st.integers(-100, 100)] * 4)
-def test_excess_is_what_all_tiers_lack(gpu: int, host: int, ssd: int, written: int) -> None:
+def test_excess_is_the_sum_over_all_tiers(gpu: int, host: int, ssd: int, written: int) -> None:
     """Tiers that have more than is needed don't make up for others."""
     model = make_model(4)
     peak = simulate(model, UNIT, plan_of(model, "ssd", "ssd", "ssd", "ssd"))
@@ -272,7 +272,7 @@ def test_excess_is_what_all_tiers_lack(gpu: int, host: int, ssd: int, written: i
     assert peak.excess_bytes(machine) == sum(max(0, one) for one in (gpu, host, ssd)) + peak.excess_written(machine)
 
 
-def test_what_fits_into_a_window_waits_for_nothing() -> None:
+def test_items_that_fit_into_a_window_do_not_wait() -> None:
     """Beyond that it waits for the oldest that make room; what is larger than the window, for all."""
     window, (first, second, third) = _Window(10), (Task(COPY_OUT, 1, 0) for _ in range(3))
     assert window.enter(4) == []
@@ -347,7 +347,7 @@ def test_replay_over_bandwidth() -> None:
     assert throughputs[-1] == pytest.approx(1, abs=0.02)  # copies have a share of the GPU's memory bandwidth
 
 
-def test_what_comes_and_goes_is_not_there_all_the_time() -> None:
+def test_transient_memory_counts_only_in_its_interval() -> None:
     """Before a tensor is saved, beside it, when backward wants it, and while it is used."""
     first = OperatorProfile(
         "first", 1.0, 2.0, 0.0, 10, ("a",), 1.0, 5, forward_bytes=3, wanted_bytes=2, backward_bytes=8

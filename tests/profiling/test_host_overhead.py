@@ -22,7 +22,7 @@ def measured_anew() -> Iterator[None]:
     measure_host_overhead.cache_clear()
 
 
-def test_nothing_is_left_of_the_measurement() -> None:
+def test_the_measurement_leaves_no_threads_and_keeps_the_random_state() -> None:
     """All costs are finite, no thread is left, random numbers are as before, and the result is cached."""
     threads, state = set(threading.enumerate()), torch.get_rng_state()
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_a_store_never_returns_wrong_bytes(
 
 @settings(max_examples=20, deadline=None)
 @given(st.data())
-def test_what_was_kept_for_the_next_run_is_checked(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_kept_blobs_are_checked_by_the_next_run(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
     """Bytes that change between two runs are an error of the second."""
     path = tmp_path_factory.mktemp("ssd")
     first = BlobStore([path], device=CPU, capacity=64 * KIB, keep=True)
@@ -94,7 +94,7 @@ def test_what_was_kept_for_the_next_run_is_checked(tmp_path_factory: pytest.Temp
         second.close()
 
 
-def test_a_run_with_checksums_does_not_take_over_one_without(tmp_path: Path) -> None:
+def test_a_run_with_checksums_does_not_resume_one_without(tmp_path: Path) -> None:
     first = BlobStore([tmp_path], device=CPU, capacity=64 * KIB, keep=True, checksum=False)
     blob = first.allocate(PAGE)
     write(first, blob, noise(PAGE))

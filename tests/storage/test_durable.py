@@ -117,7 +117,7 @@ def test_a_write_is_done_when_the_drive_has_it_and_not_before(tmp_path: Path) ->
         assert store.stats().bytes_written == KIB
 
 
-def test_what_passes_through_the_page_cache_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_in_the_page_cache_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure that the page cache would tell nobody of: every descriptor writes through, or past it."""
     flags: list[int] = []
     real = os.open

@@ -206,7 +206,7 @@ def test_short_transfers(tmp_path: Path, name: str, moved: int) -> None:
     assert position >= 7
 
 
-def test_the_reason_why_a_file_can_not_grow_is_told(tmp_path: Path) -> None:
+def test_the_reason_why_a_file_can_not_grow_is_named(tmp_path: Path) -> None:
     full = False
     with failing(lambda index, name: errno.EDQUOT if full and name == "posix_fallocate" else None):
         store = BlobStore([tmp_path], device=CPU)

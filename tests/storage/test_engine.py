@@ -23,7 +23,7 @@ def buffer() -> torch.Tensor:
     return noise(PIECE)
 
 
-def test_urgent_reads_go_first_and_each_kind_keeps_its_order(tmp_path: Path) -> None:
+def test_urgent_reads_are_served_first_and_each_kind_in_order(tmp_path: Path) -> None:
     gate = GatedBackend()
     with open_store(tmp_path, backend=gate, threads=1) as store:
         pieces = store.allocate(6 * PIECE).pieces
@@ -122,7 +122,7 @@ def test_callbacks_run_on_the_io_thread_and_may_use_the_store(tmp_path: Path) ->
         assert names[0].startswith("lightning_ssd-io")
 
 
-def test_close_cancels_what_is_queued_and_waits_for_what_runs(tmp_path: Path) -> None:
+def test_close_cancels_queued_requests_and_waits_for_running_ones(tmp_path: Path) -> None:
     gate = GatedBackend()
     with open_store(tmp_path, backend=gate, threads=1) as store:
         pieces = store.allocate(3 * PIECE).pieces

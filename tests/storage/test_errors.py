@@ -110,7 +110,7 @@ def test_an_error_of_a_backends_own_kind(store: BlobStore, backend: FaultyBacken
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_with_checksums_a_store_takes_host_buffers_only(tmp_path: Path, checksum: bool) -> None:
+def test_with_checksums_a_store_accepts_host_buffers_only(tmp_path: Path, checksum: bool) -> None:
     """Bytes that are in device memory can't be hashed; a backend that moves them is given host memory."""
     with open_store(tmp_path, backend=DeviceBackend(), checksum=checksum) as store:
         assert store.device_buffers is not checksum
@@ -134,7 +134,7 @@ def test_checksums_are_on_unless_they_are_turned_off(tmp_path: Path) -> None:
             store.read(piece, noise(KIB)).result()
 
 
-def test_a_backend_that_cannot_open_leaves_nothing(tmp_path: Path) -> None:
+def test_a_backend_that_cannot_open_leaves_no_files(tmp_path: Path) -> None:
     class Broken(Backend):
         name = "broken"
         device_buffers = False

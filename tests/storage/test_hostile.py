@@ -123,7 +123,7 @@ def test_a_kept_directory_that_another_user_may_have_made_is_refused(
 
 
 @pytest.mark.parametrize(("make", "message"), ROWS)
-def test_what_another_user_may_have_made_is_not_swept(
+def test_directories_that_another_user_may_have_made_are_not_removed(
     tmp_path: Path, shared: Path, victim: Path, make: Make, message: str
 ) -> None:
     make(shared / KILLED, victim)
@@ -184,7 +184,7 @@ def test_a_file_that_another_user_may_have_put_into_a_kept_directory_is_refused(
 
 
 @pytest.mark.parametrize(("make", "message"), FILE_ROWS)
-def test_what_is_in_a_scratch_directory_is_removed_and_not_followed(
+def test_links_in_a_scratch_directory_are_removed_and_not_followed(
     shared: Path, victim: Path, make: Make, message: str
 ) -> None:
     before = {name: row for name, row in snapshot(victim).items()}

@@ -48,7 +48,7 @@ def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tu
     pool.close()
 
 
-def test_released_buffers_are_merged_before_memory_is_taken() -> None:
+def test_released_buffers_are_merged_before_slabs_are_added() -> None:
     """A request is served by small buffers that were released side by side, and not by another slab."""
     pool = PinnedPool(16 * PAGE, pin=False, slab_bytes=4 * PAGE)
     small = [pool.acquire(PAGE) for _ in range(4)]
@@ -70,7 +70,7 @@ def test_the_smallest_budget_serves_one_page() -> None:
     pool.acquire(PAGE).release()
 
 
-def test_what_can_never_fit_is_an_error_at_once() -> None:
+def test_a_request_that_can_never_fit_is_an_error_at_once() -> None:
     pool = PinnedPool(PAGE + 100, pin=False, name="staging")
     with pytest.raises(ValueError, match=r"staging pool with its budget of .*4196 bytes.*Raise the budget"):
         pool.acquire(PAGE + 1)
@@ -98,7 +98,7 @@ def test_waiters_are_served_in_turn_so_that_a_large_one_is_not_starved(
     assert served == ["large", "late"]
 
 
-def test_closing_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_wakes_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PinnedPool(PAGE, pin=False)
     held = pool.acquire(1)
     waiting = Waiters(pool, monkeypatch).acquire("waiting", 1, [])
@@ -112,7 +112,7 @@ def test_closing_wakes_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.close()
 
 
-def test_a_buffer_is_lent_until_its_last_holder_releases_it() -> None:
+def test_a_buffer_is_allocated_until_its_last_reference_is_released() -> None:
     pool = PinnedPool(PAGE, pin=False)
     buffer = pool.acquire(1)
     assert buffer.try_retain()
@@ -126,7 +126,7 @@ def test_a_buffer_is_lent_until_its_last_holder_releases_it() -> None:
 
 
 @pytest.mark.parametrize("way", ["acquire", "try_acquire", "close", "release"])
-def test_other_threads_go_on_while_memory_is_given_back(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_other_threads_are_not_blocked_while_slabs_are_freed(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Which waits for the GPU: threads that release buffers, after copies that it waits for, must not wait for it."""
     pool = PinnedPool(4 * PAGE, pin=False, slab_bytes=PAGE)
     buffers = [pool.acquire(PAGE) for _ in range(4)]

@@ -121,21 +121,21 @@ def test_memory_filesystems_work(caplog: pytest.LogCaptureFixture) -> None:
     assert len([record for record in caplog.records if "O_DIRECT" in record.message]) <= 1
 
 
-def test_auto_takes_posix_without_a_gpu_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_selects_posix_without_a_gpu_and_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="lightning_ssd"):
         assert choose_backend("auto", CPU, checksum=False).name == "posix"
     assert "storage backend: posix" in caplog.text
     assert "not on a CUDA device" in caplog.text
 
 
-def test_a_backend_is_taken_as_it_is_and_an_unknown_name_refused() -> None:
+def test_a_given_backend_is_used_and_an_unknown_name_refused() -> None:
     backend = PosixBackend()
     assert choose_backend(backend, CPU, checksum=True) is backend
     with pytest.raises(ValueError, match="'auto', 'posix', 'kvikio'"):
         choose_backend("io_uring", CPU, checksum=True)  # type: ignore[arg-type]
 
 
-def test_checksums_go_before_gpudirect_storage(
+def test_checksums_have_priority_over_gpudirect_storage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Device buffers can't be hashed: `auto` takes them with `checksum=False` only, and says so."""
@@ -150,6 +150,6 @@ def test_checksums_go_before_gpudirect_storage(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_kvikio_without_cuda_says_what_to_do() -> None:
+def test_kvikio_without_cuda_names_a_remedy() -> None:
     with pytest.raises(StorageError, match=r"kvikio.*CUDA device.*posix"):
         KvikioBackend()

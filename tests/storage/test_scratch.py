@@ -50,7 +50,7 @@ def test_a_directory_is_private_named_and_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_live_runs_directory_is_left_and_a_killed_ones_is_swept(tmp_path: Path) -> None:
+def test_a_live_runs_directory_is_kept_and_a_killed_ones_is_removed(tmp_path: Path) -> None:
     process = start_store(tmp_path)
     (theirs,) = tmp_path.iterdir()
     ScratchDirectory(tmp_path).close()
@@ -64,14 +64,14 @@ def test_a_live_runs_directory_is_left_and_a_killed_ones_is_swept(tmp_path: Path
 
 
 @pytest.mark.parametrize("end", ["", "\nraise KeyboardInterrupt", "\nraise SystemExit(3)"])
-def test_a_store_that_nobody_closed_goes_when_the_interpreter_exits(tmp_path: Path, end: str) -> None:
+def test_a_store_that_was_not_closed_is_removed_when_the_interpreter_exits(tmp_path: Path, end: str) -> None:
     process = start_store(tmp_path, end)
     assert list(tmp_path.iterdir())
     process.communicate(timeout=60)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_without_its_lock_is_swept_and_other_files_are_left(tmp_path: Path) -> None:
+def test_a_directory_without_its_lock_is_removed_and_other_files_are_kept(tmp_path: Path) -> None:
     half_made = tmp_path / f"lightning_ssd-{'0' * 16}-rank0"
     half_made.mkdir(mode=0o700)
     others = [
@@ -165,7 +165,7 @@ def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_another_rank_and_a_fork_sweep_nothing_that_lives(tmp_path: Path) -> None:
+def test_another_rank_and_a_fork_remove_no_live_directory(tmp_path: Path) -> None:
     first = ScratchDirectory(tmp_path, rank=0)
     second = ScratchDirectory(tmp_path, rank=1)
     child = os.fork()

@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 @given(st.lists(st.tuples(st.sampled_from("aaafg"), st.integers(1, 9 * PAGE), st.integers(0, 1000)), max_size=80))
-def test_slots_are_aligned_disjoint_and_come_back(steps: list[tuple[str, int, int]]) -> None:
+def test_slots_are_aligned_disjoint_and_reused(steps: list[tuple[str, int, int]]) -> None:
     slots = SlotAllocator(32 * PAGE)
     live: dict[int, int] = {}
     for action, nbytes, choice in steps:
@@ -44,7 +44,7 @@ def test_slots_are_aligned_disjoint_and_come_back(steps: list[tuple[str, int, in
     assert slots.allocate(slots.capacity) == 0
 
 
-def test_the_smallest_hole_that_holds_it_is_taken() -> None:
+def test_the_smallest_sufficient_hole_is_used() -> None:
     slots = SlotAllocator(10 * PAGE)
     assert [slots.allocate(size * PAGE) for size in (4, 1, 2, 1)] == [0, 4 * PAGE, 5 * PAGE, 7 * PAGE]
     slots.free(0)

@@ -43,8 +43,9 @@ def test_the_drive_of_a_path(tmp_path: Path, sysfs: Path) -> None:
         ({"endurance_used": {"current_percent": 101}}, None, 1.01),
     ],
 )
-def test_what_it_says(tmp_path: Path, sysfs: Path, monkeypatch: pytest.MonkeyPatch, said: Any, written: Any,
-                      used: Any) -> None:  # fmt: skip
+def test_the_wear_is_read_from_smartctl(
+    tmp_path: Path, sysfs: Path, monkeypatch: pytest.MonkeyPatch, said: Any, written: Any, used: Any
+) -> None:
     monkeypatch.setattr(smart, "device_of", lambda path: "/dev/nvme7n1")
     answer(tmp_path, monkeypatch, json.dumps(said), code=4)  # some warning
     wear = smart.read_wear(tmp_path)
@@ -53,7 +54,7 @@ def test_what_it_says(tmp_path: Path, sysfs: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("said", ["", "no JSON", "[]", '{"messages": [{"string": "Permission denied"}]}'])
-def test_who_may_not_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_smartctl_without_permission_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     monkeypatch.setattr(smart, "device_of", lambda path: "/dev/nvme7n1")
     answer(tmp_path, monkeypatch, said, code=2)
     assert smart.read_wear(tmp_path) is None

@@ -32,7 +32,7 @@ def striped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlobStore]:
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(sizes=st.lists(st.integers(0, 200 * KIB), min_size=1, max_size=6))
-def test_blobs_come_back_as_written(striped: BlobStore, sizes: list[int]) -> None:
+def test_blobs_are_read_as_written(striped: BlobStore, sizes: list[int]) -> None:
     blobs = [striped.allocate(size) for size in sizes]
     for number, blob in enumerate(blobs):
         assert blob.nbytes == sizes[number]
@@ -99,7 +99,7 @@ def test_paths_on_one_slow_drive_are_not_counted_twice(tmp_path: Path) -> None:
         assert store.read_bandwidth < 110e6
 
 
-def test_statistics_count_what_was_done(tmp_path: Path) -> None:
+def test_statistics_count_completed_transfers(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         blob = store.allocate(100 * KIB)
         write(store, blob, noise(blob.nbytes))
@@ -145,7 +145,7 @@ def test_the_smallest_capacity(tmp_path: Path) -> None:
         assert torch.equal(read(store, blob), noise(17))
 
 
-def test_reserving_takes_the_space_now(tmp_path: Path) -> None:
+def test_reserving_allocates_the_space_now(tmp_path: Path) -> None:
     with open_store([tmp_path, tmp_path]) as store:
         store.reserve(300 * 2**20)
         files = [directory / "scratch.bin" for directory in tmp_path.iterdir()]
@@ -195,7 +195,7 @@ def file_size_limit() -> Iterator[int]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_made_leaves_no_files(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     with pytest.raises(StorageError, match="missing"):
         BlobStore([tmp_path, tmp_path / "missing"], device=CPU)
@@ -254,7 +254,7 @@ def test_many_threads_use_one_store(striped: BlobStore) -> None:
     assert striped.stats().allocated_bytes == 0
 
 
-def test_another_store_takes_over_what_was_kept(tmp_path: Path) -> None:
+def test_another_store_resumes_with_kept_blobs(tmp_path: Path) -> None:
     """Blobs, checksums and all; what was not named is free again, and the last one to end removes the files."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
@@ -280,7 +280,7 @@ def test_another_store_takes_over_what_was_kept(tmp_path: Path) -> None:
     assert not any(list(path.iterdir()) for path in paths)
 
 
-def test_what_was_kept_and_is_not_named_begins_anew(tmp_path: Path) -> None:
+def test_kept_files_without_a_record_are_replaced(tmp_path: Path) -> None:
     first = BlobStore([tmp_path], device=CPU, keep=True)
     first.allocate(2**20)
     first.close(remove=False)
