@@ -32,8 +32,11 @@ typedef struct {
     int32_t decoupled;
     int32_t threads;
     int32_t past_caches;   /* whether new values that replace no old ones are written past the caches */
+    int32_t parts;         /* arrays whose new values are stored, see below */
     void (*root)(int count, const float *of, float *into, long long mode); /* MKL's vmsSqrt; NULL: sqrtf */
 } Settings;
+
+enum { WEIGHTS = 1, KEPT_ROW = 2, MOMENTS = 4, ALL = 7 };
 
 /* A part of one parameter that one thread steps: the elements from `tail` on fill no whole vector of torch's. */
 typedef struct {
@@ -98,15 +101,15 @@ INLINE float stepped(float p, float m, float root, const Settings *s, int decoup
 enum { BLOCK = 1 << 10 };               /* elements whose roots are taken in one call: they stay in the first cache */
 static const long long MKL_MODE = 0x140102; /* torch's: VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE */
 
-/* Copies new values to memory, past the caches: an ordinary store would read each line of `to` first. */
-INLINE void put(void *to, const void *from, int64_t nbytes) {
+/* Copies new values to memory. Past the caches it reads no line of `to`, as ordinary stores do. */
+INLINE void put(void *to, const void *from, int64_t nbytes, int past_caches) {
     int64_t done = 0;
 #if defined(__AVX512F__)
-    if ((uintptr_t)to % 64 == 0)
+    if (past_caches && (uintptr_t)to % 64 == 0)
         for (; done + 64 <= nbytes; done += 64)
             _mm512_stream_si512((__m512i *)((char *)to + done), _mm512_loadu_si512((const char *)from + done));
 #elif defined(__AVX__)
-    if ((uintptr_t)to % 32 == 0)
+    if (past_caches && (uintptr_t)to % 32 == 0)
         for (; done + 32 <= nbytes; done += 32)
             _mm256_stream_si256((__m256i *)((char *)to + done),
                                 _mm256_loadu_si256((const __m256i *)((const char *)from + done)));
@@ -123,7 +126,8 @@ INLINE void fence(void) {
 
 /* Defines a function over `count` items: threads take items, and an item is one vectorised loop, or two with a call of
    `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by ordinary
-   stores, or, one block at a time, to memory that stays in the first cache and from there past the caches. */
+   stores; or, past the caches or of some arrays only, one block at a time by way of memory that stays in the first
+   cache. */
 #define ARRAYS(WEIGHT, KEPT, GRADIENT)                                                                       \
     const WEIGHT *weights_in, const KEPT *kept_in, const float *m_in, const float *v_in, WEIGHT *weights,    \
         KEPT *kept, float *m, float *v, const GRADIENT *gradient
@@ -172,15 +176,18 @@ INLINE void fence(void) {
             else                                                                                             \
                 NAME##_range(0, count, SHIFTED(start), new_weights, new_kept, new_m, new_v,                  \
                              gradient + start, s, decoupled, tail);                                          \
-            put(m + start, new_m, count * sizeof *m);                                                        \
-            put(v + start, new_v, count * sizeof *v);                                                        \
-            if ((void *)kept != (void *)weights)                                                             \
-                put(kept + start, new_kept, count * sizeof *kept);                                           \
-            put(weights + start, new_weights, count * sizeof *weights);                                      \
+            if (s.parts & MOMENTS) {                                                                         \
+                put(m + start, new_m, count * sizeof *m, s.past_caches);                                     \
+                put(v + start, new_v, count * sizeof *v, s.past_caches);                                     \
+            }                                                                                                \
+            if (s.parts & KEPT_ROW && (void *)kept != (void *)weights)                                       \
+                put(kept + start, new_kept, count * sizeof *kept, s.past_caches);                            \
+            if (s.parts & WEIGHTS)                                                                           \
+                put(weights + start, new_weights, count * sizeof *weights, s.past_caches);                   \
         }                                                                                                    \
     }                                                                                                        \
     INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s, int decoupled) {    \
-        if (s.past_caches && m != m_in) {                                                                    \
+        if (s.past_caches || s.parts != ALL) {                                                                  \
             int64_t tail = s.root ? item.end : item.tail;                                                    \
             NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                           \
             NAME##_past(tail, item.end, GIVEN, s, decoupled, 1);                                             \

@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntFlag
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -42,6 +43,15 @@ def implementation_of(options: Mapping[str, Any], device: torch.device) -> Imple
     if device.type != "cpu" or options["fused"]:
         return "fused"
     return "foreach" if options["foreach"] else "for-loop"  # torch's default on a CPU
+
+
+class Parts(IntFlag):
+    """Arrays of a step, as in adam.c."""
+
+    WEIGHTS = 1
+    KEPT = 2
+    MOMENTS = 4
+    ALL = 7
 
 
 class Stores:
@@ -112,7 +122,9 @@ class AdamKernel:
                 rows.append((low, min(tail, high), high))
         return torch.tensor(rows, dtype=torch.int64)
 
-    def step(self, name: str, items: Tensor, arrays: Sequence[Tensor], settings: Settings) -> None:
+    def step(
+        self, name: str, items: Tensor, arrays: Sequence[Tensor], settings: Settings, parts: Parts | None = None
+    ) -> None:
         """Makes a step.
 
         Args:
@@ -120,8 +132,10 @@ class AdamKernel:
             items: as `items` returns them.
             arrays: those that the function takes, in order.
             settings: as `settings_of` returns them.
+            parts: arrays that are stored; None: all.
         """
         settings.root = self.root
+        settings.parts = Parts.ALL if parts is None else parts
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (items, *arrays)]
         function = getattr(self.library, name)
         numel = arrays[0].numel()

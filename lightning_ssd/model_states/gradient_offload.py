@@ -8,6 +8,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +74,7 @@ class GradientOffloader:
         """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient."""
         self._in_flight: deque[tuple[Tensor, Mark]] = deque()
         self._in_flight_bytes = 0
+        self._waited = 0.0
 
     def __getitem__(self, flat: FlatParameter) -> Gradient:
         """Returns the gradient of a flat parameter."""
@@ -102,7 +104,9 @@ class GradientOffloader:
         if gradient.arrived[index]:  # a second one in the same backward, as with reentrant checkpointing
             self.accumulate(flat)
         if not any(gradient.arrived):
+            begun = perf_counter()
             gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
+            self._waited += perf_counter() - begun
         gradient.arrived[index] = True
         gradient.num_arrived += 1
 
@@ -219,6 +223,11 @@ class GradientOffloader:
         gradient.fold()
         self.norms.pop(flat.slices[index].parameter, None)
         _measure_accumulated(gradient, flat, index, self.norms)
+
+    def take_waited(self) -> float:
+        """Returns the seconds that backward has waited for earlier steps to free host memory, and begins anew."""
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def reset_norms(self) -> None:
         """Starts the norms of the next step."""

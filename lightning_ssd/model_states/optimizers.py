@@ -4,7 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim.sgd import sgd
 
 from lightning_ssd.model_states.adam import (
     AdamKernel,
+    Parts,
     any_kernel,
     exact_kernel,
     implementation_of,
@@ -26,6 +27,9 @@ from lightning_ssd.model_states.state_store import StagedState
 
 Options = Mapping[str, Any]
 """A parameter group without its parameters."""
+
+Part = Literal["whole", "weights", "rest"]
+"""A part of a step: the compute weights, which the next forward needs, or the rest of the values."""
 
 Groups = Mapping[nn.Parameter, tuple[Optimizer, int]]
 """For each parameter, its optimizer and the index of its parameter group."""
@@ -49,9 +53,19 @@ class FlatOptimizer(ABC):
     def state_names(self, options: Options) -> tuple[str, ...]:
         """Returns the names of optimizer states that have an fp32 element for each weight."""
 
+    def has_parts(self, options: Options, staged: StagedState, gradient: Tensor) -> bool:
+        """Whether a step of all parameters, in place, can be made as "weights" and then as "rest"."""
+        return False
+
     @abstractmethod
     def step(
-        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+        self,
+        options: Options,
+        staged: StagedState,
+        gradient: Tensor,
+        has_grad: Sequence[bool],
+        scale: float,
+        part: Part = "whole",
     ) -> None:
         """Computes a step of the master weights, which counts from `commit` on, and rounds them to compute weights.
 
@@ -61,6 +75,7 @@ class FlatOptimizer(ABC):
             gradient: `flat.numel` elements in any floating dtype.
             has_grad: for each parameter, whether it has a gradient; the others are not stepped, as in torch.
             scale: the gradient, converted to fp32, is multiplied with it.
+            part: "whole", or one after the other "weights" and "rest", with the same arguments, where `has_parts`.
         """
 
     def commit(self, has_grad: Sequence[bool]) -> None:
@@ -106,10 +121,15 @@ class ElementwiseOptimizer(FlatOptimizer):
         self._device = flat.device
 
     def step(
-        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+        self,
+        options: Options,
+        staged: StagedState,
+        gradient: Tensor,
+        has_grad: Sequence[bool],
+        scale: float,
+        part: Part = "whole",
     ) -> None:
-        if self._device.type != "cpu":  # what torch offers for the GPU's implementation alone
-            options = {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
+        options = self._on_cpu(options)
         if missing := [name for name in self.state_names(options) if name not in staged.states]:
             raise RuntimeError(
                 f"the optimizer of {self.flat.name} needs {', '.join(missing)} now, which it did not need at the "
@@ -122,9 +142,15 @@ class ElementwiseOptimizer(FlatOptimizer):
             if has_grad[index]:
                 indices.setdefault(steps, []).append(index)
         for steps, parameters in indices.items():
-            self._step_parameters(options, staged, gradient, parameters, steps, scale)
+            self._step_parameters(options, staged, gradient, parameters, steps, scale, part)
         if not all(has_grad):
             staged.out.round()
+
+    def _on_cpu(self, options: Options) -> Options:
+        """Returns options without what torch offers for the GPU's implementation alone."""
+        if self._device.type == "cpu":
+            return options
+        return {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
 
     def kept(self) -> list[int]:
         return list(self._steps)
@@ -162,35 +188,37 @@ class ElementwiseOptimizer(FlatOptimizer):
         parameters: Sequence[int],
         steps: int,
         scale: float,
+        part: Part,
     ) -> None:
         """Steps parameters that have made `steps` steps so far.
 
         Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
         the master weights to the compute weights.
         """
+        assert part == "whole", "torch's kernels make whole steps"
         out = staged.out
         for item in (self.flat.slices[index] for index in parameters):
             for low in range(item.start, item.start + item.numel, self.CHUNK):
                 chunk = slice(low, min(low + self.CHUNK, item.start + item.numel))
-                part = gradient[chunk].float()
+                piece = gradient[chunk].float()
                 if scale != 1.0:
-                    part = part * scale
-                elif options["foreach"] and part.data_ptr() == gradient[chunk].data_ptr():
-                    part = part.clone()  # which changes its gradients, and a step may be made again
+                    piece = piece * scale
+                elif options["foreach"] and piece.data_ptr() == gradient[chunk].data_ptr():
+                    piece = piece.clone()  # which changes its gradients, and a step may be made again
                 if out is not staged:
                     for name, values in out.states.items():
                         values[chunk].copy_(staged.states[name][chunk])
                 states = {name: values[chunk] for name, values in out.states.items()}
                 if staged.low is not None and out.low is not None:
                     master = join(staged.weights[chunk], staged.low[chunk])
-                    self._torchs_step(options, master, part, states, steps)
+                    self._torchs_step(options, master, piece, states, steps)
                     split(master, out.weights[chunk], out.low[chunk])
                 else:
                     assert staged.master is not None and out.master is not None
                     master = out.master[chunk]
                     if out is not staged:
                         master.copy_(staged.master[chunk])
-                    self._torchs_step(options, master, part, states, steps)
+                    self._torchs_step(options, master, piece, states, steps)
                     if out.master is not out.weights:
                         out.weights[chunk].copy_(master)
 
@@ -224,22 +252,33 @@ class AdamOptimizer(ElementwiseOptimizer):
         parameters: Sequence[int],
         steps: int,
         scale: float,
+        part: Part,
     ) -> None:
         name = self._function(staged, gradient)
-        implementation = implementation_of(options, self._device)
-        settings = settings_of(options, implementation, steps + 1, scale)
-        kernel: AdamKernel | None = None
-        if self._compiled and name is not None and settings is not None:
-            kernel = exact_kernel(implementation) if self._device.type == "cpu" else any_kernel()
+        settings = settings_of(options, implementation_of(options, self._device), steps + 1, scale)
+        kernel = self._kernel(options)
         if kernel is None or name is None or settings is None:
-            super()._step_parameters(options, staged, gradient, parameters, steps, scale)
+            super()._step_parameters(options, staged, gradient, parameters, steps, scale, part)
             return
         key = kernel, tuple(parameters)
         if key not in self._items:
             slices = (self.flat.slices[index] for index in parameters)
             self._items = {key: kernel.items((item.start, item.numel) for item in slices)}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
-        kernel.step(name, self._items[key], (*values, gradient), settings)
+        kernel.step(name, self._items[key], (*values, gradient), settings, _parts(part, staged))
+
+    def has_parts(self, options: Options, staged: StagedState, gradient: Tensor) -> bool:
+        options = self._on_cpu(options)
+        if staged.out is not staged or self._function(staged, gradient) is None or self._kernel(options) is None:
+            return False
+        settings = settings_of(options, implementation_of(options, self._device), 1, 1.0)
+        # The rest is computed without the old weights, unless whole master weights still have them.
+        return settings is not None and (_has_whole_masters(staged) or bool(settings.decoupled))
+
+    def _kernel(self, options: Options) -> AdamKernel | None:
+        if not self._compiled:
+            return None
+        return exact_kernel(implementation_of(options, self._device)) if self._device.type == "cpu" else any_kernel()
 
     @staticmethod
     def _arrays(staged: StagedState) -> tuple[Tensor, ...]:
@@ -262,6 +301,18 @@ class AdamOptimizer(ElementwiseOptimizer):
         self, options: Options, weights: Tensor, gradient: Tensor, states: dict[str, Tensor], steps: int
     ) -> None:
         torchs_step(options, weights, gradient, states, steps + 1)
+
+
+def _has_whole_masters(staged: StagedState) -> bool:
+    return staged.master is not None and staged.master is not staged.weights
+
+
+def _parts(part: Part, staged: StagedState) -> Parts:
+    """Returns the arrays that a part of a step stores. Whole master weights can wait, others are the weights."""
+    if part == "whole":
+        return Parts.ALL
+    weights = Parts.WEIGHTS if _has_whole_masters(staged) else Parts.WEIGHTS | Parts.KEPT
+    return weights if part == "weights" else Parts.ALL & ~weights
 
 
 class SGDOptimizer(ElementwiseOptimizer):
@@ -314,7 +365,13 @@ class GenericOptimizer(FlatOptimizer):
         return ()
 
     def step(
-        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+        self,
+        options: Options,
+        staged: StagedState,
+        gradient: Tensor,
+        has_grad: Sequence[bool],
+        scale: float,
+        part: Part = "whole",
     ) -> None:
         masters = staged.masters()
         for item, parameter, has_gradient in zip(self.flat.slices, self._parameters, has_grad, strict=True):
@@ -342,7 +399,13 @@ class WholeOptimizer(FlatOptimizer):
         return ()
 
     def step(
-        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool], scale: float
+        self,
+        options: Options,
+        staged: StagedState,
+        gradient: Tensor,
+        has_grad: Sequence[bool],
+        scale: float,
+        part: Part = "whole",
     ) -> None:
         raise AssertionError("an optimizer that is stepped whole steps no flat")
 

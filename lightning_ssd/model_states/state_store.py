@@ -191,12 +191,19 @@ class StateStore:
         self._require_seconds(self._buffers)
         self._staging_bytes = sum(buffer.staging_bytes for buffer in self._buffers)
         self._stepped: Future[Any] = finished(None)
+        self._weights_stepped: Future[Any] = finished(None)
 
     # ---- weights on their way to the device ----
 
-    def announce_step(self, stepped: "Future[Any]") -> None:
-        """Announces a step that stages, changes and unstages the values before `stepped` is done."""
+    def announce_step(self, stepped: "Future[Any]", weights: "Future[Any] | None" = None) -> None:
+        """Announces a step that stages, changes and unstages the values before `stepped` is done.
+
+        Args:
+            stepped: as above.
+            weights: done when the compute weights have their new values; None: with `stepped`.
+        """
         self._stepped = stepped
+        self._weights_stepped = stepped if weights is None else weights
 
     def prefetch_to(self, target: Tensor, after: Mark) -> "Future[Mark]":
         """Copies the compute weights to device bytes `target`, after the announced step and once `after` is reached.
@@ -217,7 +224,7 @@ class StateStore:
         def copy(memory: PinnedBuffer) -> "Future[Mark]":  # on an I/O thread
             return finished(h2d_and_release(self._copies, memory, target, after))
 
-        return then(self._stepped, begin)
+        return then(self._weights_stepped, begin)
 
     # ---- values on the host ----
 
@@ -278,7 +285,7 @@ class StateStore:
     def commit(self) -> None:
         """Commits the step that was unstaged last."""
         self.steps += 1
-        self.revertible = all(buffer.has_second for buffer in self._buffers)
+        self.revertible = self.has_second
         for buffer in self._buffers:
             buffer.flip()
 
@@ -288,6 +295,11 @@ class StateStore:
         self.revertible = False
         for buffer in self._buffers:
             buffer.flip()
+
+    @property
+    def has_second(self) -> bool:
+        """Whether the second version is allocated."""
+        return all(buffer.has_second for buffer in self._buffers)
 
     @property
     def in_memory(self) -> bool:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from lightning_ssd.device import Worker, all_of, ended, finished, then
+from torch import Tensor
+
+from lightning_ssd.device import Worker, all_of, ended, error_of, finished, then
 from lightning_ssd.model_states.gradient import Gradient
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Part
 from lightning_ssd.model_states.state_store import StagedState, StateStore
 from lightning_ssd.spans import OPTIMIZER, span
 
@@ -23,6 +25,10 @@ class OptimizerStep:
     Values in host memory as a whole are staged when the job begins, on the worker's thread. If the scale is known by
     then, the step is made with it. Else the second version is allocated for the speculation; if there is no memory for
     it, the step waits for the scale, and is made in place.
+
+    A deferred step of values in host memory may be made in two parts: first the compute weights, which the next forward
+    waits for, then master weights and optimizer states, under the next backward. The first part moves about half of a
+    step's bytes, and both together half more than a whole step.
 
     Threads: these three are called on the training thread or autograd's. The computation (`_make`) runs on the
     worker's thread. `_commit_or_redo` runs on the thread that completes the last future it depends on: the worker's
@@ -43,6 +49,7 @@ class OptimizerStep:
         worker: runs the jobs.
         count: called after each job, on the worker's thread, with the parameters stepped and the seconds it took.
         priority: of the jobs and their reads; the lowest goes first.
+        rest_priority: of the second part of a step.
     """
 
     store: StateStore
@@ -55,6 +62,7 @@ class OptimizerStep:
     worker: Worker
     count: Callable[[int, float], None]
     priority: int
+    rest_priority: int = 0
 
     def speculative(self, guess: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> "Future[None]":
         """Makes the step with a speculated scale as soon as possible, and again if the scale is another.
@@ -93,6 +101,47 @@ class OptimizerStep:
         """
         return then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None, drop_second=drop_second))
 
+    def weights_first(
+        self, after: "Sequence[Future[Any]]", *, drop_second: bool = False
+    ) -> "tuple[Future[None], Future[None]]":
+        """Makes the step of values in host memory when the scale is known, in two parts if that can be.
+
+        Args:
+            after: as in `deferred`.
+            drop_second: as in `deferred`.
+
+        Returns:
+            A future that is done when the compute weights have their new values, and one for the whole step.
+        """
+        rest: Future[None] = Future()
+
+        def run() -> None:  # on the worker's thread
+            scale = self.scale.result()
+            if scale is None:
+                self._end(committed=False)
+                rest.set_result(None)
+                return
+            if drop_second:
+                self.store.drop_second()
+            staged = self.store.stage(step=True).result()
+            has_grad = self._has_grad()
+            whole = self._gradient()
+            in_parts = self.limit is None and all(has_grad) and self.rule.has_parts(self.options, staged, whole)
+            self._make(staged, scale, "weights" if in_parts else "whole")
+            if not in_parts:
+                self._end(committed=True)
+                rest.set_result(None)
+                return
+
+            def run_rest() -> None:
+                self._make(self.store.stage(step=True).result(), scale, "rest")
+                self._end(committed=True)
+
+            self.worker.submit(run_rest, priority=self.rest_priority).add_done_callback(lambda done: _copy(done, rest))
+
+        weights = self._submit(run, [*after, self.scale])
+        return weights, then(weights, lambda _: rest)
+
     def serial(self, after: "Sequence[Future[Any]]") -> "Future[None]":
         """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
 
@@ -129,24 +178,29 @@ class OptimizerStep:
     def _submit(self, run: Callable[[], None], after: "Sequence[Future[Any]]") -> "Future[None]":
         return self.worker.submit(run, after, priority=self.priority)
 
-    def _make(self, staged: StagedState, scale: float) -> None:
-        """Computes the step, and submits the writes of the new values."""
+    def _gradient(self) -> Tensor:
+        whole = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
+        assert whole is not None
+        return whole
+
+    def _make(self, staged: StagedState, scale: float, part: Part = "whole") -> None:
+        """Computes the step, or a part of it, and submits the writes of the new values."""
         begun = perf_counter()
         changed = False
         try:
-            whole = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
-            assert whole is not None
+            whole = self._gradient()
             if self.limit is not None:
                 whole, scale = (whole.float() * scale).clamp_(-self.limit, self.limit), 1.0
             has_grad = self._has_grad()
             with span(OPTIMIZER + self.store.flat.name):
-                self.rule.step(self.options, staged, whole, has_grad, scale)
+                self.rule.step(self.options, staged, whole, has_grad, scale, part)
             changed = True
             seconds = perf_counter() - begun
         finally:
             self.store.unstage(staged, changed=changed, step=True)
-        slices = zip(self.store.flat.slices, has_grad, strict=True)
-        self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
+        if part != "weights":  # the rest moves about the bytes of a whole step: its rate is comparable
+            slices = zip(self.store.flat.slices, has_grad, strict=True)
+            self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
 
     def _scale_now(self, guess: float) -> float | None:
         """Returns the scale that the step is made with now: the known one, or `guess`; None: it can't be made yet."""
@@ -190,3 +244,11 @@ class OptimizerStep:
 
     def _has_grad(self) -> Sequence[bool]:
         return self.gradient.has_accum if self.arrived is None else self.arrived
+
+
+def _copy(done: "Future[None]", result: "Future[None]") -> None:
+    """Completes `result` as `done` was completed."""
+    if (error := error_of(done)) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(None)

@@ -29,6 +29,7 @@ from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.terms import StepTerms
+from lightning_ssd.model_states.weights_first import WeightsFirst
 from lightning_ssd.spans import wait_for
 
 
@@ -93,6 +94,7 @@ class StepScheduler:
         self.hold = terms.hold
         """Whether user code may look at gradients between backward and step, so that no step begins earlier."""
         self._hold_next = terms.hold
+        self._share = WeightsFirst(len(set(priorities.values())))
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
         self._lock = threading.Lock()
@@ -184,21 +186,26 @@ class StepScheduler:
             self._worker,
             self._count,
             self._priorities[flat],
+            # The rest is made when all weights are, and first of the unit whose gradients arrive first.
+            rest_priority=2 * len(self._priorities) - self._priorities[flat],
         )
         guess = self._decision.speculated
         # A step that is not committed must leave the values, and the gradient, as they are.
         revertible = self._decision.scale.done() or (store.layout.versions == 2 and arrived is not None)
         with self._lock:
             self._steps_before[flat] = store.steps
+        weights: Future[None] | None = None
         if self._overlap == "naive":
             done = step.serial([on_host, *ready])
         elif guess is not None and revertible:
             done = step.speculative(guess, on_host, ready)
+        elif self._overlap == "optimized" and store.in_memory and self._share.covers(self._priorities[flat]):
+            weights, done = step.weights_first([on_host, *ready, self._released], drop_second=self._decision.given_up)
         else:
             done = step.deferred([on_host, *ready, self._released], drop_second=self._decision.given_up)
         gradient.accumulating = False
         gradient.set_consumed(done)
-        store.announce_step(done)
+        store.announce_step(done, weights)
         with self._lock:
             self._submitted[flat] = done
 
@@ -239,6 +246,7 @@ class StepScheduler:
             self._gradients.keep_alive(*in_flight)
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
+        self._share.note(self._gradients.take_waited())
         submitted = self._finish_step()
         self.optimizer = None
         self._gradients.reset_norms()

@@ -1,12 +1,15 @@
 """The kernel in adam.c: the bits of a step do not depend on how its new values are stored."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ssd.model_states.adam import AdamKernel, Stores, any_kernel, exact_kernel, settings_of
+from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.optimizers import AdamOptimizer, Part
+from lightning_ssd.model_states.state_store import Layout, StagedState
 
 OPTIONS: dict[str, Any] = {
     "betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,
@@ -62,6 +65,43 @@ def test_stores_past_the_caches_store_the_same_bits(
         results[past] = after
     assert any(bool(values.any()) for values in results[True])
     assert all(torch.equal(one, other) for one, other in zip(results[False], results[True], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "whole", "split"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_in_two_parts_has_the_bits_of_a_whole_one(kind: str, optimizer: Any, fused: bool) -> None:
+    """The compute weights are final after the first part."""
+    if any_kernel() is None:
+        pytest.skip("there is no C compiler")
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    parameters = [(str(size), nn.Parameter(torch.zeros(size))) for size in (70, 5000)]
+    flat = FlatParameter("flat", parameters, dtype, torch.device("cpu"))
+    made = optimizer([parameter for _, parameter in parameters], lr=0.1, weight_decay=0.1, fused=fused)
+    options = {name: value for name, value in made.param_groups[0].items() if name != "params"}
+    layout = Layout(flat, kind == "split", ("exp_avg", "exp_avg_sq"), steps=True, versions=1)
+    found: list[StagedState] = []
+    for parts in (("whole",), ("weights", "rest")):
+        rule = AdamOptimizer(flat)
+        opt_state = torch.zeros(layout.opt_state_bytes, dtype=torch.uint8)
+        staged = layout.views(torch.zeros(flat.nbytes, dtype=torch.uint8), opt_state)
+        torch.manual_seed(0)
+        staged.set_masters(torch.randn(flat.numel))
+        for _ in range(3):
+            gradient = torch.randn(flat.numel).to(dtype)
+            if len(parts) == 2 and not rule.has_parts(options, staged, gradient):
+                assert optimizer is torch.optim.Adam and kind != "whole"  # the decay needs the old weights
+                return
+            for part in parts:
+                rule.step(options, staged, gradient, [True, True], 0.5, cast(Part, part))
+                if part == "weights":
+                    weights = staged.weights.clone()
+            rule.commit([True, True])
+            assert len(parts) == 1 or torch.equal(weights, staged.weights)
+        found.append(staged)
+    whole, in_parts = found
+    assert torch.equal(whole.weights, in_parts.weights) and torch.equal(whole.masters(), in_parts.masters())
+    assert all(torch.equal(values, in_parts.states[name]) for name, values in whole.states.items())
 
 
 def test_stores_are_those_that_are_faster() -> None:

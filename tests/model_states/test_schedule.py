@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.device import Worker
+from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.buffers import SSDBuffer
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.step import OptimizerStep
+from lightning_ssd.model_states.weights_first import WeightsFirst
 from tests.support.access import loader
 from tests.support.models import Block
 
@@ -66,7 +69,8 @@ def events_of(
     def unit(flat: Any) -> int:
         return int(flat.slices[0].name.split(".")[1])
 
-    told(OptimizerStep, "_make", lambda step, *_: ("step", unit(step.store.flat)))
+    told(OptimizerStep, "_make", lambda step, *args: ("rest" if "rest" in args[2:] else "step", unit(step.store.flat)))
+    told(OptimizerStep, "weights_first", lambda step, *_: ("deferred", unit(step.store.flat)))
     for kind in ("speculative", "deferred", "serial"):
         told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.store.flat)))
     told(ParamPrefetcher, "_fetch", lambda stream, index: ("want", index))
@@ -96,37 +100,47 @@ def test_units_are_stepped_during_backward_the_last_first(tmp_path: Path, monkey
 
 
 class HeldSteps:
-    """Holds the steps of all units but the first until the next forward of the first unit is over."""
+    """Holds the steps of all units but the first until the next forward of the first unit is over.
+
+    Second parts of steps are held until the whole forward is over.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[int] = []
+        self.rests: list[int] = []
         self.in_time: list[bool] = []
-        self.first_is_over = threading.Event()
+        self.ended = False
+        self.first_is_over, self.forward_is_over = threading.Event(), threading.Event()
         begun = threading.Event()
-        make, submit = OptimizerStep._make, OptimizerStep._commit_or_redo
+        make, submit = OptimizerStep._make, Worker.submit
 
-        def submitted(step: OptimizerStep, *arguments: Any, **options: Any) -> Any:
-            done = submit(step, *arguments, **options)
-            if threading.current_thread().name != "lightning_ssd-cpu-optimizer":
-                begun.wait(timeout=1)  # the worker begins what is submitted first
+        def submitted(worker: Worker, *arguments: Any, **options: Any) -> Any:
+            done = submit(worker, *arguments, **options)
+            if worker._thread.name == "lightning_ssd-cpu-optimizer" and threading.current_thread() != worker._thread:
+                begun.wait(timeout=0.05)  # the worker begins what is submitted first
             return done
 
-        def held(step: OptimizerStep, *arguments: Any) -> None:
+        def held(step: OptimizerStep, staged: Any, scale: float, part: str = "whole") -> None:
             begun.set()
             unit = int(step.store.flat.slices[0].name.split(".")[1])
-            if unit == 0:
-                self.first_is_over.clear()
+            if part == "rest":
+                self.in_time.append(self.forward_is_over.wait(timeout=20))
+                self.rests.append(unit)
             else:
-                self.in_time.append(self.first_is_over.wait(timeout=20))
-            self.made.append(unit)
-            make(step, *arguments)
+                if unit == 0 and not self.ended:
+                    self.first_is_over.clear()
+                    self.forward_is_over.clear()
+                elif unit:
+                    self.in_time.append(self.first_is_over.wait(timeout=20))
+                self.made.append(unit)
+            make(step, staged, scale, part)  # type: ignore[arg-type]
 
         monkeypatch.setattr(OptimizerStep, "_make", held)
-        monkeypatch.setattr(OptimizerStep, "_commit_or_redo", submitted)
+        monkeypatch.setattr(Worker, "submit", submitted)
 
 
 class Clipped(Chain):
-    """Clipped in every step; tells `HeldSteps` of the first unit's forward."""
+    """Clipped in every step; tells `HeldSteps` of its forward."""
 
     def __init__(self, held: HeldSteps) -> None:
         super().__init__([])
@@ -137,27 +151,34 @@ class Clipped(Chain):
         self.held.first_is_over.set()
         for block in self.blocks[1:]:
             x = block(x)
+        self.held.forward_is_over.set()
         return x.square().mean()
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.held.ended = self.trainer.is_last_batch  # no forward follows
+
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.is_last_batch:  # no forward follows
+        if self.held.ended:
             self.held.first_is_over.set()
+            self.held.forward_is_over.set()
 
 
 def test_the_forward_of_a_unit_waits_for_its_own_deferred_step_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps are made in the order of the forward, although backward has submitted the last unit's first."""
+    """And for the weights alone, which are stepped in the order of the forward; the rest is in that of backward."""
     held = HeldSteps(monkeypatch)
+    monkeypatch.setattr(WeightsFirst, "DOWN", 0.0)  # backward waits for the steps that are held
     strategy = SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B", clip="deferred")
     trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, default_root_dir=tmp_path, max_steps=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1e-3,
+        accelerator="cpu", strategy=strategy, default_root_dir=tmp_path, max_epochs=1, limit_train_batches=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        gradient_clip_val=1e-3,
     )  # fmt: skip
-    model = Clipped(held)
-    assert len(loader()) >= 3
-    trainer.fit(model, loader())
-    assert held.made == list(range(UNITS)) * trainer.global_step
+    trainer.fit(Clipped(held), loader())
+    assert trainer.global_step == 3
+    assert held.made == [0, 1, 2, 3] * 3
+    assert held.rests == ([] if any_kernel() is None else [3, 2, 1, 0] * 3)
     assert all(held.in_time)
 
 

@@ -1,0 +1,90 @@
+"""Deferred steps in two parts: the numbers of plain Lightning, and a share of units that follows backward's waiting."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd.model_states.adam import any_kernel
+from lightning_ssd.model_states.step import OptimizerStep
+from lightning_ssd.model_states.weights_first import WeightsFirst
+from tests.support.compare import assert_same
+from tests.support.models import Model
+from tests.support.products import combinations
+from tests.support.states import offloading, train
+
+
+def test_the_share_of_units_follows_the_time_that_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**6))
+    monkeypatch.setattr("lightning_ssd.model_states.weights_first.perf_counter", lambda: float(next(clock)))
+    weights_first = WeightsFirst(8)
+
+    def covered() -> int:
+        return [weights_first.covers(unit) for unit in range(8)].index(False) if not weights_first.covers(7) else 8
+
+    weights_first.note(0.5)  # a first step has begun at an unknown time
+    assert covered() == 8
+    weights_first.note(0.5)
+    assert covered() == 6
+    for _ in range(3):
+        weights_first.note(0.5)
+    assert covered() == 0
+    for _ in range(20):
+        weights_first.note(0.001)
+    assert covered() == 8
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+@combinations(
+    "optimizer, precision, state_format, accumulate, share",
+    [adamw, adam],
+    ["32-true", "bf16-mixed", "bf16-true"],
+    ["fp32", "split"],
+    [1, 3],
+    [0.5, 1.0],
+    quick=[
+        (adamw, "32-true", "fp32", 1, 1.0),
+        (adam, "bf16-true", "fp32", 3, 0.5),
+        (adamw, "bf16-true", "split", 1, 1.0),
+    ],
+)
+def test_numbers_are_those_of_whole_steps(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: Any,
+    precision: Any,
+    state_format: Any,
+    accumulate: int,
+    share: float,
+) -> None:
+    """Weights, losses and optimizer states, bit for bit, with every unit or half of them in two parts."""
+    parts: list[str] = []
+    make = OptimizerStep._make
+
+    def noted(step: OptimizerStep, staged: Any, scale: float, part: Any = "whole") -> None:
+        parts.append(part)
+        make(step, staged, scale, part)
+
+    monkeypatch.setattr(OptimizerStep, "_make", noted)
+    monkeypatch.setattr(WeightsFirst, "covers", lambda self, unit: unit < share * self._units)
+    how = dict(precision=precision, gradient_clip_val=0.5, accumulate_grad_batches=accumulate)
+    whole = offloading(overlap="none", clip="deferred", state_format=state_format)
+    expected = train(tmp_path, whole, Model(optimizer), **how)
+    assert set(parts) == {"whole"}
+    parts.clear()
+    strategy = offloading(clip="deferred", state_format=state_format, gpu_memory="1B")
+    assert_same(train(tmp_path, strategy, Model(optimizer), **how), expected)
+    in_parts = any_kernel() is not None and (
+        optimizer is adamw or (precision == "bf16-true" and state_format == "fp32")
+    )
+    if in_parts:
+        assert parts.count("weights") == parts.count("rest") > 0
+        assert ("whole" in parts) == (share < 1)
