@@ -88,17 +88,17 @@ class ActivationOffloader:
     Args:
         copies: copy engine of the device.
         tiers: the tiers that the policy's placement chooses from; the offloader owns and closes them, and `copies`.
-        policy: the rules to begin with; `run` replaces them.
-        min_bytes: smaller storages stay on the device.
+        policy: the initial rules; `run` replaces them.
+        min_bytes: bytes of the smallest storage that may be offloaded.
     """
 
     #: Remembered micro-batches: enough for a ragged last batch and for alternating optimizers.
     PATTERNS = 4
-    #: Waiting storages that each record looks at, the newest; all are looked at once in so many storages.
+    #: Number of waiting storages, the newest ones, that are checked with each record. All are checked once in so many.
     LOOKED_AT = 16
-    #: Saved storages without a record from one look at the waiting ones to the next.
+    #: Number of kept storages without a record between two checks of the waiting ones.
     LOOKED_AT_EVERY = 4
-    #: Bytes of copies that say how fast copies are: single ones may have met others.
+    #: Least bytes of copies over which their bandwidth is averaged: single copies may have shared the link with others.
     TELLING = 2**28
 
     def __init__(
@@ -109,8 +109,8 @@ class ActivationOffloader:
         self.copies = copies
         self.sending_seconds = 0.0
         """Host seconds spent in offloading saved storages, and in waits for room for them."""
-        self._copy_pace: float | None = None  # seconds a byte, of the last copies out
-        self._saving_pace: float | None = None  # bytes a second, of the last forward
+        self._copy_pace: float | None = None  # seconds per byte of the last d2h copies
+        self._saving_pace: float | None = None  # saved bytes per second of the last forward
         self._busy_before = self.copies.busy()[_OUT]
         self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
         self._clock = make_clock(self.device)
@@ -121,7 +121,7 @@ class ActivationOffloader:
         self._waiting: list[tuple[weakref.ref[SavedStorage], Sequence[OffloadTierName]]] = []
         """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
         self._stayed = 0
-        """Storages that were saved, and stayed, while others were waiting or in flight."""
+        """Number of storages that were saved and kept while others were waiting or in flight."""
         self._window: deque[_InFlight] = deque()
         self._window_used = 0
         self._copied_at = 0.0
@@ -129,8 +129,8 @@ class ActivationOffloader:
         self._stats = OffloadStats()
         self._closed = False
         self._forwards = 0
-        """Forwards that have begun and not ended: 0 in backward, unless backward is called in a forward."""
-        self._turn = threading.RLock()
+        """Number of running forwards: 0 in backward, unless backward is called in a forward."""
+        self._lock = threading.RLock()
         self.run(policy)
 
     @property
@@ -139,7 +139,7 @@ class ActivationOffloader:
         return self._policy
 
     def run(self, policy: OffloadPolicy) -> None:
-        """Puts `policy` in force, for the forwards that begin from now on and for the backwards of all graphs.
+        """Applies `policy` to the forwards that begin from now on, and to the backwards of all graphs.
 
         Called on the training thread, while neither a forward nor a backward runs.
         """
@@ -170,10 +170,10 @@ class ActivationOffloader:
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Offloads what autograd saves while it lasts.
+        """Offloads tensors that autograd saves within the context.
 
-        It belongs to the micro-batch that has begun. Where nobody begins any, as in Lightning's Tuner, which runs
-        without callbacks, one begins after every backward.
+        They belong to the micro-batch that has begun. If `begin_micro_batch` is not called, as in Lightning's Tuner,
+        which runs without callbacks, a micro-batch begins after every backward.
         """
         if not self._policy.hooks_enabled:
             yield
@@ -184,14 +184,14 @@ class ActivationOffloader:
         try:
             with saved_tensors_hooks(self.pack, self.unpack), self._mode or contextlib.nullcontext():
                 yield
-            with self._turn:  # the forward's own variables are gone
+            with self._lock:  # the forward's local variables are freed, so storages may be unshared now
                 self._offload_waiting(len(self._waiting))
                 self._release_window()
         finally:
             self._forwards -= 1
 
     def end_backward(self) -> None:
-        """The micro-batch's backward is over, or its step is: what is still on its way out need not hold memory."""
+        """Called when the micro-batch's backward, or its step, has ended. Storages in flight are evicted."""
         if self._batch is not None:
             while self._window:
                 self._pop_window()
@@ -201,40 +201,40 @@ class ActivationOffloader:
             self._collect()
 
     def stats(self) -> OffloadStats:
-        """Returns the totals; stalls of the last steps follow when the device has passed them."""
+        """Returns the totals. Stalls of the last steps are added once the device has executed these steps."""
         self._read_profiles()
         return dataclasses.replace(self._stats)
 
     def io_stats(self) -> IOStats | None:
-        """Returns what the I/O engine of the SSD tier has done; `None` without one."""
+        """Returns the statistics of the SSD tier's I/O engine, or `None` without that tier."""
         ssd = self.tiers.get("ssd")
         return None if ssd is None else ssd.io_stats()
 
     def peak_pinned_bytes(self) -> int:
-        """Returns the most pinned memory that was ever in use, in bytes."""
+        """Returns the peak of pinned memory in use, in bytes."""
         return sum(tier.peak_pinned_bytes() for tier in self.tiers.values())
 
     def resident_bytes(self) -> int:
-        """Returns the bytes of saved storages on the device: those of the present micro-batch that `pack` has counted.
+        """Returns the bytes of the present micro-batch's saved storages on the device.
 
-        A plan's kept storages are not counted.
+        Storages that a plan keeps are not counted.
         """
         return 0 if self._batch is None or self._batch.ended else self._batch.resident_bytes()
 
     @property
     def last_pattern(self) -> Pattern | None:
-        """What the last finished micro-batch saved, and the order in which its backward wanted it."""
+        """Pattern of the last finished micro-batch: saved storages, and the order in which backward unpacked them."""
         if self._batch is not None and self._batch.ended:
             return self._batch.pattern()
         return self._patterns[-1] if self._patterns else None
 
     def close(self) -> None:
-        """Gives everything back: memory, files, threads. Graphs that are still alive can't run backward any more."""
+        """Frees memory, files and threads. Backward of graphs that are still alive raises an error afterwards."""
         if self._closed:
             return
         self._closed = True
         self._window.clear()
-        with contextlib.ExitStack() as stack:  # each is closed whatever happens to the others
+        with contextlib.ExitStack() as stack:  # each is closed even if closing another one fails
             stack.callback(self.copies.close)
             for tier in self.tiers.values():
                 stack.callback(tier.close)
@@ -244,16 +244,16 @@ class ActivationOffloader:
 
     @untraced
     def pack(self, tensor: Tensor) -> "Kept | SavedHandle | SavedWrapper[Any]":
-        """Takes a saved tensor over, and returns what autograd keeps in its place."""
+        """Returns the object that autograd saves in place of `tensor`: the pack hook."""
         if self._mode is None:
             if type(tensor) not in _PLAIN and is_wrapper(tensor):
                 return self._pack_wrapper(tensor)
             return self._pack(tensor)
-        with torch._C._DisableTorchDispatch():  # what is done in here is no part of the forward
+        with torch._C._DisableTorchDispatch():  # operators of the hook are no part of the forward
             return self._pack(tensor)
 
     def _pack_wrapper(self, tensor: Tensor) -> "Kept | SavedWrapper[Any]":
-        # Forward modes know plain tensors only. Backward wants what it saves at once.
+        # In a forward under a mode, wrapped tensors are not unwrapped. Tensors saved in backward are needed at once.
         if in_backward() or is_weight(tensor, tensor.untyped_storage()):
             return _keep(tensor)
         return SavedWrapper(tensor, self.pack)
@@ -275,28 +275,28 @@ class ActivationOffloader:
             or is_weight(tensor, storage)
             or tensor.device != self.device
             or type(tensor) not in _PLAIN
-            # More, or less, than bytes, shape and strides.
+            # Tensors that bytes, shape and strides do not describe completely.
             or tensor.is_conj()
             or tensor.is_neg()
             or tensor.is_quantized
             or tensor._is_zerotensor()
-            or in_backward()  # recomputed, or made by a double backward: wanted at once
+            or in_backward()  # recomputed, or made by a double backward: needed at once
         ):
             return _keep(tensor)
         if self._placement.keeps(nbytes):
             setattr(storage, KEPT_IN, self._stats.micro_batches)
             return _keep(tensor)
         if not storage.resizable():
-            return _keep(tensor)  # memory of others (NumPy, DLPack, CUDA graphs), who may write to it at any time
+            return _keep(tensor)  # memory of NumPy, DLPack or CUDA graphs, which may write to it at any time
         assert self._batch is not None, "begin_micro_batch comes first"
-        with self._turn:
+        with self._lock:
             recomputed = recomputed_of(tensor, storage)
             if recomputed is not None and recomputed.nbytes == nbytes:
                 if not recomputed.views:
                     self._stats.recomputed += nbytes
                 return SavedHandle(tensor, recomputed, self._empty)
             record = find_saved_storage(storage)
-            # While the storage can be reached, its record holds the storage itself and not a copy (see `record`).
+            # While other references to the storage exist, its record holds the storage, not a copy (see `record`).
             if record is not None and (record.state is not State.RESIDENT or record.nbytes != nbytes):
                 record = None  # resized since
             if record is not None and record.batch is self._batch:
@@ -315,11 +315,11 @@ class ActivationOffloader:
             return SavedHandle(tensor, self._new_record(storage, data, choice, tiers), self._empty)
 
     def _make_progress(self) -> None:
-        """Keeps storages moving while the forward saves tensors that stay: others were deleted, and copies ended."""
+        """Offloads and evicts waiting storages while the forward saves kept ones."""
         if not self._window and not self._waiting:
             return
         self._stayed += 1
-        with self._turn:
+        with self._lock:
             if self._placement.memory_is_scarce or self._stayed % self.LOOKED_AT_EVERY == 0:
                 self._offload_waiting(self.LOOKED_AT)
             self._release_window()
@@ -331,10 +331,13 @@ class ActivationOffloader:
         choice: Choice | None,
         tiers: Sequence[OffloadTierName] | None,
     ) -> SavedStorage:
-        """Returns the record of a storage that is saved for the first time, which goes to `tiers`, if they are known.
+        """Returns the record of a storage that is saved for the first time in this micro-batch.
 
-        Else the planned `choice` says where it goes, or the placement, unless backward begins with it. `data`: of its
-        record of an earlier micro-batch.
+        Args:
+            storage: the storage.
+            data: data of its record of an earlier micro-batch, or None.
+            choice: the plan's choice for it, or None.
+            tiers: tiers to try; None: those of `choice`, else of the placement, unless backward needs it first.
         """
         assert self._batch is not None
         begun = perf_counter()
@@ -364,7 +367,7 @@ class ActivationOffloader:
         return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
 
     def _offload_waiting(self, count: int) -> None:
-        """Offloads those of the newest `count` waiting storages that nothing but their records can reach any more."""
+        """Offloads those of the newest `count` waiting storages that only their records reference."""
         newest = self._waiting[-count:]
         del self._waiting[-count:]
         for reference, tiers in newest:
@@ -377,7 +380,7 @@ class ActivationOffloader:
                 self._offload(record, tiers)
 
     def _has_room_in_flight(self, record: SavedStorage) -> bool:
-        """Whether `record` may be copied out now: a placement that may not wait leaves it for later."""
+        """Returns whether `record` may be offloaded now; a placement that may not wait offloads it later."""
         if self._window_used + record.nbytes <= self._window_bytes or not self._window:
             return True
         return self._placement.may_wait or self.copies.memory_is_short(record.nbytes)
@@ -386,7 +389,7 @@ class ActivationOffloader:
         data, nbytes = record.data, record.nbytes
         assert data is not None and self._batch is not None
         if data.untyped_storage().nbytes() < nbytes:
-            return  # shrunk by its owner before that let go of it
+            return  # user code has made the storage smaller
         may_wait = self._placement.may_wait or self.copies.memory_is_short(nbytes)
         for name in tiers:
             copy = self._store(name, data, may_wait)
@@ -405,7 +408,7 @@ class ActivationOffloader:
         self._stats.stored += nbytes
         now, copying = self._progress(nbytes)
         self._copied_at = max(self._copied_at, now) + (copying or 0.0)
-        # Bytes saved stand for time badly: forwards are not even.
+        # Saved bytes are a poor measure of time: the margin is larger then.
         margin = EVICT_MARGIN * self._copied_at if self._elapsed is not None else nbytes
         self._window.append(_InFlight(record, data, copy, self._copied_at + margin))
         self._window_used += nbytes
@@ -422,10 +425,10 @@ class ActivationOffloader:
         return copy
 
     def _release_window(self) -> None:
-        """Lets go of what has been copied, or must make room.
+        """Evicts storages whose copies should be done, and the oldest ones if the window is full.
 
-        The host is far ahead of the device, so "has been copied" is not asked but foretold. A forecast that is early
-        costs the compute stream a short wait, one that is late costs memory.
+        The host is far ahead of the device, so the end of a copy is predicted instead of queried. An early prediction
+        costs the compute stream a short wait, a late one costs memory.
         """
         if not self._window:
             return
@@ -436,16 +439,16 @@ class ActivationOffloader:
         now, copying = self._progress(0)
         while self._window:
             due = copying is not None and self._window[0].due_at <= now
-            # The newest stays in flight whatever its size.
+            # The newest storage is in flight even if it is larger than the window.
             full = self._window_used > self._window_bytes and len(self._window) > 1
             if not (due or full):
                 break
             self._pop_window()
 
     def _progress(self, nbytes: int) -> tuple[float, float | None]:
-        """Returns how far the forward is, and how far it gets while `nbytes` are copied (None: not known).
+        """Returns the progress of the forward, and its progress while `nbytes` are copied (None: unknown).
 
-        In seconds where the forward mode knows them, else in bytes saved.
+        Both are in seconds if the forward mode knows the elapsed seconds, else in saved bytes.
         """
         assert self._batch is not None
         copying = None if self._copy_pace is None else nbytes * self._copy_pace
@@ -458,11 +461,11 @@ class ActivationOffloader:
 
     @property
     def _elapsed(self) -> float | None:
-        """Seconds that the forward takes as far as it has come, if that is known."""
+        """Profiled seconds of the forward up to the present operation, or None if unknown."""
         return None if self._mode is None else self._mode.elapsed
 
     def _pop_window(self) -> None:
-        """Lets go of the oldest storage on its way out: on the device's clock, whatever the host's is."""
+        """Evicts the oldest storage in flight, ordered on the device: the compute stream waits for its copy."""
         assert self._batch is not None
         leaving = self._window.popleft()
         self._window_used -= leaving.nbytes
@@ -477,12 +480,12 @@ class ActivationOffloader:
 
     @untraced
     def unpack(self, saved: "Kept | SavedHandle | SavedWrapper[Any]") -> Tensor:
-        """Returns the saved tensor that `pack` took over; the compute stream is ordered after its arrival."""
+        """Returns the saved tensor: the unpack hook. The compute stream is ordered after its load."""
         if isinstance(saved, SavedWrapper):
             return saved.rebuild(self.unpack)
         if self._on_saved is None:
             return self._unpack(saved)
-        with torch._C._DisableTorchDispatch():  # what is done in here is no part of the backward
+        with torch._C._DisableTorchDispatch():  # operators of the hook are no part of the backward
             return self._unpack(saved)
 
     def _unpack(self, saved: "Kept | SavedHandle") -> Tensor:
@@ -494,11 +497,12 @@ class ActivationOffloader:
                 if tensor._version != version:
                     raise modified_in_place(tensor, version, tensor.dtype, tensor.size())
             else:
-                with self._turn:
+                with self._lock:
                     tensor = saved.load()
-            # Backward begins with what stays: what has left is fetched ahead. One inside a forward wants but little.
+            # Backward first unpacks kept tensors, during which offloaded ones are prefetched. (Not for a backward
+            # inside of a forward, which unpacks few tensors.)
             if not self._forwards and self._batch is not None and not self._batch.in_backward and in_backward():
-                with self._turn:
+                with self._lock:
                     self._batch.begin_backward()
                     self._prefetch(self._batch)
             return tensor
@@ -508,7 +512,7 @@ class ActivationOffloader:
                 "Call backward inside the training step, or don't keep the loss after `Trainer.fit`."
             )
         saved.check_version()
-        with self._turn:
+        with self._lock:
             if isinstance(saved.record, Recomputed):
                 saved.record.bring_back()
             else:
@@ -542,19 +546,19 @@ class ActivationOffloader:
     # ---- both ----
 
     def _collect(self) -> None:
-        """Gives back what dead records left. A load that nobody waited for ends first, as it writes device memory."""
+        """Frees the copies of freed records, after their running loads, which write to device memory, have ended."""
         for _ in range(len(self._pending_frees)):
             leftover = self._pending_frees.popleft()
             if leftover.load is not None:
                 if not leftover.load.settled:
                     self._pending_frees.append(leftover)
                     continue
-                with contextlib.suppress(Exception):  # nobody wants these bytes any more
+                with contextlib.suppress(Exception):  # the bytes are not needed any more, nor is an error about them
                     leftover.load.wait()
             leftover.copy.free()
 
     def _read_profiles(self) -> None:
-        """Hears of the micro-batches that the device is through with."""
+        """Adds the statistics of micro-batches that the device has executed, and passes them to the placement."""
         while self._profiled and (profile := self._profiled[0].profile()) is not None:
             self._profiled.popleft()
             self._stats.seconds += profile.forward_seconds + profile.backward_seconds
@@ -565,7 +569,7 @@ class ActivationOffloader:
             self._placement.observe(profile)
 
     def _learn_copy_pace(self) -> None:
-        """Learns how long the last copies out took: while plans change, and in backward, they take longer."""
+        """Updates the measured seconds per byte of d2h copies, which vary with the plan and with concurrent copies."""
         busy = self.copies.busy()[_OUT]
         recent = busy.since(self._busy_before)
         if recent.seconds and (recent.amount >= self.TELLING or self._copy_pace is None):
@@ -574,13 +578,13 @@ class ActivationOffloader:
 
 
 class _InFlight:
-    """A storage on its way out. Owns the device's bytes until the compute stream is ordered after their copy.
+    """A storage that is being offloaded. Owns the device's bytes until the compute stream is ordered after their copy.
 
     Args:
-        record: of the storage; it may die first.
-        data: the device's bytes.
-        copy: the tier's.
-        due_at: how far the forward is when the copy must be done.
+        record: record of the storage, which may be freed before.
+        data: bytes on the device.
+        copy: the tier's copy.
+        due_at: progress of the forward (see `_progress`) at which the copy should be done.
     """
 
     __slots__ = ("copy", "data", "due_at", "nbytes", "record", "tier")
@@ -598,15 +602,15 @@ class _InFlight:
 _OUT, _IN = 0, 1
 
 _PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors that are bytes, shape and strides."""
+"""Types of tensors that bytes, shape and strides describe completely."""
 
 
 _IN_PLACE_OF: Mapping[Choice, Sequence[OffloadTierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
-"""Where what was meant for a tier goes if that has no room."""
+"""Tiers to try for each planned tier, in order: the other one is used if the planned one has no room."""
 
 
 def _keep(tensor: Tensor) -> "Kept":
     if tensor.is_leaf:
         return tensor, tensor._version, None
-    # Detached: the node that saves its own output would else own itself, and never be freed.
+    # Detached, because a node that saves its own output would own itself otherwise, and never be freed.
     return tensor.detach(), tensor._version, weakref.ref(tensor)

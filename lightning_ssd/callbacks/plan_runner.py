@@ -34,16 +34,16 @@ from lightning_ssd.planning import (
 from lightning_ssd.profiling import Profiler
 
 MEDIAN_STEPS = 8
-"""Steps whose median duration is compared with the prediction."""
+"""Number of steps whose median duration is compared with the prediction."""
 
 WARMUP_AFTER_CHANGE = 2
 """Steps after a change of plan that are not measured: the allocator moves memory in them."""
 
 HISTORY = 64
-"""Steps whose durations are remembered."""
+"""Number of last steps whose durations are stored."""
 
 PRESSURE_AT = 0.8
-"""Share of the GPU limit above which a plan that keeps everything offloads: backward allocates the rest."""
+"""Share of the GPU limit above which a plan that keeps everything offloads; the rest is for backward."""
 
 HOOKS_OFF_BELOW = 0.5
 """Share of the GPU limit: hooks may be disabled when a plan that keeps everything is predicted to peak below it."""
@@ -51,7 +51,7 @@ HOOKS_OFF_BELOW = 0.5
 
 @dataclass(frozen=True)
 class Comparison:
-    """The prediction for a plan beside measured steps.
+    """The prediction for a plan, and measured steps.
 
     Attributes:
         plan: the plan of these steps.
@@ -75,21 +75,21 @@ class PlanRunner:
     none waits for the device.
 
     Args:
-        profiler: recorded the forward that plans are for.
-        offloader: follows the plans.
+        profiler: profiler with the recorded forward.
+        offloader: activation offloader, to which plans are applied.
         states: offloaded model states; `None`: all of them are on the GPU.
-        schedulers: follow the prefetch window of the plans.
-        profile: of the model.
-        hardware: of the machine, with the bytes that this training may take.
-        placement: of model states, which plans leave as it is.
+        schedulers: callbacks that set the prefetch window, to which the plans' windows are applied.
+        profile: profile of the model.
+        hardware: profile of the machine, with the bytes that this training may use.
+        placement: tiers of model states, which plans do not change.
 
     Attributes:
-        profile: of the model, corrected by `calibrate`.
-        hardware: of the machine, corrected by `calibrate`.
-        placement: as given.
+        profile: profile of the model, corrected by `calibrate`.
+        hardware: profile of the machine, corrected by `calibrate`.
+        placement: tiers of model states.
         plan: the plan in force.
-        prediction: for the plan in force.
-        num_steps: steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`.
+        prediction: prediction for the plan in force.
+        num_steps: number of steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`.
         hooks_skippable: whether the plan keeps everything and needs little memory, so that hooks may be disabled.
     """
 
@@ -131,10 +131,10 @@ class PlanRunner:
         """Puts `plan` in force for the next step, and predicts its steps.
 
         Args:
-            plan: places model states as they are placed.
+            plan: a plan with the present tiers of model states.
 
         Raises:
-            ValueError: the plan is not one for the model.
+            ValueError: the plan does not match the model.
         """
         self.prediction = simulate(self.profile, self.hardware, plan)
         self.plan = plan
@@ -170,7 +170,7 @@ class PlanRunner:
             self._offloader.run(replace(self._offloader.policy, hooks_enabled=enabled))
 
     def begin_step(self) -> None:
-        """A step begins; the one before it, if there was one, has ended."""
+        """Called when a step begins, which ends the step before."""
         if self._warm_up:
             self._warm_up -= 1
             if not self._warm_up:
@@ -189,25 +189,25 @@ class PlanRunner:
             self._seconds.append(seconds)
 
     def pause(self) -> None:
-        """A validation begins: neither its time nor its memory is measured."""
+        """Called when a validation begins, whose time and memory are not measured."""
         self._step_began = None
         self._peak_bytes = self._gpu_peak()
 
     def resume(self) -> None:
-        """A validation has ended."""
+        """Called when a validation has ended."""
         self._reset_peak()
 
     def measured(
         self, steps: int = MEDIAN_STEPS, typical: Callable[[Sequence[float]], float] = statistics.median
     ) -> Comparison | None:
-        """Returns the prediction beside the last steps under the plan.
+        """Returns the prediction and the last measured steps under the plan.
 
         Args:
-            steps: that are measured, up to `HISTORY`.
-            typical: returns the duration of a step from those of several.
+            steps: number of steps, up to `HISTORY`.
+            typical: returns the typical duration of several.
 
         Returns:
-            `None` while the device has ended fewer steps under the plan.
+            The comparison, or `None` while the device has ended fewer steps under the plan.
         """
         if self.plan is None or self.prediction is None or len(self._seconds) < steps:
             return None
@@ -247,7 +247,7 @@ class PlanRunner:
         self.prediction = simulate(self.profile, self.hardware, self.plan)
         return corrected is not None or abs(measured / self.prediction.step_seconds - 1) <= tolerance
 
-    # ---- how ----
+    # ---- implementation ----
 
     def _follow(self, placement: Placement, mode: UnitDispatchMode | None) -> None:
         self._offloader.run(replace(self._offloader.policy, placement=placement, mode=mode, hooks_enabled=True))

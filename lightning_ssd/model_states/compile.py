@@ -1,7 +1,7 @@
-"""Modules that `torch.compile` compiles: hooks run outside of the compiled call, where Dynamo does not see them.
+"""Modules that `torch.compile` compiles: hooks run outside of the compiled call, so that Dynamo does not trace them.
 
-A compiled module is one region: its weights are held on the device from before the compiled call until after it, and
-its parameters are ordinary ones meanwhile. So Dynamo compiles the program that it compiles in plain training.
+A compiled module is one region: its weights are kept on the device from before the compiled call until after it, and
+its parameters are ordinary ones meanwhile. So Dynamo compiles the same program as in plain training.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from lightning_ssd.model_states.hooks import ModuleHook
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of `module` are compiled: `module.compile()`, `torch.compile(module)`, or a method of it."""
+    """Returns True if calls of `module` are compiled: `module.compile()`, `torch.compile(module)`, or a method."""
     return (
         module._compiled_call_impl is not None
         or type(module).__name__ == "OptimizedModule"
@@ -23,7 +23,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the compiled modules of `module` that are in no other compiled module."""
+    """Yields the outermost compiled modules of `module`."""
     if is_compiled(module):
         yield module
         return
@@ -32,17 +32,17 @@ def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Has `before` and `after` called around every call of `module`, `after` also where the call fails.
+    """Makes every call of `module` call `before` before it and `after` after it, also after an error.
 
-    Later calls of this function are outside of earlier ones.
+    Wrappers of later calls of this function are outside of earlier ones.
 
     Returns:
-        A function that undoes it.
+        A function that restores the module.
     """
     if module._compiled_call_impl is not None:
         return _wrap(module, "_compiled_call_impl", before, after)
     if methods := [name for name in _compiled_methods(module) if name != "forward"]:
-        # Those of a LightningModule that was compiled as a whole, which call its `forward` in compiled code.
+        # Methods of a LightningModule that was compiled as a whole: they call its `forward` in compiled code.
         undo = [_wrap(module, name, before, after) for name in methods]
 
         def restore() -> None:
@@ -50,7 +50,7 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
                 function()
 
         return restore
-    # Hooks on a module whose `forward` alone is compiled run outside of it.
+    # If only `forward` is compiled, module hooks run outside of the compiled code.
     first = module.register_forward_pre_hook(ModuleHook(lambda *_: before()), prepend=True)
     last = module.register_forward_hook(ModuleHook(lambda *_: after()), always_call=True)
 
@@ -71,10 +71,10 @@ def _compiled_methods(module: nn.Module) -> list[str]:
 
 
 def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Has `before` and `after` called around a compiled attribute of `module`, and returns what undoes it."""
+    """Wraps a compiled attribute in calls of `before` and `after`; returns a function that restores it."""
     compiled = getattr(module, name)
 
-    @wraps(compiled)  # with the attributes by which it is still known as compiled
+    @wraps(compiled)  # copies the attributes by which torch recognizes compiled functions
     def call(*args: object, **kwargs: object) -> object:
         before()
         try:

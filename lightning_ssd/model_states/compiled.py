@@ -1,6 +1,6 @@
-"""The optimizer's kernel in C, compiled on the machine that runs it, for exactly its processor.
+"""The optimizer's kernel in C, compiled at first use for the machine's processor.
 
-A machine without a compiler trains all the same, on torch's kernels.
+On a machine without a compiler, torch's kernels are used.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("adam.c")
-# Without contraction: the source says itself where a product and a sum are one operation.
+# Without contraction: the source states explicitly where a product and a sum are fused.
 FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off", "-fno-math-errno",
          "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")  # fmt: skip
 
@@ -35,7 +35,7 @@ class Settings(ctypes.Structure):
 
 @functools.cache
 def adam_library() -> ctypes.CDLL | None:
-    """Returns the functions of adam.c, or None where they can't be had; the log says why."""
+    """Returns the functions of adam.c, or None if they can't be compiled; the log gives the reason."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         log.info("no C compiler (cc): Adam and AdamW are stepped by torch's kernels, which take more passes")
@@ -49,7 +49,7 @@ def adam_library() -> ctypes.CDLL | None:
 
 
 def _compile(compiler: str) -> Path:
-    """Returns the library, compiled now or by an earlier run on such a processor."""
+    """Returns the path of the library, compiled now or by an earlier run on the same kind of processor."""
     with open("/proc/cpuinfo") as lines:
         processor = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     key = hashlib.sha256("\0".join((SOURCE.read_text(), compiler, *FLAGS, processor)).encode()).hexdigest()[:16]

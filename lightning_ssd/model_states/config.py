@@ -1,4 +1,4 @@
-"""What the user and the Trainer decide about model states, for a whole training."""
+"""Settings of model states for a whole training: the user's arguments, and settings of the Trainer."""
 
 import logging
 from collections.abc import Sequence
@@ -60,11 +60,11 @@ class StatesConfig:
             )
 
     def offloads(self, module: nn.Module, device: torch.device, *, fitting: bool) -> bool:
-        """Whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.
+        """Returns whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.
 
         Args:
             module: the model.
-            device: device that it computes on.
+            device: device of the model's computation.
             fitting: whether the model is trained.
         """
         if self.states != "auto":
@@ -89,7 +89,7 @@ class StatesConfig:
         return 2**30
 
     def resident_budget(self, device: torch.device) -> float | None:
-        """Returns the bytes of `device` up to which all states stay there; None: a CPU's memory is the host's."""
+        """Returns the bytes of `device` up to which all states are kept there; None: the device is a CPU (no limit)."""
         if self.gpu_memory != "auto":
             return _gpu_bytes(self.gpu_memory, device)
         return GPU_SHARE * usable_gpu_memory(device) if device.type == "cuda" else None
@@ -97,13 +97,13 @@ class StatesConfig:
 
 @dataclass(frozen=True)
 class Setup:
-    """What model states depend on that does not change during a training.
+    """Settings of model states that do not change during a training.
 
     Attributes:
         config: the user's arguments.
         storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
-        autocast: dtype that matrix products compute in; None: that of the weights.
+        autocast: dtype of matrix products under autocast; None: without autocast.
         clip_norm: whether gradients are clipped by their norm.
         clip_value: as in `StepTerms`.
         hold: as in `StepTerms`.
@@ -125,7 +125,7 @@ class Setup:
 
     @property
     def terms(self) -> StepTerms:
-        """How steps are made."""
+        """Settings of optimizer steps."""
         return StepTerms(
             overlap=self.config.overlap,
             needs_norm=self.needs_norm,
@@ -148,7 +148,7 @@ class Setup:
 
     @property
     def shares_gradients(self) -> bool:
-        """Whether gradients may share host memory. Where steps wait for all gradients, each needs memory of its own."""
+        """Whether gradients may share host memory. If steps wait for all gradients, each needs memory of its own."""
         return not self.needs_norm and not self.hold and self.config.overlap == "optimized"
 
     @property
@@ -165,11 +165,11 @@ class Setup:
         return self.config.clip == "auto"
 
     def spare_memory(self, places: MemoryPlan, budget: int | None) -> SpareMemory:
-        """Returns the host memory that second versions may take beside a memory plan.
+        """Returns the host memory for second versions that a memory plan leaves unused.
 
         Args:
-            places: the plan.
-            budget: what `host_budget` has returned before the plan's memory was allocated.
+            places: the memory plan.
+            budget: result of `host_budget` before the plan's memory was allocated.
         """
         return SpareMemory(max(0, min(places.seconds, (usable_memory() if budget is None else budget) - places.host)))
 
@@ -181,7 +181,7 @@ class Setup:
 
 
 def _gpu_bytes(gpu_memory: int | str, device: torch.device) -> int:
-    """Returns the bytes of a `gpu_memory` other than "auto"; a percentage is of `device`, of a CPU's free memory."""
+    """Returns the bytes of a `gpu_memory` other than "auto". On a CPU, percentages are of the free memory."""
     size = GPU_MEMORY.parse(gpu_memory)
     assert not isinstance(size, str)
     if isinstance(size, int):

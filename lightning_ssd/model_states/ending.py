@@ -1,4 +1,4 @@
-"""The end of something that has several parts: all of them are ended, and the first error is the one that is raised."""
+"""Running all steps of a shutdown, even if some fail, and raising the first error afterwards."""
 
 import logging
 from collections.abc import Callable
@@ -8,10 +8,10 @@ log = logging.getLogger(__name__)
 
 
 class Ending:
-    """Runs one step of an end after the other, each whatever happens to the others.
+    """Runs the steps of a shutdown one after the other, each even if others fail.
 
     Args:
-        failure: what has failed before, if something has: it stays the error that a person sees.
+        failure: an error before the shutdown, which is raised elsewhere and must not be hidden; None: there was none.
 
     Attributes:
         failure: the first error.
@@ -22,20 +22,20 @@ class Ending:
         self.failure = failure
 
     def run(self, step: Callable[..., object], *arguments: Any, **options: Any) -> None:
-        """Runs a step; its error is kept if it is the first, else logged."""
+        """Runs a step. Its error is stored if it is the first one, else logged."""
         try:
             step(*arguments, **options)
         except BaseException as error:
             self.add(error)
 
     def add(self, error: BaseException) -> None:
-        """Keeps the error of a step if it is the first, else logs it."""
+        """Stores the error of a step if it is the first one, else logs it."""
         if self.failure is None:
             self.failure = error
         elif error is not self.failure:
             log.warning("another error at the end of training: %s", error)
 
     def raise_failure(self) -> None:
-        """Raises the first error of the steps, unless something has failed before: that is raised elsewhere."""
+        """Raises the first error of the steps, unless there was an error before, which is raised elsewhere."""
         if self.failure is not None and self._before is None:
             raise self.failure

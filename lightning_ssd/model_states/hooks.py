@@ -1,11 +1,11 @@
-"""Hooks on modules that belong to one training, and not to copies of the modules."""
+"""Module hooks of one training, which copies of the modules do not have."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class ModuleHook:
-    """A hook on a module. A copy of the module, made by `copy.deepcopy` or by pickle, has one that does nothing.
+    """A hook on a module. In copies of the module (`copy.deepcopy`, pickle) it is replaced by a hook without effect.
 
     Args:
         function: called with the hook's arguments.

@@ -1,8 +1,8 @@
-"""The model after training, as plain Lightning leaves it: whole parameters, states in the user's optimizers.
+"""Restores the model after training to the state of plain Lightning: whole parameters, states in the user's optimizers.
 
-`trainer.save_checkpoint` after `fit`, `optimizer.state_dict()` and a second `fit` with the same optimizer find them.
-States in host memory become ordinary tensors. States on SSDs stay there, in files without a name, and are read on
-access; the files go away with the optimizer.
+`trainer.save_checkpoint` after `fit`, `optimizer.state_dict()` and a second `fit` with the same optimizer use them.
+States in host memory become ordinary tensors. States on SSDs are kept there, in unlinked files, and read on access; the
+files are freed with the optimizer.
 """
 
 import logging
@@ -48,13 +48,13 @@ class LeftStates:
         self._rules = rules
         self._groups = groups
         self._failed: dict[FlatParameter, Exception] = {}
-        """Errors of flat parameters whose last step was not made."""
+        """Errors of flat parameters whose last step failed."""
         self._blobs: DetachedBlobs | None = None
         """Files of states on SSDs; set by `close_scratch`, before any state is read."""
         self._on_ssd = False
 
     def restore_parameters(self, ending: Ending, ahead: Sequence[str], *, hand_over: bool) -> None:
-        """Makes the parameters whole on the CPU, as the last step that was made left them.
+        """Makes the parameters whole on the CPU, with the weights of the last completed step.
 
         Args:
             ending: its failure gets a note if the weights are not those of one step.
@@ -66,7 +66,7 @@ class LeftStates:
         for flat, store in self._stores.items():
             try:
                 store.drain()
-            except Exception as error:  # of a step that was not made; the weights are those before it
+            except Exception as error:  # the last step failed; the weights are those before it
                 self._failed[flat] = error
             if (unread := store.restore_to_cpu()) is not None:
                 ending.add(unread)
@@ -86,13 +86,13 @@ class LeftStates:
         """Puts all states in `optimizer.state`, or states that raise an error when they are read.
 
         Args:
-            kept: whether the states stay on SSDs for the next run.
+            kept: whether the states are kept on SSDs for the next run.
         """
         for flat in self._stores:
             self._hand_over(flat, kept=kept)
 
     def _hand_over(self, flat: FlatParameter, *, kept: bool) -> None:
-        """Hands over the states of one flat parameter. Nothing of it is staged, and no step under way."""
+        """Hands over the states of one flat parameter, which must not be staged, nor be stepped."""
         rule, store = self._rules.get(flat), self._stores[flat]
         if rule is None or isinstance(rule, WholeOptimizer):
             return
@@ -111,8 +111,8 @@ class LeftStates:
         """Closes the scratch space.
 
         Args:
-            scratch: of the flat parameters.
-            kept: whether its files stay for the next run.
+            scratch: scratch space of the flat parameters.
+            kept: whether its files are kept for the next run.
         """
         if self._on_ssd and not kept:
             self._blobs = scratch.detach()
@@ -123,7 +123,7 @@ class LeftStates:
         opt_state = store.opt_state
         if isinstance(opt_state, HostBuffer):
             values, _ = opt_state.stage(None, read=True)
-        else:  # shapes and offsets are all that is needed of states on SSDs
+        else:  # for states on SSDs, only shapes and offsets are needed
             values = torch.empty(store.layout.opt_state_bytes, dtype=torch.uint8, device="meta")
         staged = store.layout.views(torch.empty(store.flat.nbytes, dtype=torch.uint8, device="meta"), values)
         for index, item in enumerate(store.flat.slices):

@@ -1,7 +1,7 @@
-"""Checkpoint values that a parameter cannot hold when Lightning restores the model, which is before states are set up.
+"""Checkpoint values that a parameter can't hold when Lightning restores the model, which is before states are set up.
 
-A parameter on `meta` has no memory then, and a 16-bit one rounds the fp32 master weights of a checkpoint. The values
-are kept, by reference, until the parameter's own place is made.
+A parameter on `meta` has no memory then, and a 16-bit parameter would round the fp32 master weights of a checkpoint.
+The values are kept, by reference, until the parameter's store is filled.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ssd.model_states.hooks import ModuleHook
 
 Loaded = Mapping[nn.Parameter, Tensor]
-"""Of parameters, the values that a checkpoint had for them."""
+"""Checkpoint values of parameters."""
 
 
 def take_initial_values(root: nn.Module) -> Loaded:
@@ -57,16 +57,16 @@ def recording_loads(module: nn.Module, loaded: dict[nn.Parameter, Tensor]) -> It
 
 @contextlib.contextmanager
 def loading_to_meta() -> Iterator[None]:
-    """Silences the warning that a parameter on `meta` has no memory for what it is loaded with."""
+    """Suppresses torch's warning about loading values to parameters on `meta`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter in the checkpoint to a meta parameter")
         yield
 
 
 def exact_value(parameter: nn.Parameter, loaded: Loaded) -> Tensor | None:
-    """Returns the loaded value where `parameter` holds a rounded one; None: it holds what it is to have.
+    """Returns the loaded value if `parameter` holds it rounded, else None.
 
-    A value that user code has replaced since it was loaded is not overridden.
+    The result is also None if user code has changed the parameter since it was loaded.
     """
     value = loaded.get(parameter)
     if value is None or value.dtype == parameter.dtype:

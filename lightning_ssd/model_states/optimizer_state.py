@@ -9,17 +9,17 @@ from torch.optim import Optimizer
 
 
 def guard_state(optimizer: Optimizer, offloaded: Container[nn.Parameter]) -> Callable[[], None]:
-    """Has lookups of the states of offloaded parameters raise an error.
+    """Makes lookups of the states of offloaded parameters in `optimizer.state` raise an error.
 
     Returns:
-        What ends that.
+        A function that restores `optimizer.state`.
     """
 
     def guard(optimizer: Optimizer) -> None:
         optimizer.state = OffloadedOptimizerState(optimizer, offloaded)
 
     guard(optimizer)
-    handle = optimizer.register_load_state_dict_post_hook(guard)  # which assigns another
+    handle = optimizer.register_load_state_dict_post_hook(guard)  # loading assigns another `state`
 
     def restore() -> None:
         handle.remove()
@@ -38,11 +38,11 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 class OffloadedOptimizerState(defaultdict[Any, Any]):
-    """What `Optimizer.state` is, except that a lookup of an offloaded parameter raises an error.
+    """The type of `Optimizer.state`, except that a lookup of an offloaded parameter raises an error.
 
     Args:
-        optimizer: the user's.
-        offloaded: parameters whose states are elsewhere.
+        optimizer: the user's optimizer.
+        offloaded: parameters whose states are offloaded.
 
     Raises:
         RuntimeError: on a lookup or an assignment.

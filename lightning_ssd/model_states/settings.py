@@ -1,8 +1,8 @@
-"""Settings of a training by name, as text: those that a run which goes on after a kill must share with the killed one.
+"""Settings of a training by name, as text, which are compared with those of a killed run before resuming from it.
 
-They are taken before the first step, so that a training does not change them. Of code there is a checksum of each
-class of the model's modules. A run with other code goes on and says so, as code may change without changing a number;
-code that methods call in turn, such as functions of a module, is not compared.
+They are read before the first step, so that a training does not change them. Code is compared by a checksum for each
+class of the model's modules. A run with other code resumes with a warning, because a change of code need not change
+results. Code that methods call, such as functions of a Python module, is not compared.
 """
 
 import dis
@@ -27,8 +27,8 @@ class Settings:
     """Settings of one training.
 
     Attributes:
-        fixed: those that numbers depend on: a run with others is refused.
-        noted: those that may change: a run with others goes on, and says so.
+        fixed: settings that affect results; a run with other values is refused.
+        noted: settings that may change; a run with other values resumes with a warning.
     """
 
     fixed: Mapping[str, str]
@@ -36,7 +36,7 @@ class Settings:
 
     @classmethod
     def none(cls) -> "Settings":
-        """Returns those of what is no training."""
+        """Returns empty settings, for evaluations."""
         return cls({}, {})
 
 
@@ -54,13 +54,13 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def describe(phrases: Sequence[str]) -> str:
-    """Returns some of the phrases, and how many others there are."""
+    """Returns up to `_SHOWN` phrases, and the number of the others."""
     others = f"; and {len(phrases) - _SHOWN} more" if len(phrases) > _SHOWN else ""
     return "; ".join(phrases[:_SHOWN]) + others
 
 
 def show(value: Any) -> str:
-    """Returns a value as text, which is the same in each process that has an equal value."""
+    """Returns a value as text that is equal in all processes with an equal value."""
     if isinstance(value, Tensor):
         if value.is_meta:
             return _kind(value)
@@ -125,9 +125,9 @@ def _describe_module(module: nn.Module) -> str:
 
 
 def _code_of_classes(module: nn.Module) -> dict[str, str]:
-    """Returns checksums of the methods of each class that a module has, or inherits from, by name.
+    """Returns checksums of the methods of all classes of the model's modules and of their base classes, by name.
 
-    Classes of torch and Lightning are left out: their versions are settings.
+    Classes of torch and Lightning are not included: their versions are settings.
     """
     kinds = dict.fromkeys(kind for owner in module.modules() for kind in type(owner).__mro__)
     methods: dict[str, list[str]] = {}
@@ -140,7 +140,7 @@ def _code_of_classes(module: nn.Module) -> dict[str, str]:
 
 
 def _functions(attribute: object) -> list[FunctionType]:
-    """Returns the function of a method, of one with a decorator, or those of a property."""
+    """Returns the functions of a class attribute: of a method, a decorated method, or a property."""
     found = [attribute]
     if isinstance(attribute, property):
         found = [attribute.fget, attribute.fset, attribute.fdel]
@@ -163,7 +163,7 @@ def _show_code(code: CodeType) -> str:
 def _show_operand(value: object) -> str:
     if isinstance(value, CodeType):
         return _show_code(value)
-    if isinstance(value, frozenset):  # whose order is another one in each process
+    if isinstance(value, frozenset):  # its order differs from process to process
         return str(sorted(map(repr, value)))
     return repr(value)
 

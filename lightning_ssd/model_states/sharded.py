@@ -1,11 +1,11 @@
 """Checkpoints as directories: tensors in safetensors files of bounded size, and the rest beside them.
 
     weights-00001.safetensors ...     the model's weights, by their names
-    optimizer-00001.safetensors ...   whatever else is a tensor, by its place in the checkpoint
-    index.json                        in which file each tensor is
-    rest.ckpt                         the checkpoint, with names for tensors
+    optimizer-00001.safetensors ...   all other tensors, by their paths in the checkpoint
+    index.json                        the file of each tensor
+    rest.ckpt                         the checkpoint, with names in place of tensors
 
-One file's tensors are in memory at a time, when they are written; read, they are mapped.
+When the checkpoint is written, the tensors of one file are in memory at a time; when it is read, files are mapped.
 """
 
 import json
@@ -23,19 +23,19 @@ from lightning_ssd.model_states.lazy import LazyTensor
 from lightning_ssd.model_states.replace import find_replaced, put_in_place, remove, sync_directory
 
 SHARD_BYTES = 2**30
-"""Bytes of a file at most, but for a single larger tensor."""
+"""Most bytes of a file, unless a single tensor is larger."""
 
 _KEY = "tensor of lightning_ssd"
-"""The key of a dictionary that stands for a tensor; its value is the tensor's name."""
+"""Key of a dictionary that replaces a tensor; its value is the tensor's name."""
 
 _STATE_DICT = "state_dict/"
 
 
 def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Writes a directory, which replaces another of that name, or a file, when it is whole.
+    """Writes a directory that atomically replaces an older directory or file of its name.
 
     Args:
-        checkpoint: what Lightning wants to save; lazy tensors are read as they are written.
+        checkpoint: the checkpoint to save; lazy tensors are read one file at a time.
         path: the directory; its parent is made if it is missing.
     """
     path = Path(path)

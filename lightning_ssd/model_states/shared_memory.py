@@ -1,9 +1,9 @@
 """Memory that offloaded parameters share with tensors of user code, such as after `p.data = t`.
 
-In plain training such a parameter and its tensors are the same bytes. The values of an offloaded parameter are
-elsewhere, and the tensors are ordinary ones, which no hook sees. So both are compared before every use of the
-parameter, which takes over the changes of the tensors, and every change of the parameter, its optimizer steps
-included, is written to the tensors before user code runs again. That takes time, and ends with the last of the tensors.
+In plain training such a parameter and its tensors are the same bytes. The values of an offloaded parameter are in a
+store, and the tensors are ordinary ones, whose writes call no hook. So both are compared before every use of the
+parameter, which adopts changes of the tensors. Every change of the parameter, including optimizer steps, is copied to
+the tensors before user code runs again. This costs time as long as one of the tensors exists.
 """
 
 import weakref
@@ -17,10 +17,10 @@ from lightning_ssd.device.storage_tags import SHARERS
 
 
 class SharedMemory:
-    """The memory that one parameter has in plain training. It is kept as long as others have it, too.
+    """The memory of one parameter in plain training, kept as long as tensors of user code share it.
 
     Args:
-        tensor: has the memory, and the parameter's shape, dtype and device.
+        tensor: a tensor over the memory, with the parameter's shape, dtype and device.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -30,7 +30,7 @@ class SharedMemory:
         if not hasattr(storage, SHARERS):
             setattr(storage, SHARERS, weakref.WeakSet())
         self._users: weakref.WeakSet[SharedMemory] = getattr(storage, SHARERS)
-        """All of the same storage."""
+        """All `SharedMemory` objects over the same storage."""
         self._users.add(self)
         self._storage = storage._cdata
         reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
@@ -39,14 +39,14 @@ class SharedMemory:
 
     @property
     def foreign(self) -> bool:
-        """Whether others than tensors of this process may write the memory: NumPy, or another process."""
+        """Whether code other than torch's in this process may write the memory: NumPy, or another process."""
         storage = self._tensor.untyped_storage()
         return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
 
     @property
     def referenced(self) -> bool:
-        """Whether a tensor that is no offloaded parameter has the memory, or an offloaded one has a part of it."""
-        storage = self._tensor.untyped_storage()  # a reference more
+        """Whether a tensor of user code shares the memory, or another offloaded parameter shares a part of it."""
+        storage = self._tensor.untyped_storage()  # adds one to the use count
         if torch._C._storage_Use_Count(storage._cdata) > len(self._users) + 1:
             return True
         return any(self.overlaps(other) for other in self._users if other is not self)
@@ -56,7 +56,7 @@ class SharedMemory:
         return _over(self._tensor.untyped_storage(), self._tensor)
 
     def overlaps(self, other: "SharedMemory") -> bool:
-        """Whether a byte belongs to both."""
+        """Returns whether both have a byte in common."""
         return self._storage == other._storage and self._begin < other._end and other._begin < self._end
 
 
@@ -67,7 +67,7 @@ def _over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 
 
 def check_shareable(tensor: Tensor, name: str) -> None:
-    """Raises RuntimeError if `tensor` has memory that belongs to the weights of a unit while they are fetched."""
+    """Raises RuntimeError if the memory of `tensor` is that of a unit's resident weights."""
     if offloaded_weights(tensor.untyped_storage()) is not None:
         raise RuntimeError(
             f"`.data` of {name}, which is offloaded, can't share memory with weights that are fetched for a forward. "
@@ -76,7 +76,7 @@ def check_shareable(tensor: Tensor, name: str) -> None:
 
 
 def check_apart(parameters: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
-    """Raises ValueError if two parameters on `device`, of those that are to be offloaded, share memory."""
+    """Raises ValueError if two of the parameters to offload are on `device` and share memory."""
     begun: dict[int, list[tuple[str, SharedMemory]]] = {}
     for name, parameter in parameters:
         if parameter.device != device:
@@ -93,11 +93,11 @@ def check_apart(parameters: Iterable[tuple[str, Tensor]], device: torch.device) 
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype on the CPU have the same bytes: NaN equals NaN, and 0 is not -0."""
+    """Returns whether two CPU tensors of one shape and dtype have equal bytes: NaN equals NaN, 0 differs from -0."""
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def same_stride(tensor: Tensor, stride: Sequence[int]) -> bool:
-    """Whether the elements of `tensor` lie in memory as `stride` says."""
+    """Returns whether `tensor` has the strides `stride`, ignoring dimensions of size 1."""
     pairs = zip(tensor.shape, tensor.stride(), stride, strict=True)
     return not tensor.numel() or all(size == 1 or one == other for size, one, other in pairs)

@@ -1,4 +1,4 @@
-"""How optimizer steps are made: what the strategy's arguments and the Trainer decide for a whole training."""
+"""Settings of optimizer steps for a whole training, from the strategy's arguments and the Trainer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from lightning_ssd.types import Clip, Overlap
 
 @dataclass(frozen=True)
 class StepTerms:
-    """How the optimizer steps of a training are made.
+    """Settings of the optimizer steps of a training.
 
     Attributes:
         overlap: "none": steps are submitted at `optimizer.step`, which waits for them. "naive": each job reads, steps
@@ -21,7 +21,7 @@ class StepTerms:
         loss_scaled: whether losses are scaled, and a step is skipped if a gradient is not finite.
         clip: "deferred": steps wait for their scale. "speculative": steps of flat parameters with two versions begin
             with the likely scale, and are made again if it was wrong. "auto": speculative while it is seldom wrong.
-        hold: whether user code may look at gradients or options between backward and `optimizer.step`, so that no step
+        hold: whether user code may read gradients or options between backward and `optimizer.step`, so that no step
             begins earlier.
         whole: optimizers that are stepped whole (see `WholeStep`); `hold` is set if there are any.
     """

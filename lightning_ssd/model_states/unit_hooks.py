@@ -1,4 +1,4 @@
-"""Hooks on the modules of a model: the weights of a unit are on the device while its forward runs."""
+"""Hooks on the modules of a model, which keep the weights of a unit on the device while its forward runs."""
 
 import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -20,8 +20,8 @@ def hook_unit(
     Args:
         index: number of the unit.
         modules: modules whose forward needs its weights.
-        prefetcher: fetches them.
-        summoned: whether all parameters are whole tensors at present, which need no fetch.
+        prefetcher: makes them resident.
+        summoned: returns whether all parameters are whole tensors at present, so that no weights are prefetched.
 
     Returns:
         Functions that remove the hooks.
@@ -52,7 +52,7 @@ def hook_compiled_region(
         region: the module. Hooks run on the thread that calls it, outside of compiled code.
         flat_of: the flat parameter of each offloaded parameter, and its index there.
         mastered: parameters on the device that have master weights.
-        prefetcher: fetches the weights.
+        prefetcher: makes the weights resident.
         access: makes offloaded parameters ordinary ones.
         summoned: as in `hook_unit`.
 
@@ -64,7 +64,7 @@ def hook_compiled_region(
     if not offloaded and not with_masters:
         return []
     running: list[contextlib.ExitStack] = []
-    """One for each call that is under way: a region may be called inside its own backward, to recompute."""
+    """A context for each running call: a region may be called inside its own backward, to recompute."""
 
     def before() -> None:
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Units: the modules whose parameters are fetched, released and stepped together, usually one transformer block."""
+"""Units: the modules whose parameters are prefetched, evicted and stepped together, usually one transformer block."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from lightning_ssd.model_states.compile import is_compiled
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters that are wanted at the same time.
+    """Parameters that are needed at the same time.
 
     Attributes:
         name: qualified name of its first module (or the class of the root), unique.
@@ -29,14 +29,14 @@ class Unit:
 def find_units(module: nn.Module, by: Sequence[str] | Callable[[nn.Module], bool] | None = None) -> list[Unit]:
     """Divides the parameters of `module` into units, in the order of their registration.
 
-    Blocks are units, and so is, outside of them, every module that owns parameters itself. A parameter that several of
-    those share is in a unit of its own (with others shared by the same ones), whose modules are all of them.
+    Every block is a unit, and so is every module outside of blocks that owns parameters itself. Parameters that the
+    same several modules share are in a unit of their own, with all these modules.
 
     Args:
         module: any module; its parameters may be on `meta`.
-        by: what the blocks are: class names, or a function that tells of a module whether it is one. `None` finds
-            them: the classes that Hugging Face models name in `_no_split_modules`, else the children of a `ModuleList`
-            or `Sequential` of which at least two are of one class. Of nested blocks the outermost counts.
+        by: class names of the blocks, or a function that returns whether a module is a block. `None`: the classes that
+            Hugging Face models name in `_no_split_modules`, else the children of a `ModuleList` or `Sequential` of
+            which at least two have the same class. Of nested blocks, the outermost one is the unit.
 
     Raises:
         ValueError: `by` is a string, or names a class that is not in the model; or a parameter has no shape yet.
@@ -69,19 +69,19 @@ _WHOLE = (nn.MultiheadAttention,)
 
 
 def _owners(module: nn.Module, name: str, is_block: Callable[[nn.Module], bool]) -> Iterator[_Owner]:
-    """Yields the modules that hooks go on, with the parameters that each needs."""
+    """Yields name, module and parameters of the modules on which hooks are registered."""
     if (
         is_block(module)
         or isinstance(module, _WHOLE)
         or parametrize.is_parametrized(module)
-        or is_compiled(module)  # nothing can be fetched in the middle of compiled code
+        or is_compiled(module)  # hooks can't run inside of compiled code
     ):
         yield name, module, list(module.parameters())
         return
     own = list(module.parameters(recurse=False))
     children = []
     for child_name, child in module.named_children():
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):  # they have no forward: who holds them uses them
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):  # they have no forward: their parent uses them
             own += child.parameters()
         else:
             children.append((child_name, child))
@@ -123,7 +123,7 @@ def _block_rule(
 
 
 def _repeated(container: nn.Module) -> list[nn.Module]:
-    """Returns the children that hold parameters, if at least two of them are of one class."""
+    """Returns the children with parameters, if at least two of them have the same class."""
     children = [child for child in container.children() if any(True for _ in child.parameters())]
     count = Counter(type(child) for child in children)
     return children if any(number > 1 for number in count.values()) else []
