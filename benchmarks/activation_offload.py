@@ -7,9 +7,9 @@
 Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds` times:
   keep       Lightning's own strategy, everything stays on the GPU
   recompute  the same with activation checkpointing of every block
-  host       `cpu_offload`: to pinned memory, amount chosen by the package
-  ssd        `ssd_offload` with no host tier: to the SSD alone, amount chosen by the package
-  offload    `ssd_offload` as it comes: host memory first, then SSD, amount chosen by the package
+  host       `cpu_offload` with `offload="ssdtrain"`: to pinned memory, as many bytes as the link carries
+  ssd        `ssd_offload` with no host tier, `offload="ssdtrain"`: to the SSD alone, as many bytes as it writes
+  offload    `ssd_offload` with `offload="ssdtrain"`: host memory first, then SSD
   slow-ssd   `ssd` with the drive throttled to a tenth of its measured speed
   host=1.0, ssd=0.5, ...   a fixed share of the bytes: what memory costs in time when nothing adapts
   planned    `cpu_offload` with `SwapPlanner(gpu_memory="least")`; planned=30 is `gpu_memory="30GiB"`, planned=auto that
@@ -180,7 +180,7 @@ class Probe(pl.Callback):
 def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
     """Returns the strategy of a mode; `ssd_speed` in bytes/s is what the drive was measured to write."""
     mode, _, share = mode.partition("=")
-    offload: Any = float(share) if share and mode != "planned" else "auto"
+    offload: Any = float(share) if share and mode != "planned" else "ssdtrain"
     match mode:
         case "keep" | "recompute":
             return "auto"
@@ -191,10 +191,10 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
         case "ssd":
             return SSDOffloadStrategy(path, host_memory=0, offload=offload)
         case "offload":
-            return SSDOffloadStrategy(path)
+            return SSDOffloadStrategy(path, offload=offload)
         case "slow-ssd":
             backend = ThrottledBackend(ssd_speed / 10)
-            return SSDOffloadStrategy(path, host_memory=0, backend=backend)
+            return SSDOffloadStrategy(path, host_memory=0, offload=offload, backend=backend)
     raise SystemExit(f"unknown mode {mode!r}; modes are {', '.join(MODES)}")
 
 

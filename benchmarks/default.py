@@ -171,9 +171,13 @@ def _outcome(trainer: Any) -> str:
 
 
 def _totals(trainer: Any) -> dict[str, float]:
-    """Returns totals since the start: of the offloaded bytes, of stalls, of what Dynamo did."""
+    """Returns totals since the start: offloaded bytes, stalls, frames of Dynamo, and allocations that freed the cache.
+
+    An allocation that finds no segment frees all cached ones, which synchronizes the device, and tries again.
+    """
     frames = torch._dynamo.utils.counters["frames"]
     totals = {"frames": frames["total"], "frames_ok": frames["ok"]}
+    totals["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
     if (cache := find_offloader(trainer)) is not None:
         stats = cache.stats()
         for name in ("saved", "stored", "forwarded", "loaded", "store_stall", "load_stall"):
@@ -230,7 +234,7 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
 def summarise(runs: list[Mapping[str, Any]], anchor: float | None) -> str:
     """Returns a row of the table."""
     if any("error" in run for run in runs):
-        return "out of memory | | | | | | | "
+        return "out of memory | | | | | | | | "
     steps = [run["step"] for run in runs]
     step = statistics.median(steps)
     against = "" if anchor is None else f"{step / anchor:.3f}"
@@ -240,7 +244,8 @@ def summarise(runs: list[Mapping[str, Any]], anchor: float | None) -> str:
         f"{runs[-1].get('stored', 0) / 2**30:.2f} of {runs[-1].get('saved', 0) / 2**30:.2f} GiB | "
         f"{1e3 * runs[-1].get('store_stall', 0):.1f} + {1e3 * runs[-1].get('load_stall', 0):.1f} ms | "
         f"{1e3 * runs[-1].get('sending_seconds', 0):.1f} ms | {runs[-1]['graphs']} / {runs[-1]['graph_breaks']} | "
-        f"{', '.join(sorted({run['outcome'] for run in runs}))} after {runs[-1]['warm_up']} steps"
+        f"{', '.join(sorted({run['outcome'] for run in runs}))} after {runs[-1]['warm_up']} steps | "
+        f"{runs[-1]['alloc_retries']:.1f}"
     )
 
 
@@ -276,8 +281,10 @@ def main() -> None:
         for mode, of_mode in runs.items()
         if not any("error" in run for run in of_mode)
     }
-    print("| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks | decision |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks | decision | retries |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for mode, of_mode in runs.items():
         anchor = anchors.get("plain-eager" if "eager" in mode else "plain")
         print(f"| {mode} | {summarise(of_mode, anchor)} |")

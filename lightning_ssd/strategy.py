@@ -19,6 +19,7 @@ from lightning_ssd.activations.config import SMALLEST_TIER
 from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
 from lightning_ssd.callbacks.offloader import trainer_callbacks
+from lightning_ssd.device import expand_segments
 from lightning_ssd.model_states import (
     Ending,
     Loaded,
@@ -217,6 +218,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Whether states are or were offloaded in the last training: checkpoints may have lazy tensors."""
         self._restore_callbacks: list[Callable[[], None]] = []
         self._default_callbacks: list[pl.Callback] = []
+        self._restore_allocator: Callable[[], None] | None = None
+        """Restores the settings of torch's CUDA allocator; `None`: they were not changed."""
         """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
         self._recovery: Recovery | None = None
         self._failure: BaseException | None = None
@@ -257,6 +260,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 "`'fsdp'` with `callbacks=[lightning_ssd.ActivationOffload()]`."
             )
         super().setup_environment()
+        if self.root_device.type == "cuda":
+            self._restore_allocator = expand_segments()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self._default_callbacks += add_default_callbacks(self.lightning_module._trainer)
 
@@ -771,6 +776,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             ending.run(remove_default_callbacks, self.lightning_module._trainer, self._default_callbacks)
         self._default_callbacks = []
         ending.run(super().teardown)
+        restore_allocator, self._restore_allocator = self._restore_allocator, None
+        if restore_allocator is not None:
+            ending.run(restore_allocator)
         ending.raise_failure()
         if recovery is not None and ending.failure is None:
             recovery.end()

@@ -81,3 +81,30 @@ def test_states_are_offloaded_from_a_capped_gpu(capped: torch.device, tmp_path: 
     )
     trainer.fit(Large(), DataLoader([torch.randn(2, 16)], batch_size=None))
     assert offloaded == [True]
+
+
+def test_segments_expand_during_a_training_only(tmp_path: Path) -> None:
+    kinds: list[bool] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            kinds.extend(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = len(torch.cuda.memory_snapshot())
+    trainer = quiet_trainer(
+        accelerator="gpu",
+        max_steps=1,
+        strategy=SSDOffloadStrategy(tier="host"),
+        callbacks=[Look()],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(TinyGPT("none"), DataLoader([torch.randn(2, 16)], batch_size=None))
+    assert sum(kinds) > 0 and len(kinds) - sum(kinds) <= before
+    gc.collect()
+    torch.cuda.empty_cache()
+    later = torch.empty(2**26, dtype=torch.uint8, device="cuda")
+    address = later.data_ptr()
+    inside = [one for one in torch.cuda.memory_snapshot() if 0 <= address - one["address"] < one["total_size"]]
+    assert [one["is_expandable"] for one in inside] == [False]
