@@ -282,7 +282,8 @@ def main() -> None:
         if not any("error" in run for run in of_mode)
     }
     print(
-        "| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks | decision | retries |"
+        "| mode | step (rounds) | of plain | peak | offloaded a step | stalls | host | graphs / breaks | decision "
+        "| retries |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for mode, of_mode in runs.items():

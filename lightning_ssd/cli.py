@@ -393,7 +393,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         seconds = simulate(model, hardware, plan_as_configured(config, model, hardware)).step_seconds
         print(
             f"\nThis plan is in force with `callbacks=[SwapPlanner(plan=...)]`. A run without SwapPlanner takes "
-            f"{seconds:.2f} s a step: it recomputes nothing of its own, and its strategy alone places the states."
+            f"{seconds:.2f} s a step: the arguments of its strategy alone place the states."
         )
     if args.replay:
         print("\nmigration at   throughput, 1 where the GPU never waits")

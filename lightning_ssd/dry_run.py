@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import GPU_SHARE, Unit, find_units
-from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile, Plan
+from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile, Plan, make_plan, simulate
 from lightning_ssd.planning.placement import default_plan, default_window
 from lightning_ssd.profiling import TracingError, count_samples, fake_tensors, trace, unit_profiles
 from lightning_ssd.sizes import parse_bytes
@@ -68,10 +68,11 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
 
 
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
-    """Returns the plan that a run without `SwapPlanner` follows: no recomputation, states in the strategy's tiers.
+    """Returns the plan that a run follows whose user gives no `SwapPlanner`: states are in the strategy's tiers.
 
-    Weights and optimizer states are in one tier, which `states="auto"` chooses without `gpu_memory`. Saved tensors are
-    offloaded up to the bytes that the link transfers during a forward; with `offload="none"` they are kept.
+    Weights and optimizer states are in one tier, which `states="auto"` chooses without `gpu_memory`. With
+    `offload="auto"` saved tensors are kept if all fit, and planned otherwise. With `"none"` they are kept. With
+    `"ssdtrain"`, or an amount, they are offloaded up to the bytes that the link transfers during a forward.
 
     Args:
         config: the recipe as LightningCLI has parsed it.
@@ -86,9 +87,13 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     tiers: tuple[Tier, ...] = (states,) * len(model.units)
     carried = int(model.forward_seconds * hardware.copy_out)
     left = hardware.host_bytes - (nbytes if states == "host" else 0)
-    offloads = _strategy_argument(config, "offload") != "none"
-    room: dict[InputChoice, int] = {"host": max(0, min(carried, int(left)))} if offloads else {}
-    return default_plan(model, FixedPlacement(tiers, tiers), room, default_window(model, tiers))
+    amount = _strategy_argument(config, "offload") or "auto"
+    room: dict[InputChoice, int] = {"host": max(0, min(carried, int(left)))} if amount not in ("auto", "none") else {}
+    placement = FixedPlacement(tiers, tiers)
+    plan = default_plan(model, placement, room, default_window(model, tiers))
+    if amount == "auto" and simulate(model, hardware, plan).excess_bytes(hardware):
+        return make_plan(model, hardware, "holistic", placement)
+    return plan
 
 
 def parse_batch(hints: Sequence[str]) -> Any:

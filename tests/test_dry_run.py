@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 from lightning_ssd import cli, dry_run
-from lightning_ssd.planning import HardwareProfile, ModelProfile, simulate
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, simulate
 from tests.support.transformer import transformer_profile
 
 ROOT = Path(__file__).parents[1]
@@ -195,3 +195,20 @@ def test_predicts_the_run_without_a_planner(shape: str) -> None:
     model = dry_run.profile_recipe(config, machine)
     prediction = simulate(model, machine, dry_run.plan_as_configured(config, model, machine))
     assert prediction.step_seconds == pytest.approx(median(run["step"] for run in measured), rel=0.15)
+
+
+def test_the_default_keeps_what_fits_and_plans_the_rest() -> None:
+    """With `offload="ssdtrain"` saved tensors are offloaded whatever the memory."""
+    model = transformer_profile(
+        H100, hidden=1024, layers=4, heads=16, sequence=512, batch=4, vocabulary=1000, tied=True
+    )
+
+    def planned(gpu_bytes: float, **arguments: str) -> Plan:
+        config = {"trainer": {"strategy": {"class_path": "SSDOffloadStrategy", "init_args": arguments}}}
+        return dry_run.plan_as_configured(config, model, replace(H100, gpu_bytes=int(gpu_bytes)))
+
+    kept = planned(80e9)
+    assert kept.keeps_all and not planned(80e9, offload="ssdtrain").keeps_all
+    peak = simulate(model, H100, kept).gpu_peak_bytes
+    short = planned(0.8 * peak, states="gpu")
+    assert not short.keeps_all and simulate(model, H100, short).gpu_peak_bytes <= 0.8 * peak
