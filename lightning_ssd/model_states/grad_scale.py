@@ -129,9 +129,13 @@ class GradScaleDecision:
         grads = [parameter.grad for parameter in resident if parameter.grad is not None]
         here = dict(zip(resident, torch._foreach_norm(grads), strict=True)) if grads else {}
         device = self._copies.device
-        scale = 1.0 if self._device_scale is None else self._device_scale.squeeze(0)
+        scale = None if self._device_scale is None else self._device_scale.squeeze(0)
+
+        def unscaled(norm: Tensor) -> Tensor:
+            return norm if scale is None else norm * scale
+
         every = [
-            here[parameter].to(device) if parameter in here else norms[parameter].to(device) * scale
+            here[parameter].to(device) if parameter in here else unscaled(norms[parameter].to(device))
             for parameter in parameters
             if parameter in here or parameter in norms
         ]
@@ -141,7 +145,7 @@ class GradScaleDecision:
         coefficient = torch.clamp(limit / (total + 1e-6), max=1.0).float()
         if grads:
             torch._foreach_mul_(grads, coefficient)
-        self._device_scale = (coefficient * scale).view(1)
+        self._device_scale = unscaled(coefficient).view(1)
 
     def decide(self) -> tuple[Tensor, Mark] | None:
         """Has `scale` completed as soon as the device has computed it. Backward, clipping and unscaling are over.

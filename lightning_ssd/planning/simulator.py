@@ -46,6 +46,10 @@ BACKWARD_LAUNCH = 0.5
 
 STATES = ("compute weights", "optimizer states", "gradients")
 
+WEIGHTS_PART, REST_PART = 16 / 28, 26 / 28
+"""Time of the two parts of an optimizer job / time of a whole one: bytes that they read and write for a parameter with
+a 16-bit weight and gradient, whole master weights and two moments."""
+
 JOBS_AHEAD = 3
 """Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
 
@@ -243,10 +247,11 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     from forward to backward if there is room for them. Swapped tensors are offloaded after the forward of their stage,
     and prefetched in the order in which backward needs them, up to the window's bytes ahead. Gradients are offloaded
     when a unit's backward ends. Then the unit's optimizer job reads states, steps on the CPU and writes them back; the
-    unit's next forward waits for that job only. Copies slow the jobs down, because they share the bandwidth of host
-    memory. While the window or the staging memory is full, compute and copies wait. The GPU computes only work that the
-    host has launched, and a plan adds to the launch time. Two effects are not simulated: the accumulation of gradients
-    on the CPU, and speculative steps that are rolled back.
+    unit's next forward waits for that job only. A deferred job of states in host memory has two parts: the next forward
+    waits for the first one, and the copy of the unit's next gradient for the second. Copies slow the jobs down, because
+    they share the bandwidth of host memory. While the window or the staging memory is full, compute and copies wait.
+    The GPU computes only work that the host has launched, and a plan adds to the launch time. Two effects are not
+    simulated: the accumulation of gradients on the CPU, and speculative steps that are rolled back.
 
     Raises:
         ValueError: the plan does not match the model.
@@ -376,7 +381,8 @@ class _Builder:
         ]
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
-        self._updated: list[Task | None] = [None] * len(self.units)  # last task of the last optimizer job, by unit
+        self._updated: list[Task | None] = [None] * len(self.units)  # last task before the next forward, by unit
+        self._rests: list[Task | None] = [None] * len(self.units)  # second part of the last optimizer job, by unit
         # Tensors are prefetched one by one. With many stages, one transfer for all of a stage is accurate enough.
         self._most_pieces = max(1, PIECES // len(self.stages))
         self._jobs: list[Task] = []  # the last task of each job that uses staging memory
@@ -570,10 +576,24 @@ class _Builder:
         compute.gpu = (taken, stage.saved + stage.recomputed + stage.bwd_workspace + released)
         if not (stage.first and gradient):
             return compute if stage.first else None
-        copy = self._task(COPY_OUT, gradient, step, compute)
+        rest = self._rests[unit]
+        copy = self._task(COPY_OUT, gradient, step, compute, rest)
+        if rest is not None:  # the host blocks until the last step has freed the gradient's memory
+            self._add_compute(step, 0.0, rest)
         copy.gpu = (0, gradient)
         self._outgoing.leave_with(gradient, copy)
         return copy
+
+    def _share_in_parts(self) -> float:
+        """Returns the share of units whose deferred steps are made in two parts.
+
+        It is the largest one for which the next backward need not wait for the second parts.
+        """
+        pairs = zip(self.model.units, self.units, strict=True)
+        jobs = sum(profile.parameters for profile, unit in pairs if unit.states != "gpu") / self._rates[0]
+        backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
+        # A step is as long as backward and the first parts, and no shorter than all parts.
+        return min(1.0, backward / (REST_PART * jobs)) if jobs else 0.0
 
     def _add_jobs(self, step: int, landed: Sequence[Task | None], turn: Task | None) -> None:
         """Adds the optimizer jobs: on the GPU for resident units, on the CPU for the others.
@@ -603,6 +623,7 @@ class _Builder:
                 self._updated[index] = made
         deferred = self.plan.clip == "deferred"
         order = range(len(self.units)) if deferred else reversed(range(len(self.units)))
+        num_in_parts = self._share_in_parts() * len(self.units) if deferred else 0
         for index in order:
             unit, profile = self.units[index], self.model.units[index]
             if unit.states == "gpu":
@@ -617,7 +638,13 @@ class _Builder:
                 room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
                 read = self._task(SSD, profile.state_bytes_read, step, room, turn, self._updated[index])
             # Among ready jobs, that of the first unit is the most urgent for the next forward.
-            done = self._task(CPU, profile.parameters / cpu_rate, step, read, *after, priority=index)
+            seconds = profile.parameters / cpu_rate
+            if index < num_in_parts and unit.states == unit.weights == "host":
+                self._updated[index] = self._task(CPU, WEIGHTS_PART * seconds, step, *after, priority=index)
+                last = 2 * len(self.units) - index
+                self._rests[index] = self._task(CPU, REST_PART * seconds, step, self._updated[index], priority=last)
+                continue
+            done = self._task(CPU, seconds, step, read, *after, priority=index)
             if written:
                 done = self._task(SSD, written, step, done, write=True)
             if on_ssd:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import Worker, finished
+from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.optimizers import make_flat_optimizer
@@ -175,3 +176,59 @@ def test_a_step_that_fails_has_the_error_and_commits_nothing(
             done.result(timeout=60)
         assert store.steps == 0
         assert same(masters_of(store), weights_of(store.layout))  # staging memory has room for one: it was released
+
+
+@pytest.mark.parametrize("all_arrived", [True, False])
+@pytest.mark.parametrize("scale", [0.125, None])
+def test_weights_are_final_before_the_rest_is_made(
+    tmp_path: Path, worker: Worker, scale: float | None, all_arrived: bool
+) -> None:
+    """If a parameter has no gradient, the step is made as a whole."""
+    with open_store(tmp_path, ("host", "host"), make_layout(2, torch.bfloat16)) as (store, _):
+        known = Future[float | None]()
+        made = Stepped(store, worker, known)
+        object.__setattr__(made.step, "arrived", [True, all_arrived])
+        object.__setattr__(made.step, "rest_priority", 9)
+        held, between = Future[None](), list[Tensor]()
+        weights, done = made.step.weights_first([])
+        worker.submit(lambda: held.result(), [weights], priority=1)
+        known.set_result(scale)
+        weights.result(timeout=60)
+        between.append(store.stage().result().weights.clone())
+        in_parts = all_arrived and scale is not None and any_kernel() is not None
+        assert not in_parts or (not done.done() and store.steps == 0)
+        held.set_result(None)
+        done.result(timeout=60)
+        staged = store.stage().result()
+        assert torch.equal(staged.weights, between[0]) and store.steps == (scale is not None)
+        assert staged.master is not None and torch.equal(staged.weights, staged.master.bfloat16())
+        assert made.jobs == ([] if scale is None else [85 if all_arrived else 15])
+
+
+@pytest.mark.parametrize("failing", ["gradient", "scale", "weights", "rest"])
+def test_a_step_in_two_parts_that_fails_commits_nothing(
+    tmp_path: Path, worker: Worker, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Master weights and optimizer states are those before the step."""
+    with open_store(tmp_path, ("host", "host"), make_layout(1, torch.bfloat16)) as (store, _):
+        failed: Future[Any] = Future()
+        failed.set_exception(ArithmeticError("the device is lost"))
+        made = Stepped(store, worker, failed if failing == "scale" else finished(1.0))
+        object.__setattr__(made.step, "arrived", [True, True])
+        step = made.step.rule.step
+
+        def fail(options: Any, staged: Any, gradient: Any, has_grad: Any, scale: float, part: Any) -> None:
+            if part == failing or (failing == "rest" and any_kernel() is None):
+                raise ArithmeticError("the device is lost")
+            step(options, staged, gradient, has_grad, scale, part)
+
+        if failing in ("weights", "rest"):
+            monkeypatch.setattr(made.step.rule, "step", fail)
+        if failing == "weights" and any_kernel() is None:
+            pytest.skip("there is no C compiler")
+        _, done = made.step.weights_first([failed if failing == "gradient" else finished(None)])
+        with pytest.raises(ArithmeticError, match="the device is lost"):
+            done.result(timeout=60)
+        assert store.steps == 0 and same(masters_of(store), weights_of(store.layout))
+        staged = store.stage().result()
+        assert not any(values.any() for values in staged.states.values())

@@ -19,7 +19,15 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
-from lightning_ssd.planning.simulator import JOBS_AHEAD, _Builder, _simulate, _Window, resident_bytes
+from lightning_ssd.planning.simulator import (
+    JOBS_AHEAD,
+    REST_PART,
+    WEIGHTS_PART,
+    _Builder,
+    _simulate,
+    _Window,
+    resident_bytes,
+)
 from tests.support.profiles import GB, H100, machines, make_model, models, plans
 
 # A machine on which bytes and parameters are seconds.
@@ -192,7 +200,19 @@ def test_the_optimizer_runs_under_backward_and_the_next_forward() -> None:
     deferred = simulate(model, machine, plan_of(model, "host", "host", "keep", "keep", clip="deferred"))
     # Forward takes 10 s, all jobs take 20 s: those of the first units are late, but not by all of them.
     assert 30 <= overlapped.step_seconds <= 33
-    assert 40 <= deferred.step_seconds <= 43
+    # Backward takes 20 s, and then the next forward waits for the first parts of all jobs.
+    assert 20 + 20 * WEIGHTS_PART <= deferred.step_seconds <= 34
+    assert deferred.busy_seconds["cpu"] == pytest.approx(20 * (WEIGHTS_PART + REST_PART))
+
+
+def test_second_parts_of_deferred_jobs_are_made_while_backward_needs_no_gradient_memory() -> None:
+    """With jobs of 60 s and a backward of 20 s, a third of the units has two parts: the CPU is never idle."""
+    model = make_model(10, parameters=600)
+    machine = replace(FAST, cpu_step_rate=100.0)
+    deferred = simulate(model, machine, plan_of(model, "host", "host", "keep", "keep", clip="deferred"))
+    share = 20 / (60 * REST_PART)
+    assert deferred.busy_seconds["cpu"] == pytest.approx(60 * (1 + share * (WEIGHTS_PART + REST_PART - 1)), rel=0.03)
+    assert deferred.busy_seconds["cpu"] <= deferred.step_seconds * (1 + 1e-9) < 60 + 20
 
 
 def test_copies_slow_the_optimizer_by_sharing_host_memory() -> None:
