@@ -1,1 +1,1 @@
-"""Every figure in the README comes out of a command here."""
+"""Commands that make every figure and table of the README and of docs/measured.md."""

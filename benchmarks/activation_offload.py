@@ -5,16 +5,16 @@
     python -m benchmarks.activation_offload --report results.json [--plot figure.png]
 
 Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds` times:
-  keep       Lightning's own strategy, everything stays on the GPU
+  keep       Lightning's own strategy, all activations are kept on the GPU
   recompute  the same with activation checkpointing of every block
-  host       `cpu_offload` with `offload="ssdtrain"`: to pinned memory, as many bytes as the link carries
+  host       `cpu_offload` with `offload="ssdtrain"`: to pinned memory, as many bytes as the link transfers
   ssd        `ssd_offload` with no host tier, `offload="ssdtrain"`: to the SSD alone, as many bytes as it writes
   offload    `ssd_offload` with `offload="ssdtrain"`: host memory first, then SSD
   slow-ssd   `ssd` with the drive throttled to a tenth of its measured speed
   host=1.0, ssd=0.5, ...   a fixed share of the bytes: what memory costs in time when nothing adapts
   planned    `cpu_offload` with `SwapPlanner(gpu_memory="least")`; planned=30 is `gpu_memory="30GiB"`, planned=auto that
 
-A shape is HIDDENxLAYERS, or HIDDENxLAYERSxBATCH: batch 16 unless said. With `--models`, the shapes and modes are those
+A shape is HIDDENxLAYERS, or HIDDENxLAYERSxBATCH: batch 16 by default. With `--models`, the shapes and modes are those
 of SSDTrain's figure 6, unless others are given.
 
 As in SSDTrain's figure 6: batch 16, 1024 tokens, 16-bit weights, SGD; half of a T5's layers are decoders, rounded down.

@@ -2,8 +2,8 @@
 
     python -m benchmarks.cpu_optimizer [--millions 200]
 
-Each steps one flat of random numbers, again and again; the median of 10. DeepSpeed's steps fp32 weights from fp32
-gradients, and leaves both conversions to others; ours go from bf16 gradients to bf16 weights.
+Each steps one flat parameter of random numbers; the result is the median of 10 steps. DeepSpeed's kernel steps fp32
+weights from fp32 gradients, without the conversions; ours steps from bf16 gradients to bf16 weights.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python -m benchmarks.dit --out dry.json --dry-run     # tiny sizes on the CPU: shows that the commands run
 
 Modes, each a `Trainer.fit` in a process of its own:
-  keep       Lightning's own strategy, everything stays on the GPU
+  keep       Lightning's own strategy, all tensors are on the GPU
   recompute  the same with gradient checkpointing of every block: how Fast-DiT, the paper's baseline, trains
   offload    `ssd_offload`: activations, and states that do not fit, to host memory and SSD
   both       `ssd_offload` with gradient checkpointing: the inputs of blocks are offloaded

@@ -2,8 +2,9 @@
 
     python -m benchmarks.hook_overhead [--device cuda]
 
-A small GPT is run forward and backward with and without the cache, and the difference is divided by the saved tensors:
-all of them, weights and small ones too. The GPU and the link have so little to do that the host's time is the step's.
+A small GPT is run forward and backward with and without the offloader, and the difference of times is divided by the
+number of saved tensors, including weights and small ones. The GPU and the link have so little work that the host's time
+is the step's.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""SwapPlanner on one GPU: what it predicts, and what a sweep of swap coefficients has instead.
+"""SwapPlanner on one GPU: its predictions beside measurements, and its plan beside a sweep of swap coefficients.
 
     python -m benchmarks.planner --out planner.json [--settings host:4096x16,gpu=36 ssd:4096x8,disk=1.0 ...]
     python -m benchmarks.planner --out planner.json --report [--plot planner.png]
 
 A setting is TIERS:HIDDENxLAYERS with options after commas. Each is one training of GPT (1024 tokens, bf16-true):
-SwapPlanner measures it and plans; its plan is timed, and after it, in the same training, plans that swap a share of the
-intra-block activations (the swap coefficient; those that cost most to compute again first) and compute the rest again,
-as in figure 9 of LoHan and of Fuyou; and then its plan once more. Of every plan the median step and the peak of
-allocated memory are compared with what the simulation says.
+SwapPlanner measures it and plans. Its plan is timed, then, in the same training, plans that swap a share of the
+intra-block activations (the swap coefficient; those that are most expensive to recompute first) and recompute the rest,
+as in figure 9 of LoHan and of Fuyou, and then its plan once more. For every plan, the median step and the peak of
+allocated memory are compared with the simulation.
 
 Tiers:
-  host, ssd, both   where activations may go
+  host, ssd, both   tiers of offloaded activations
 Options:
   batch=N (16), gpu=GIB (budget of the device), host=GIB (of host memory), disk=GB/s (a drive of that speed)
   states=host       weights, gradients and AdamW's states in host memory; else on the GPU, with SGD

@@ -36,10 +36,10 @@ class Templates:
     def encode(self, record: Any, source: str) -> Sample:
         """Returns the tokens of a record.
 
-        A record with `messages` goes through the tokenizer's chat template; predicted are the tokens that it marks as
-        the assistant's (`{% generation %}`), or, if it marks none, those that each of the assistant's messages adds.
-        A record with `prompt` and `completion` is those two texts, one behind the other, and an end-of-text token;
-        predicted are the tokens of the completion and the end.
+        A record with `messages` is rendered by the tokenizer's chat template. The predicted tokens are those that the
+        template marks as the assistant's (`{% generation %}`), or, if it marks none, those that each of the assistant's
+        messages adds. A record with `prompt` and `completion` is the two texts, one after the other, and an end-of-text
+        token; the predicted tokens are those of the completion and the end.
 
         Args:
             record: A line of JSON.

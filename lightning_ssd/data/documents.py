@@ -59,8 +59,8 @@ def _files(path: Path | None, pattern: str) -> list[Path]:
         )
     if not files:
         raise FileNotFoundError(missing)
-    # The first files of a sorted folder are alike. In a random order, what a cap leaves and what is held out
-    # are fair samples of it. The seed is fixed: what is held out must not change with a run's own seed.
+    # The first files of a sorted folder are alike. In a random order, the files before a cap and the held-out ones are
+    # fair samples of all. The seed is fixed: held-out files must not depend on a run's own seed.
     files.sort()
     random.Random(0).shuffle(files)
     return files

@@ -14,9 +14,9 @@ class MaskedTextDataModule(TextDataModule):
     """Blocks of text in which a share of the tokens is masked, other tokens in each epoch.
 
     A batch is `{"input_ids": ids, "labels": labels}`, both int64 (batch_size, block_size). As in BERT, 80 % of the
-    chosen tokens are replaced by the mask token, 10 % by any token of the vocabulary, and 10 % stay. Labels are the
-    original ids of the chosen tokens and -100 elsewhere. The choice depends on `seed`, the epoch and the sample only,
-    so that a resumed run repeats it; held-out blocks have the same masks in every validation.
+    chosen tokens are replaced by the mask token, 10 % by any token of the vocabulary, 10 % are unchanged. Labels are
+    the original ids of the chosen tokens and -100 elsewhere. The choice depends on `seed`, the epoch and the sample
+    only, so that a resumed run repeats it; held-out blocks have the same masks in every validation.
 
     Blocks are packed documents with separators between them, without padding and without `[CLS]`. Of bytes, 257 is
     the mask.

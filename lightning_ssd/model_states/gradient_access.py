@@ -18,8 +18,8 @@ class GradientSource(Source):
     """The gradient of one parameter, with the shape, dtype and device that it has in plain training.
 
     Attributes:
-        own: values of a tensor that is no longer the parameter's gradient; None before.
-        view: the tensor that `Tensor.grad` has returned.
+        own: values of a tensor that is no longer the parameter's gradient; None while it is.
+        view: weak reference to the tensor that `Tensor.grad` has returned.
     """
 
     def __init__(self, access: Access, gradients: "GradientAccess", flat: FlatParameter, index: int) -> None:
@@ -47,9 +47,9 @@ class GradientSource(Source):
 
 
 class GradientAccess:
-    """Gives offloaded gradients the semantics of `Tensor.grad`.
+    """Implements the semantics of `Tensor.grad` for offloaded gradients.
 
-    Duty: reads and writes of `Tensor.grad`, and its aliases in user code. The gradients stay on the host.
+    Duty: reads and writes of `Tensor.grad`, and its aliases in user code. The gradients are kept on the host.
 
     Threads: the training thread, or autograd's while the training thread waits in `backward`.
 
@@ -76,7 +76,7 @@ class GradientAccess:
         self._sources: weakref.WeakValueDictionary[tuple[FlatParameter, int], GradientSource] = (
             weakref.WeakValueDictionary()
         )
-        """Gradients that user code refers to."""
+        """Gradients that user code references."""
         self.access: Access
         """Runs operators on the gradients; set by the owner."""
         self._hidden = False
@@ -170,7 +170,7 @@ class GradientAccess:
         """Returns the gradients of `flat` on the host in fp32, with that of parameter `index`.
 
         Raises:
-            RuntimeError: its gradient is gone.
+            RuntimeError: a step has used the gradient and not kept it.
         """
         gradient = self._gradients[flat]
         if gradient.states[index] is GradientState.STEPPED:
@@ -212,10 +212,12 @@ class GradientAccess:
                 gradient.accumulating = True
 
     def detach_views(self, flat: FlatParameter, index: int) -> None:
-        """Gives tensors of user code that alias a gradient their own values, before the gradient is replaced."""
+        """Copies a gradient for tensors of user code that alias it, before the gradient is replaced."""
         source = self._sources.pop((flat, index), None)
         if source is not None and source.own is None:
-            with contextlib.suppress(RuntimeError):  # the gradient is gone: an operator on the tensor raises that error
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the gradient was used by a step: operators on the tensor raise the error
                 source.own = source.read()
 
     def _accumulate_arrived(self, flat: FlatParameter) -> None:

@@ -1,7 +1,7 @@
 """Gradient offloading: from `Tensor.grad` on the device to host memory, accumulation in fp32, norms.
 
-A gradient is copied as soon as autograd has accumulated it (LoHan's active gradient offloading), while backward goes
-on. The gradients of earlier micro-batches are added up on the host.
+A gradient is copied as soon as autograd has accumulated it (LoHan's active gradient offloading), while backward
+continues. Gradients of several micro-batches are summed on the host.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class GradientOffloader:
     """
 
     MAX_IN_FLIGHT_BYTES = 256 * 2**20
-    """Bytes of gradients on the device whose copies may be under way at once."""
+    """Most bytes of gradients on the device whose copies are in flight."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class GradientOffloader:
         """Registers a new gradient of a parameter, and allocates host memory for it.
 
         Raises:
-            RuntimeError: it would be added to a gradient that a step has used, and that is gone.
+            RuntimeError: it would be added to a gradient that a step has used and not kept.
         """
         gradient = self._gradients[flat]
         gradient.fold()
@@ -111,7 +111,7 @@ class GradientOffloader:
         gradient.num_arrived += 1
 
     def complete(self, flat: FlatParameter) -> bool:
-        """Whether the running backward will accumulate no further gradient of `flat`, as far as can be known."""
+        """Returns True if the running backward is known to accumulate no further gradient of `flat`."""
         required = _requires_grad(flat)
         # Backward may need the weights of a parameter that was frozen since the forward, until its end.
         if self._gradients[flat].num_arrived != sum(required) or not all(required):
@@ -123,7 +123,7 @@ class GradientOffloader:
         return self._pool is not None and self._prefetcher.entered_once(flat)
 
     def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
-        """Computes on the device what the scale decision needs of a new gradient.
+        """Computes the norm of a new gradient, or whether it is finite, on the device, for the scale decision.
 
         Args:
             flat: flat parameter of the parameter.
@@ -165,10 +165,10 @@ class GradientOffloader:
         self._copies.wait(mark)
 
     def resume_accumulation(self, flat: FlatParameter, index: int) -> None:
-        """Has a new gradient added to the one that the last step has used, as plain training without `zero_grad` does.
+        """Makes a new gradient add to the one that the last step has used, as in plain training without `zero_grad`.
 
         Raises:
-            RuntimeError: that one is gone.
+            RuntimeError: the step has not kept its gradient.
         """
         gradient = self._gradients[flat]
         if gradient.states[index] is not GradientState.STEPPED:
@@ -225,7 +225,7 @@ class GradientOffloader:
         _measure_accumulated(gradient, flat, index, self.norms)
 
     def take_waited(self) -> float:
-        """Returns the seconds that backward has waited for earlier steps to free host memory, and begins anew."""
+        """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""
         waited, self._waited = self._waited, 0.0
         return waited
 
@@ -252,7 +252,7 @@ class GradientOffloader:
     def as_grads(self) -> Iterator[None]:
         """Makes the accumulated gradients the `.grad` of the parameters, which are whole tensors on the CPU meanwhile.
 
-        No accumulation and no step is under way. Changes count, assignments and None included.
+        No accumulation and no step may run. Changes count, including assignments and None.
         """
         parameters = [
             (item, gradient, index)

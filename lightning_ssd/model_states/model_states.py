@@ -106,17 +106,17 @@ class ModelStates:
     in `backward`. Optimizer jobs and accumulations run on the thread `cpu-optimizer`.
 
     Ownership: the model's parameters are views of their flat parameters from construction until `close` or `dissolve`,
-    which make them whole on the CPU or hand them on. All that `offloaded` holds is owned.
+    which make them whole on the CPU or return them. All objects of `offloaded` are owned.
 
     Args:
         module: the model; its parameters outside of the flat parameters are on the device.
-        offloaded: its flat parameters, filled with the model's weights.
-        masters: master weights of parameters that stay on the device; owned.
+        offloaded: flat parameters of the model, whose stores have the model's weights.
+        masters: master weights of resident parameters; owned.
         pool: host memory that gradients share; owned. None: each has its own.
-        terms: how steps are made.
-        nbytes: memory taken.
+        terms: settings of optimizer steps.
+        nbytes: bytes of memory budgets and allocations.
         journal: records steps for `recover=True`; owned.
-        recovered: the last record of a killed run, whose values `offloaded` has.
+        recovered: last record of a killed run, whose values are in the stores of `offloaded`.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ModelStates:
         self._decision = GradScaleDecision(
             copies, clip=terms.clip, needs_norm=terms.needs_norm, loss_scaled=terms.loss_scaled
         )
-        worker = Worker("cpu-optimizer")  # after all that may find no memory: its thread would stay
+        worker = Worker("cpu-optimizer")  # after all allocations that may fail: its thread would not be ended
         self._gradients = GradientOffloader(
             gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
         )
@@ -299,7 +299,7 @@ class ModelStates:
             self._steps.submit(flat)
 
     def _check_not_added(self, name: str, parameter: nn.Parameter) -> None:
-        """A gradient of a parameter that no optimizer steps stays on the device, for user code.
+        """Checks a parameter that no optimizer steps, whose gradient is kept on the device for user code.
 
         Raises:
             RuntimeError: the parameter was added to an optimizer since its forward.
@@ -318,7 +318,7 @@ class ModelStates:
 
     @property
     def hold(self) -> bool:
-        """Whether user code may look at gradients between backward and step, so that no step begins earlier."""
+        """Whether user code may read gradients between backward and step, so that no step begins earlier."""
         return self._steps.hold
 
     @property
@@ -334,16 +334,16 @@ class ModelStates:
             self._steps.begin(optimizer)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Ends the step of `optimizer` on the device; jobs on the CPU go on."""
+        """Ends the step of `optimizer` on the device. Jobs on the CPU continue."""
         if self._steps.optimizer is optimizer:
-            self.end_backward()  # of a user who called `loss.backward` without Lightning
+            self.end_backward()  # user code may have called `loss.backward` without Lightning
             self._steps.end()
             self._access.summed_on_host.clear()
 
     def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Divides the gradients of the running step by the scale of `scaler`; one that is not finite skips the step.
 
-        Does for offloaded gradients what `scaler.unscale_` does for the others, and calls that.
+        This does the same for offloaded gradients as `scaler.unscale_`, which is called for the others.
         """
         with self._grads.hidden():
             scaler.unscale_(optimizer)
@@ -454,7 +454,7 @@ class ModelStates:
 
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Master weights of 16-bit parameters that stay on the device."""
+        """Master weights of resident 16-bit parameters."""
         return self._masters.of
 
     @property
@@ -529,12 +529,12 @@ class ModelStates:
         """Makes the parameters whole on the CPU, and ends threads and hooks.
 
         Args:
-            failure: error that training has failed with. It gets a note if the weights are not those of one step; the
-                last record, if there is one, and the values that it names stay on the SSDs for the next run.
+            failure: error that has ended the training. It gets a note if the weights are not those of one step. The
+                last record, if there is one, and its values are kept on the SSDs for the next run.
 
         Raises:
-            Exception: without `failure`: a step was not made, or its result could not be read; with a note as above.
-                The last record stays then, too.
+            Exception: without `failure`, if a step failed or its result could not be read; with a note as above. The
+                last record is kept then, too.
         """
         if self._closed:
             return
@@ -547,7 +547,7 @@ class ModelStates:
         ending.raise_failure()
 
     def dissolve(self) -> tuple[OffloadedModel, Mapping[nn.Parameter, Tensor]]:
-        """Ends threads and hooks, and hands on the offloaded model, whose parameters stay views of flat parameters.
+        """Ends threads and hooks, and returns the offloaded model, whose parameters are still views of flat parameters.
 
         Returns:
             The offloaded model, and the master weights of 16-bit parameters on the device.

@@ -38,7 +38,8 @@ Groups = Mapping[nn.Parameter, tuple[Optimizer, int]]
 class FlatOptimizer(ABC):
     """An optimizer class, applied to one flat parameter in host memory.
 
-    Threads: `step`, `commit` where `OptimizerStep` says; all others on the training thread, while no step is under way.
+    Threads: `step` and `commit` run on the threads that `OptimizerStep` names; all others on the training thread, while
+    no step runs.
 
     Ownership: staged values and the gradient belong to the optimizer during a call only.
 
@@ -54,7 +55,7 @@ class FlatOptimizer(ABC):
         """Returns the names of optimizer states that have an fp32 element for each weight."""
 
     def has_parts(self, options: Options, staged: StagedState, gradient: Tensor) -> bool:
-        """Whether a step of all parameters, in place, can be made as "weights" and then as "rest"."""
+        """Returns whether a step of all parameters, in place, can be made as "weights" and then as "rest"."""
         return False
 
     @abstractmethod
@@ -147,7 +148,7 @@ class ElementwiseOptimizer(FlatOptimizer):
             staged.out.round()
 
     def _on_cpu(self, options: Options) -> Options:
-        """Returns options without what torch offers for the GPU's implementation alone."""
+        """Returns the options without those that only torch's GPU implementations support."""
         if self._device.type == "cpu":
             return options
         return {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}

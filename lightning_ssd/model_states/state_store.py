@@ -146,7 +146,7 @@ class StateStore:
     Threads: `prefetch_to` and `stage` may be called on any thread; what they return completes on the `h2d-done`, reader
     and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step,
     `add_second` and `drop_second` on that of the step's job (see `OptimizerStep`). All others run on the training
-    thread, or on autograd's while that waits. No lock: who may touch the values when follows from the futures below.
+    thread, or on autograd's while that waits. No lock: the futures below determine the owner of the values.
 
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
     owns them until its future is done: every later `prefetch_to` waits for it. Staging memory belongs to the reads,
@@ -193,7 +193,7 @@ class StateStore:
         self._stepped: Future[Any] = finished(None)
         self._weights_stepped: Future[Any] = finished(None)
 
-    # ---- weights on their way to the device ----
+    # ---- weights, prefetched to the device ----
 
     def announce_step(self, stepped: "Future[Any]", weights: "Future[Any] | None" = None) -> None:
         """Announces a step that stages, changes and unstages the values before `stepped` is done.
@@ -229,7 +229,7 @@ class StateStore:
     # ---- values on the host ----
 
     def stage(self, *, step: bool = False, priority: int = -1) -> "Future[StagedState]":
-        """Brings the values to the host.
+        """Stages the values on the host.
 
         Args:
             step: new values are put in the uncommitted version, if it is allocated, until `commit`; else values are
@@ -450,11 +450,11 @@ class StateStore:
     def move(self, weights: StateBuffer | None, opt_state: StateBuffer | None) -> None:
         """Moves values to other buffers, which are owned from then on, and frees the old ones.
 
-        Nothing is staged, and no step under way. On an error, the values stay in the old buffers.
+        No values may be staged, and no step may run. After an error, the values are in the old buffers.
 
         Args:
-            weights: buffer for the compute weights; None: they stay where they are.
-            opt_state: the same for all others.
+            weights: new buffer of the compute weights; None: they are not moved.
+            opt_state: new buffer of all other values; None: they are not moved.
         """
         self.drop_second()
         given = zip(self._buffers, (weights, opt_state), strict=False)

@@ -1,7 +1,7 @@
 """The step scheduler: when the optimizer step of a flat parameter begins, and what waits for it.
 
 With `overlap="optimized"`, the step of a flat parameter is submitted during backward, when its last gradient was
-offloaded; the next forward of its unit waits for that step alone. Where user code may look at gradients before
+offloaded; the next forward of its unit waits for that step alone. If user code may read gradients before
 `optimizer.step`, all steps are submitted there.
 """
 
@@ -92,7 +92,7 @@ class StepScheduler:
         self._clip_value = terms.clip_value
         self._journal = journal
         self.hold = terms.hold
-        """Whether user code may look at gradients between backward and step, so that no step begins earlier."""
+        """Whether user code may read gradients between backward and step, so that no step begins earlier."""
         self._hold_next = terms.hold
         self._share = WeightsFirst(len(set(priorities.values())))
         self.optimizer: Optimizer | None = None
@@ -118,12 +118,12 @@ class StepScheduler:
         """Done when the running step's scale is known, on the worker's thread. Deferred steps wait for it, so that all
         of them are queued before the worker takes the first: that of the unit that the next forward needs first."""
         self._work = WorkCounter(0, 0.0)
-        """Parameters stepped, and the seconds it took."""
+        """Number of stepped parameters, and the seconds of their steps."""
 
     # ---- an optimizer step, from its begin to its end ----
 
     def hold_next(self) -> None:
-        """Holds the next steps until `optimizer.step`: a hook was registered that may look at gradients."""
+        """Delays the next steps until `optimizer.step`, because user code has a hook that may read gradients."""
         self._hold_next = True
 
     def begin(self, optimizer: Optimizer) -> None:

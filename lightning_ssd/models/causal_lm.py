@@ -41,15 +41,15 @@ class CausalLM(RecipeModule):
     the ids, -100 for tokens that are not predicted; and `position_ids`, which begin at 0 with every document of a
     packed sequence: attention does not cross from one document to another then.
 
-    The weights of a folder go from its files to their place, a tensor at a time: with this package's strategy to host
-    memory or SSDs, with others to the device.
+    The weights of a folder are read from its files one tensor at a time: with this package's strategy to host memory or
+    SSDs, with others to the device.
 
     Args:
-        pretrained: Local folder that a model was saved to with `save_pretrained`. None, without `config`, takes a tiny
-            Llama with random weights, which is made in the user's cache directory.
+        pretrained: Local folder that a model was saved to with `save_pretrained`. None, without `config`: a tiny Llama
+            with random weights, which is made in the user's cache directory.
         config: Instead of a folder, the `model_type` and sizes of a model with random weights.
-        draw_late: Draws random weights a unit at a time, where offload puts them, and not all of them in RAM first.
-            They are other ones than without offload. Of `config` only.
+        draw_late: Draws random weights of `config` a unit at a time, in their offload tiers, instead of all in RAM
+            first. They differ from the weights without offload.
         chunked_loss: Computes the loss in chunks of tokens, so that logits are never whole, in training and validation.
             The numbers differ in the last digits.
         gradient_checkpointing: Keeps only the inputs of blocks for backward, and recomputes the rest.
@@ -184,7 +184,7 @@ class CausalLM(RecipeModule):
         check_replaceable(folder, None if self.folder is None else self.folder.path)
 
     def save_folder(self, value: Callable[[str], Tensor], folder: Path) -> None:
-        """Writes the model to a folder that `from_pretrained` loads, laid out as the one that it came from.
+        """Writes the model to a folder that `from_pretrained` loads, in the layout of its original folder.
 
         Args:
             value: Returns the value of a parameter, by its name in this module.
@@ -220,7 +220,7 @@ class CausalLM(RecipeModule):
 
 
 class TokenPerplexity(Metric):
-    """The exponential of the mean loss of all predicted tokens; a batch counts by how many it has."""
+    """The exponential of the mean loss over all predicted tokens; batches are weighted by their predicted tokens."""
 
     full_state_update = False
     total: Tensor

@@ -211,7 +211,7 @@ class DiT(RecipeModule):
         expected = (self.in_channels, self.image_size, self.image_size)
         if images.shape[1:] != expected:  # the model would interpolate its positions
             raise ValueError(f"Images have the shape {tuple(images.shape[1:])} and the model takes {expected}")
-        # On other devices the embedding itself fails; a look at its values would wait for them.
+        # On other devices the embedding itself fails; reading the labels' values would synchronize the host.
         if labels.device.type == "cpu" and not NO_LABEL <= int(labels.min()) <= int(labels.max()) < self.num_classes:
             raise ValueError(
                 f"Labels from {int(labels.min())} to {int(labels.max())} are not all within the model's classes, 0 to"
@@ -285,7 +285,7 @@ class _Network(nn.Module):
 
 
 class _Embedded(nn.Module):
-    """Takes the place of a block's embedding: its first argument is the embedding already."""
+    """Replaces a block's embedding: its first argument is the embedding already."""
 
     def forward(self, embedded: Tensor, labels: Tensor | None, hidden_dtype: torch.dtype | None = None) -> Tensor:
         return embedded

@@ -147,7 +147,7 @@ class PretrainedFolder:
 
 
 def save_new(model: nn.Module, value: Callable[[str], Tensor], folder: Path) -> None:
-    """Writes a model that has come from no folder to one with its configuration and a file of weights.
+    """Writes a model without an original folder to a folder with its configuration and a file of weights.
 
     Args:
         model: Model of transformers; of its parameters names, shapes and dtypes count, not the values.
@@ -215,7 +215,7 @@ def check_replaceable(folder: Path, source: Path | None) -> None:
 
     Args:
         folder: Folder to replace, which may not exist.
-        source: Folder that the model comes from, if any.
+        source: Original folder of the model, if any.
 
     Raises:
         ValueError: If `folder` is or holds `source`, is a file, holds anything but a saved model, or can't be written.
@@ -236,7 +236,7 @@ def check_replaceable(folder: Path, source: Path | None) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yields a folder to write to, which is in the place of `folder` afterwards, or gone after an error."""
+    """Yields a folder to write to, which replaces `folder` on exit, and is removed after an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -303,7 +303,7 @@ def _opened(file: Path) -> Any:
 
 
 def _header(file: Path) -> tuple[bytes, dict[str, Any]]:
-    """Returns the bytes before the first tensor's, and what they say of each."""
+    """Returns the bytes before the first tensor's, and the description of each tensor in them."""
     with file.open("rb") as stream:
         length = stream.read(8)
         header = stream.read(struct.unpack("<Q", length)[0])
@@ -313,7 +313,7 @@ def _header(file: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _ignored(model: nn.Module, name: str) -> bool:
-    """Whether transformers, too, says nothing of a tensor that `model` does not use."""
+    """Returns whether transformers also ignores a tensor of this name that `model` does not use."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in (*patterns, r"rotary_emb\.inv_freq$"))
 

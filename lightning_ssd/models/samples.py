@@ -1,4 +1,4 @@
-"""Pictures of what a diffusion model generates, so that a person sees it learn."""
+"""Pictures of images that a diffusion model generates during training."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ class SampleGrid(pl.Callback):
     """Writes a PNG of generated images after every validation: a row for each class, from the same noise each time.
 
     The files are `samples/step_NNNNNN.png` in the logger's folder. The noise has a generator of its own, so the
-    random numbers of training stay as they are. All devices take part, and the first one writes.
+    random numbers of training do not change. All devices sample, and the first one writes.
 
     Args:
         classes: Number of rows: classes 0, 1, ...; at most the model's.
