@@ -15,7 +15,6 @@ Threads: the training thread, and autograd's while the training thread waits in 
 
 import contextlib
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -37,112 +36,11 @@ from lightning_ssd.model_states.parameter import (
 )
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.shared_memory import SharedMemory, check_shareable, same_stride
-from lightning_ssd.model_states.split import write_changed
+from lightning_ssd.model_states.sources import Replaced, Source, Weights
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_store import StateStore
 
 _REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
-
-
-class Source(ABC):
-    """Whole values of an offloaded tensor, wherever they are stored.
-
-    Attributes:
-        access: runs the operators on the tensor.
-        name: name of the tensor in messages.
-    """
-
-    access: "Access"
-    name: str
-
-    def __init__(self) -> None:
-        self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
-        """Views of the values that user code references."""
-
-    @abstractmethod
-    def read(self) -> Tensor:
-        """Returns the values on the device of the plain parameter: the resident ones, or a copy."""
-
-    @abstractmethod
-    def write(self, values: Tensor) -> None:
-        """Stores `values`, a result of `read` that an operator has changed."""
-
-    def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
-        """Increments the version counter, by which autograd detects in-place changes."""
-
-
-class Weights(Source):
-    """The weights of one parameter."""
-
-    def __init__(self, access: "Access", flat: FlatParameter, index: int) -> None:
-        super().__init__()
-        self.access = access
-        self.flat = flat
-        self.index = index
-        self.item = flat.slices[index]
-        self.name = self.item.name
-
-    @property
-    def whole(self) -> bool:
-        """True if the parameter is a plain tensor at present: training has ended, or weights are summoned."""
-        return self.flat.summoned or not isinstance(self.item.parameter, OffloadedParameter)
-
-    def read(self) -> Tensor:
-        if self.whole:
-            return self.item.parameter.data
-        if (memory := self.flat.memory(self.index)) is not None:
-            self.access.staged.pull(self.flat)  # other parameters of the flat may have been changed, too
-            return memory
-        if not self.flat.mixed:
-            return self.flat.view(self.index)
-        masters = self.access.staged.stage(self.flat).masters
-        return self.item.of(masters).to(self.flat.device, self.item.dtype, copy=True)
-
-    def write(self, values: Tensor) -> None:
-        if self.whole:
-            return
-        flat, item = self.flat, self.item
-        if flat.memory(self.index) is not None:  # `values` are this memory
-            self.access.staged.pull(flat)
-            return
-        self.access.begin_change(flat)
-        self.access.stream.wait(flat)  # a running copy to the device reads the host memory that is written here
-        values = values.detach().to("cpu")
-        staged = self.access.staged.stage(flat)
-        staged.changed = True
-        write_changed(item.of(staged.masters), values)
-        if flat.mixed and flat.resident:
-            flat.view(self.index).copy_(item.of(staged.masters))
-
-    def share(self) -> Tensor:
-        """Returns the parameter's memory in plain training, which other tensors share from now on."""
-        values = self.read()
-        if not self.whole and self.flat.memory(self.index) is None:
-            values = values.clone(memory_format=torch.preserve_format)
-            self.flat.shared[self.index] = SharedMemory(values)
-        return values
-
-    def changed(self) -> None:
-        if not self.whole:
-            torch.autograd.graph.increment_version(self.item.parameter)
-
-
-class Replaced(Source):
-    """Values of a parameter before its `.data` was set. Earlier aliases keep them, as in plain training."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.access = source.access
-        self.name = source.name
-        values = source.read().detach()
-        shared = isinstance(source, Weights) and source.flat.memory(source.index) is not None
-        self._values = values if shared else values.clone()
-
-    def read(self) -> Tensor:
-        return self._values
-
-    def write(self, values: Tensor) -> None:
-        """Does nothing: the operator has changed the values themselves, which `read` returns."""
 
 
 class Access:

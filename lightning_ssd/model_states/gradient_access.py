@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ssd.model_states.access import Access, Source
+from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.flat import FlatParameter, ParamView
 from lightning_ssd.model_states.gradient import Gradient, GradientState
 from lightning_ssd.model_states.parameter import OffloadedView
+from lightning_ssd.model_states.sources import Source
 from lightning_ssd.model_states.split import write_changed
 
 

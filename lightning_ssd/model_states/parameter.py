@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from lightning_ssd.model_states.access import Access, Source
+    from lightning_ssd.model_states.access import Access
     from lightning_ssd.model_states.flat import FlatParameter
+    from lightning_ssd.model_states.sources import Source
 
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
