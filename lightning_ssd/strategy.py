@@ -206,7 +206,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self.offloader: ActivationOffloader | None = None
         self.model_states: ModelStates | None = None
         self._streams: bool | None = None
-        """Whether states are offloaded in the present training or evaluation; None until `_leave` has decided."""
+        """Whether states are offloaded in the present training or evaluation; None: not decided yet."""
         self._loaded: dict[torch.nn.Parameter, torch.Tensor] = {}
         """Checkpoint values of parameters and of their averages, from the loading of a checkpoint until `setup`."""
         self._initial: Loaded = {}
@@ -269,7 +269,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def model_to_device(self) -> None:
         assert self.model is not None
         self._initial = take_initial_values(self.model)
-        if not self._leave():
+        if not self._offloads_states():
             materialize_on(self.model, self.root_device, self._values())
             self.model.to(self.root_device)
             return
@@ -311,7 +311,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._budgets = self.config.resolve(trainer.default_root_dir)
         self._streams = None
         try:
-            if self._leave():
+            if self._offloads_states():
                 self._setup_with_states(trainer, fitting=fitting)
             else:
                 super().setup(trainer)
@@ -497,7 +497,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model is not None
         mark_weights(self.model)
         self.offloader = make_offloader(
-            self._left_for_activations(),
+            self._budgets_for_activations(),
             self.root_device,
             default_path=trainer.default_root_dir,
             rank=self.global_rank,
@@ -506,7 +506,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             # Nothing is offloaded: the hooks would only cost time.
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
-    def _left_for_activations(self) -> OffloadConfig:
+    def _budgets_for_activations(self) -> OffloadConfig:
         """Returns the configuration with the part of the budgets that model states do not use."""
         config, states = self._budgets, self.model_states
         if states is None:
@@ -528,9 +528,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         # The record of a killed run is found during setup. Checkpoints are restored before it, in Lightning's order.
-        return self._taking_up
+        return self._resumes_killed_run
 
-    def _leave(self) -> bool:
+    def _offloads_states(self) -> bool:
         """Returns whether states are offloaded. The result is fixed until teardown."""
         if self._streams is None:
             assert self.model is not None and self.lightning_module is not None
@@ -607,10 +607,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             with loading_to_meta():
                 super().load_model_state_dict(checkpoint, strict=strict)
             return
-        if self._taking_up:
+        if self._resumes_killed_run:
             self._check_nothing_replaced(self.lightning_module)
-        with self._but_what_has_left():
-            super().load_model_state_dict(checkpoint, strict=strict and not self._taking_up)
+        with self._without_offloaded():
+            super().load_model_state_dict(checkpoint, strict=strict and not self._resumes_killed_run)
 
     def _record_loads(self, trainer: pl.Trainer) -> None:
         """Records values that `load_state_dict` gives to the model and to averages of it, until `setup`."""
@@ -625,7 +625,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._regroup_states()
-        with self._but_what_has_left():
+        with self._without_offloaded():
             super().load_optimizer_state_dict(checkpoint)
 
     def _check_nothing_replaced(self, module: pl.LightningModule) -> None:
@@ -639,12 +639,13 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             )
 
     @property
-    def _taking_up(self) -> bool:
+    def _resumes_killed_run(self) -> bool:
         """True while the Trainer restores the record of a killed run, whose offloaded states are restored already."""
         return self.model_states is not None and self.model_states.state_dicts.protected
 
-    def _but_what_has_left(self) -> contextlib.AbstractContextManager[None]:
-        if not self._taking_up or self.model_states is None:
+    def _without_offloaded(self) -> contextlib.AbstractContextManager[None]:
+        """While a killed run is resumed, state dicts are without offloaded states within the context."""
+        if not self._resumes_killed_run or self.model_states is None:
             return contextlib.nullcontext()
         return self.model_states.state_dicts.without()
 
