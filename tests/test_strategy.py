@@ -857,15 +857,15 @@ trainer:
         text = " ".join(capsys.readouterr().out.split())
         for name, phrase in {
             "path": "directory for scratch files",
-            "tier": "host memory alone",
+            "tier": "host memory only",
             "offload": "activations of each micro-batch to offload",
             "host_memory": "bytes of pinned memory",
             "ssd_capacity": "bytes of scratch space",
-            "spill": "which one is filled first",
-            "min_bytes": "stay on the device",
-            "staging_memory": "pass data to and from",
+            "spill": "tier that is filled first",
+            "min_bytes": "kept on the device",
+            "staging_memory": "transferred to and from",
             "backend": "GPUDirect Storage",
-            "checksum": "hash every byte",
+            "checksum": "hash written bytes",
         }.items():
             assert f".{name} " in text, name
             assert phrase in text, name
