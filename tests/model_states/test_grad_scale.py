@@ -1,5 +1,6 @@
 """The factor of a step reaches the host once, as it was, or its error does."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.device import CPUCopyEngine, Mark
-from lightning_ssd.model_states import build
+from lightning_ssd.model_states import build, grad_scale
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
 from tests.support.models import BlocksModel
 from tests.support.trainings import batches, make_trainer, offloading, small_model
@@ -51,6 +52,24 @@ def test_scales_of_many_steps_may_be_in_flight_at_once() -> None:
         copied.set_result(None)
     assert [factor.result() for factor in factors] == pytest.approx([1 / norm for norm in norms], rel=1e-4)
     gate.close()
+
+
+def test_a_slot_of_a_scale_is_used_again_after_the_scale_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more scale than there are slots: the host waits for the first one, which the device copies then."""
+    copies = LateCopies()
+    decision = GradScaleDecision(copies, clip="deferred", needs_norm=True, loss_scaled=False)
+
+    def wait(scales: "Sequence[Future[float | None]]") -> None:
+        copies.pending.pop(0).set_result(None)
+        assert all(scale.done() for scale in scales)
+
+    monkeypatch.setattr(grad_scale, "wait", wait)
+    norms = [2.0 + step for step in range(GradScaleDecision.SLOTS + 1)]
+    scales = [opened(decision, norm) for norm in norms]
+    for copied in copies.pending:
+        copied.set_result(None)
+    assert [scale.result(timeout=0) for scale in scales] == pytest.approx([1 / norm for norm in norms], rel=1e-4)
+    decision.close()
 
 
 class LostDevice(CPUCopyEngine):
@@ -195,6 +214,33 @@ def test_a_gradient_that_is_not_finite_skips_the_step_that_has_it(bad: float | N
         scales.append(decision.scale.result(timeout=60))
         assert bool(found[CPU]) == (scales[-1] is None)
     assert scales == [0.125, 0.125 if bad is None else None, 0.125]
+    decision.close()
+
+
+def test_a_gradient_on_the_device_that_is_not_finite_skips_the_step_of_offloaded_ones() -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(1))  # which makes the scale
+    decision.begin(hold=False)
+    decision.check(torch.tensor([0.5]))
+    decision.unscale(scaler, {CPU: torch.ones(1)})
+    decision.decide()
+    assert decision.scale.result(timeout=60) is None
+    decision.close()
+
+
+def test_offloaded_gradients_are_clipped_after_they_are_unscaled() -> None:
+    decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(1))  # which makes the scale
+    offloaded, resident = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    resident.grad = torch.tensor([4.0])  # unscaled by Lightning
+    decision.begin(hold=False)
+    decision.unscale(scaler, {})
+    decision.clip([offloaded, resident], {offloaded: torch.tensor(3.0 * 8)}, limit=1.0)  # 3 and 4 have a norm of 5
+    decision.decide()
+    assert decision.scale.result(timeout=60) == pytest.approx(1 / 5 / 8)
+    assert resident.grad.item() == pytest.approx(4 / 5)
     decision.close()
 
 

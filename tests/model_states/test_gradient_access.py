@@ -119,6 +119,30 @@ class Hooked(Toy):
         parameter.grad.mul_(0.5)
 
 
+class Assigned(Toy):
+    """Gradients are assigned before a backward that adds to them, assigned without one, and dropped before clipping."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        parameters = list(self.blocks.parameters())
+        optimizer.zero_grad()
+        for number, parameter in enumerate(parameters):
+            if batch_idx != 1 or number % 2:
+                parameter.grad = torch.full_like(parameter, 0.01 * number)
+        if batch_idx < 2:
+            loss = self.loss(batch[0])
+            self.manual_backward(loss)
+            self.seen.append(loss.item())
+        if batch_idx == 1:
+            parameters[4].grad = None
+            self.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+
+
 class Zeroed(Toy):
     """Gradients become zero instead of None, so that a parameter that is not used is stepped with zeros."""
 
@@ -129,7 +153,18 @@ class Zeroed(Toy):
         return self.blocks[0](x) if len(self.seen) % 2 else super().forward(x)
 
 
-KINDS = [ClippedByHand, ClippedInConfigure, OwnBackward, OwnStep, Sharpness, Surgery, Accumulating, Hooked, Zeroed]
+KINDS = [
+    ClippedByHand,
+    ClippedInConfigure,
+    OwnBackward,
+    OwnStep,
+    Sharpness,
+    Surgery,
+    Assigned,
+    Accumulating,
+    Hooked,
+    Zeroed,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
