@@ -1,7 +1,8 @@
 """The order of events in a step: what the overlap, the order of jobs and the weight stream are known for."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ UNITS = 4
 class Chain(pl.LightningModule):
     """Blocks that tell when their forward begins, and when backward has come through them."""
 
+    ORDER: Sequence[int] = range(UNITS)
+
     def __init__(self, events: list[tuple[str, int]]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(8, 8, norm=False) for _ in range(UNITS))
@@ -33,11 +36,15 @@ class Chain(pl.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = batch[0]
-        for index, block in enumerate(self.blocks):
+        for index in self.ORDER:
             self.events.append(("forward", index))
-            x = block(x)
+            x = self.blocks[index](x)
+            self.after(index, x)
             x.register_hook(lambda _, index=index: self.events.append(("backward", index)))
         return x.square().mean()
+
+    def after(self, index: int, x: Tensor) -> None:
+        """Sees the output of a block."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.trainer.strategy.model_states.drain()  # type: ignore[union-attr]
@@ -197,6 +204,59 @@ def test_weights_are_fetched_ahead_and_released_behind(tmp_path: Path, monkeypat
     for unit in range(1, UNITS - 1):
         assert step.index(("want", unit)) < step.index(("forward", unit))
     assert step.index(("release", 0)) < step.index(("forward", 3))
+
+
+class Shuffled(Chain):
+    """Blocks that are not used in the order of their registration."""
+
+    ORDER = (2, 0, 3, 1)
+
+
+def test_the_order_of_uses_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = events_of(tmp_path, monkeypatch, Shuffled, gpu_memory="2KiB")[1]
+    for before, unit in pairwise(Shuffled.ORDER):
+        assert ("want", unit) in step[step.index(("forward", before)) : step.index(("forward", unit))]
+
+
+def test_the_first_backward_fetches_ahead_in_reverse_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = events_of(tmp_path, monkeypatch, gpu_memory="2KiB")[0]
+    for unit in (1, 0):
+        assert ("want", unit) in step[step.index(("backward", unit + 2)) : step.index(("backward", unit))]
+
+
+class ReadsLate(Chain):
+    """Weights are read in backward, after the gradient of their block was complete."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.output.register_hook(self.read)
+        return loss
+
+    def read(self, gradient: Tensor) -> None:
+        self.blocks[3].up.weight.detach().norm()  # type: ignore[union-attr, operator]
+
+    def after(self, index: int, x: Tensor) -> None:
+        if index == 0:
+            self.output = x
+
+
+class UsesDetached(Chain):
+    """Weights are used once more where no gradient flows to them."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        batch = [self.blocks[0](batch[0]) @ self.blocks[3].up.weight.detach()]  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("model", [ReadsLate, UsesDetached])
+def test_weights_of_a_block_whose_step_has_begun_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: type[Chain]
+) -> None:
+    """They may be the next step's."""
+    with pytest.raises(RuntimeError, match=r"after their gradient was complete.* Set `overlap='none'`"):
+        events_of(tmp_path, monkeypatch, model)
+    monkeypatch.undo()
+    events_of(tmp_path, monkeypatch, model, overlap="none")
 
 
 def test_weights_of_the_next_forward_are_fetched_when_a_step_ends(

@@ -5,13 +5,14 @@ from concurrent.futures import Future
 from errno import EIO
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_ssd.model_states import buffers
-from lightning_ssd.model_states.buffers import SpareMemory
+from lightning_ssd.model_states.buffers import SpareMemory, SSDBuffer
 from lightning_ssd.model_states.state_storage import make_buffer
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.storage import StorageError, StorageFullError
@@ -247,3 +248,66 @@ def test_values_are_read_after_they_were_written(tmp_path: Path) -> None:
         assert same(masters_of(store), new)
         operations = [operation for operation, _ in backend.served]
         assert operations.index("read") > operations.index("write")
+
+
+class Begun:
+    """Tells which buffers were staged on a reader thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads: list[bool] = []
+        stage = SSDBuffer.stage
+
+        def told(buffer: SSDBuffer, memory: Tensor | None, *, read: bool) -> Any:
+            self.reads.append(read)
+            return stage(buffer, memory, read=read)
+
+        monkeypatch.setattr(SSDBuffer, "stage", told)
+
+
+def test_a_prefetch_reads_weights_after_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is made, and its write is held: nothing is requested before it ends."""
+    backend, layout = GatedBackend(), make_layout(1)
+    new = weights_of(layout, seed=1)
+    target = torch.zeros(layout.flat.nbytes, dtype=torch.uint8)
+    with open_store(tmp_path, ("ssd", "ssd"), layout, backend) as (store, scratch):
+        values = store.stage(step=True).result(timeout=60)
+        backend.hold()
+        masters = torch.zeros(layout.flat.numel)
+        for item, value in zip(layout.flat.slices, new, strict=True):
+            item.of(masters).copy_(value)
+        values.set_masters(masters)
+        store.unstage(values, changed=True, step=True)
+        begun = Begun(monkeypatch)
+        issued = store.prefetch_to(target, None)
+        scratch.params._worker.submit(lambda: None).result(timeout=60)  # jobs that are ready have run
+        assert begun.reads == []
+        backend.release()
+        issued.result(timeout=60)
+        assert same([item.of(target.view(torch.float32)) for item in layout.flat.slices], new)
+
+
+def test_a_step_waits_for_writes_of_one_that_was_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the same destination."""
+    backend, layout = GatedBackend(), make_layout(2)
+    with open_store(tmp_path, ("ssd", "ssd"), layout, backend) as (store, scratch):
+        store.drain()
+        values = store.stage(step=True).result(timeout=60)
+        backend.hold()
+        store.unstage(values, changed=True, step=True)
+        begun = Begun(monkeypatch)
+        again = store.stage(step=True)
+        scratch.states._worker.submit(lambda: None).result(timeout=60)  # jobs that are ready have run
+        assert begun.reads == []
+        backend.release()
+        store.unstage(again.result(timeout=60), changed=False, step=True)
+        assert begun.reads == [True, True]
+
+
+def test_weights_that_are_rounded_from_whole_masters_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = Begun(monkeypatch)
+    with open_store(tmp_path, ("ssd", "ssd"), make_layout(1, torch.bfloat16)) as (store, _):
+        begun.reads.clear()
+        store.unstage(store.stage().result(timeout=60), changed=False)
+        assert begun.reads == [False, True]
