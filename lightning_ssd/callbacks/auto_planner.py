@@ -244,6 +244,8 @@ class AutoPlanner(pl.Callback):
         """Returns why the training can't be planned."""
         if self._compiled or compiled_frames() != self._frames:
             return "`torch.compile` compiles a part of the training"
+        if self._shape is None:
+            return "batches have no tensors, by whose shapes a plan would know the batches that it is made for"
         return obstacle_to_planning(trainer, pl_module)
 
     def _add_planner(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:

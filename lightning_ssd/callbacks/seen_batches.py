@@ -63,10 +63,13 @@ class SeenBatches:
         return shape is not None and any(shape.is_within(one) for one in self._largest)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yields the tensors of containers and of attributes of objects, which are searched to a depth."""
     for value in tree_leaves(batch):
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, Mapping):  # such as transformers' BatchEncoding, which is no dict
-            for item in value.values():
-                yield from _tensors(item)
+        elif depth:
+            # A mapping need not be a dict: transformers' BatchEncoding is none.
+            items = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            for item in items.values():
+                yield from _tensors(item, depth - 1)
