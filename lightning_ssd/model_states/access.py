@@ -26,6 +26,7 @@ from lightning_ssd.activations.record import check_version
 from lightning_ssd.activations.weights import SavedWeight, offloaded_weights
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.parameter import (
+    FollowedView,
     Kind,
     OffloadedParameter,
     OffloadedView,
@@ -78,6 +79,8 @@ class Access:
         self._watched = watched
         self.summed_on_host: set[FlatParameter] = set()
         """Flat parameters of whose gradients backward sums a part in fp32 on the host, since the last step."""
+        self._versions: dict[FlatParameter, list[int]] = {}
+        """Version counters of the parameters whose compute weights a running forward has, before it."""
         self._bases: dict[int, Tensor] = {}
         """Values that the running operator reads, by identity of the source, which several tensors may share."""
         self._flats = list(stores)
@@ -130,6 +133,31 @@ class Access:
             with torch.no_grad():
                 weights.write(weights.read())
 
+    def begin_forward(self, flats: Iterable[FlatParameter]) -> None:
+        """Begins a forward that is given the compute weights of `flats`."""
+        for flat in flats:
+            if flat.users == 1 and not flat.mixed:
+                self._versions[flat] = flat.versions()
+
+    def end_forward(self, flats: Iterable[FlatParameter]) -> None:
+        """Adopts what the forward has written to views of the compute weights of `flats`.
+
+        Such views are ordinary tensors, if autograd follows them. Those that outlive the forward share memory with
+        their parameters from now on.
+        """
+        for flat in flats:
+            if flat.users or (before := self._versions.pop(flat, None)) is None:
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                for index, version in enumerate(flat.versions()):
+                    if version != before[index] and flat.memory(index) is None:
+                        Weights(self, flat, index).write(flat.view(index))
+            if flat.aliased:
+                for index in range(len(flat.slices)):
+                    if flat.memory(index) is None:
+                        flat.shared[index] = SharedMemory(flat.view(index))
+                self.stream.release(flat)  # the storage is left to the views
+
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.
 
@@ -143,6 +171,8 @@ class Access:
             return func(*args, **kwargs)
         if func is torch.autograd.grad:
             _check_full_precision(found.values())
+            if any(isinstance(tensor, FollowedView) for tensor in found.values()):
+                return func(*args, **kwargs)  # it looks for their nodes, and reads no values
         first = args[0] if args else None
         if isinstance(first, OffloadedParameter | OffloadedView):
             parameter = first if isinstance(first, OffloadedParameter) else None
@@ -168,6 +198,8 @@ class Access:
                     self._watched()
                     return func(*args, **kwargs)
                 case Kind.FREEZE:
+                    if isinstance(first, FollowedView):
+                        return func(*args, **kwargs)
                     if parameter is None and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
                         raise RuntimeError(
                             f"autograd can't follow a view of {first.source.name}, which is offloaded. "
@@ -199,6 +231,7 @@ class Access:
         offloaded_in(_written(args, kwargs) if kind is Kind.WRITE else (), written)
         offloaded_in(kwargs.get("out"), written)
         writes = bool(written)  # `x += p` writes to a tensor of the user, and autograd follows it
+        in_forward = [key for key, tensor in found.items() if type(tensor) is OffloadedParameter and tensor.flat.users]
         computing = torch.is_grad_enabled() and not writes
         matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
         with self._values(found, computing=computing, matmul=matmul) as values, _references_saved():
@@ -224,12 +257,7 @@ class Access:
                 for tensor in map(found.__getitem__, changed):
                     if not isinstance(tensor, OffloadedView) or tensor.versioned:
                         tensor.source.changed()
-            followed: dict[Weights, Tensor] = {}
-            wrapped = self._wrap(result, values, found, followed)
-        if not self.stream.in_micro_batch:
-            for weights, memory in followed.items():
-                self._share(weights, memory)
-        return wrapped
+            return self._wrap(result, values, found, in_forward)
 
     @contextlib.contextmanager
     def _values(
@@ -262,12 +290,13 @@ class Access:
             if source.whole or (source.flat.mixed and _rounds(tensor, matmul)):
                 return tensor
             if computing and tensor.requires_grad:
-                if not source.flat.mixed and (self.stream.in_micro_batch or source.flat.memory(source.index) is None):
+                if not source.flat.mixed and source.flat.memory(source.index) is None:
                     return tensor
                 if source.flat.mixed:
                     self.summed_on_host.add(source.flat)
-                whole: Tensor = _WholeWeight.apply(tensor, source)  # type: ignore[no-untyped-call]
-                return whole
+                return cast(Tensor, _WholeWeight.apply(tensor, source))  # type: ignore[no-untyped-call]
+        if computing and isinstance(tensor, FollowedView):
+            return cast(Tensor, _Values.apply(tensor, self._value(tensor)))  # type: ignore[no-untyped-call]
         return self._value(tensor)
 
     def base(self, source: Source) -> Tensor:
@@ -295,72 +324,47 @@ class Access:
         result: Any,
         values: Mapping[int, Tensor],
         found: "Mapping[int, OffloadedParameter | OffloadedView]",
-        followed: "dict[Weights, Tensor]",
+        in_forward: Container[int],
     ) -> Any:
-        """Returns `result` with offloaded tensors in place of their replacements and of views of these.
+        """Returns `result` with offloaded tensors in place of those that stood for them, and of views of them.
 
         Args:
-            result: result of the operator.
-            values: tensors that replaced the offloaded tensors, by identity of the latter.
-            found: the offloaded tensors, by identity.
-            followed: receives weights of which autograd records a view, with their memory.
+            result: of the operator.
+            values: what stood for the offloaded tensors.
+            found: the offloaded tensors.
+            in_forward: keys of the parameters whose unit runs its forward: views of their compute weights are ordinary.
         """
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
+        bases = dict(self._bases)
+        ordinary_views: set[int] = set()
+        for key, tensor in found.items():
+            if values[key] is tensor:
+                bases[id(tensor.source)] = tensor
+                if key in in_forward:
+                    ordinary_views.add(id(tensor.source))
 
         def wrap(value: Tensor) -> Tensor:
             if id(value) in originals:
                 return originals[id(value)]
             if type(value) is not Tensor or value.layout is not torch.strided:
                 return value
-            if value.requires_grad:
-                return self._follow(value, values, found, followed)
-            for key, base in self._bases.items():
-                if (offset := _offset(value, base)) is not None:
+            for key, base in bases.items():
+                if (offset := _offset(value, base)) is None:
+                    continue
+                source = sources[key]
+                counted = versioned and value._is_view()  # not `unsafe_chunk`
+                if not value.requires_grad:
                     return OffloadedView.make(
-                        sources[key],
-                        offset,
-                        value.size(),
-                        value.stride(),
-                        value.dtype,
-                        value.device,
-                        versioned=versioned,
+                        source, offset, value.size(), value.stride(), value.dtype, value.device, versioned=counted
                     )
+                if key not in ordinary_views and not (isinstance(source, Weights) and source.whole):
+                    return FollowedView.follow(source, offset, value, versioned=counted)
+                return value
             return value
 
         return _map_tensors(wrap, result)
-
-    def _follow(
-        self,
-        value: Tensor,
-        values: Mapping[int, Tensor],
-        found: "Mapping[int, OffloadedParameter | OffloadedView]",
-        followed: "dict[Weights, Tensor]",
-    ) -> Tensor:
-        """Returns `value`, which autograd records; a view of a weight refuses in-place writes like a view of a leaf."""
-        for key, tensor in found.items():
-            if not isinstance(tensor, OffloadedParameter) or _weights(tensor).whole:
-                continue
-            if _offset(value, values[key]) is None:
-                continue
-            followed[_weights(tensor)] = values[key].detach()
-            if values[key] is not tensor:
-                return cast(Tensor, _FollowedView.apply(value))  # type: ignore[no-untyped-call]
-        return value
-
-    def _share(self, weights: Weights, memory: Tensor) -> None:
-        """Makes a parameter share `memory`, the memory of a view that autograd records, until no such view exists.
-
-        Not called for views that are made during a micro-batch: comparing their bytes at every use would be slow.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            in_flat = memory.untyped_storage()._cdata == weights.item.parameter.untyped_storage()._cdata
-        if weights.flat.memory(weights.index) is None:
-            weights.flat.shared[weights.index] = SharedMemory(memory)
-        del memory
-        if in_flat:  # the view keeps the storage; the flat makes another one
-            self.stream.release(weights.flat)
 
     def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
         source = tensor.source
@@ -444,16 +448,16 @@ class _WholeWeight(torch.autograd.Function):
         return None, None
 
 
-class _FollowedView(torch.autograd.Function):
-    """A view that refuses in-place writes while autograd records it, because they would not change the parameter."""
+class _Values(torch.autograd.Function):
+    """The values of a view that autograd follows."""
 
     @staticmethod
-    def forward(ctx: Any, view: Tensor) -> Tensor:
-        return view.view_as(view)
+    def forward(ctx: Any, view: Tensor, values: Tensor) -> Tensor:
+        return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _check_full_precision(tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:

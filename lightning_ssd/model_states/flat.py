@@ -113,14 +113,24 @@ class FlatParameter:
     def release(self) -> None:
         """Frees the storage's memory. Kernels on the compute stream that still read it run before its next owner's."""
         self.resident = False
-        own = self._references + (len(self.slices) if self.attached else 0)
-        if torch._C._storage_Use_Count(self._storage._cdata) <= own:
+        if not self.aliased:
             self._storage.resize_(0)
             return
         unmark_offloaded(self._storage)
         self._make_storage()
         if self.attached:
             self.attach()
+
+    @property
+    def aliased(self) -> bool:
+        """Whether a tensor of other code refers to the storage."""
+        own = self._references + (len(self.slices) if self.attached else 0)
+        return torch._C._storage_Use_Count(self._storage._cdata) > own
+
+    def versions(self) -> list[int]:
+        """Returns the version counters of the parameters, which their views share."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [item.parameter._version for item in self.slices]
 
     def attach(self) -> None:
         """Makes the parameters views of the flat parameter."""

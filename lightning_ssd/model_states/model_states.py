@@ -249,7 +249,7 @@ class ModelStates:
             )
         for index, (modules, flats) in enumerate(self.units):
             if flats:
-                self._undo += hook_unit(index, modules, self._prefetcher, summoned)
+                self._undo += hook_unit(index, modules, flats, self._prefetcher, self._access, summoned)
         for flat in self.stores:
             for index, item in enumerate(flat.slices):
                 if flat in self.rules:

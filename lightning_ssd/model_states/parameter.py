@@ -164,9 +164,7 @@ class OffloadedView(Tensor):
     ) -> "OffloadedView":
         """Returns a view of `source`; the arguments are the attributes of a tensor and of this class."""
         with torch.inference_mode(False), torch.no_grad():
-            hollow = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            hollow.untyped_storage().resize_(0)
-            view = hollow.as_subclass(OffloadedView)
+            view = _hollow(size, stride, dtype, device).as_subclass(OffloadedView)
         view.source = source
         view.offset = offset
         view.versioned = versioned
@@ -194,6 +192,41 @@ class OffloadedView(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+class FollowedView(OffloadedView):
+    """A view of a parameter that autograd follows: its node is in the graph, and its values are those of the moment."""
+
+    @staticmethod
+    def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool) -> "FollowedView":
+        """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
+        view = _Hollow.apply(value)  # type: ignore[no-untyped-call]
+        view.__class__ = FollowedView
+        assert isinstance(view, FollowedView)
+        view.source = source
+        view.offset = offset
+        view.versioned = versioned
+        source.aliases.add(view)
+        return view
+
+
+class _Hollow(torch.autograd.Function):
+    """A tensor without memory in place of another one."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return _hollow(value.size(), value.stride(), value.dtype, value.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        hollow = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        hollow.untyped_storage().resize_(0)
+        return hollow
 
 
 def offloaded_in(value: Any, found: "dict[int, OffloadedParameter | OffloadedView]") -> None:

@@ -86,8 +86,10 @@ class Weights(Source):
         staged = self.access.staged.stage(flat)
         staged.changed = True
         write_changed(item.of(staged.masters), values)
-        if flat.mixed and flat.resident:
-            flat.view(self.index).copy_(item.of(staged.masters))
+        if flat.mixed:
+            self.changed()  # a later backward needs the values that the forward has cast, which are gone
+            if flat.resident:
+                flat.view(self.index).copy_(item.of(staged.masters))
 
     def share(self) -> Tensor:
         """Returns the parameter's memory in plain training, which other tensors share from now on."""

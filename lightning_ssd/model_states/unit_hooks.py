@@ -13,14 +13,21 @@ from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 
 
 def hook_unit(
-    index: int, modules: Sequence[nn.Module], prefetcher: ParamPrefetcher, summoned: Callable[[], bool]
+    index: int,
+    modules: Sequence[nn.Module],
+    flats: Sequence[FlatParameter],
+    prefetcher: ParamPrefetcher,
+    access: Access,
+    summoned: Callable[[], bool],
 ) -> list[Callable[[], None]]:
     """Makes the weights of a unit resident around the forwards of its modules. Hooks run on the forward's thread.
 
     Args:
         index: number of the unit.
         modules: modules whose forward needs its weights.
+        flats: its flat parameters.
         prefetcher: makes them resident.
+        access: adopts what a forward has written to views of the weights.
         summoned: returns whether all parameters are whole tensors at present, so that no weights are prefetched.
 
     Returns:
@@ -30,10 +37,12 @@ def hook_unit(
     def pre_forward() -> None:
         if not summoned():
             prefetcher.pre_forward(index)
+            access.begin_forward(flats)
 
     def post_forward() -> None:
         if not summoned():
             prefetcher.post_forward(index)
+            access.end_forward(flats)
 
     return [around_calls(module, pre_forward, post_forward) for module in modules]
 
