@@ -324,7 +324,7 @@ class Access:
         result: Any,
         values: Mapping[int, Tensor],
         found: "Mapping[int, OffloadedParameter | OffloadedView]",
-        in_forward: Container[int],
+        in_forward: Sequence[int],
     ) -> Any:
         """Returns `result` with offloaded tensors in place of those that stood for them, and of views of them.
 
@@ -332,18 +332,15 @@ class Access:
             result: of the operator.
             values: what stood for the offloaded tensors.
             found: the offloaded tensors.
-            in_forward: keys of the parameters whose unit runs its forward: views of their compute weights are ordinary.
+            in_forward: keys of the parameters whose unit runs its forward, where views are ordinary tensors: kernels of
+                user code may want their addresses.
         """
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
         bases = dict(self._bases)
-        ordinary_views: set[int] = set()
-        for key, tensor in found.items():
-            if values[key] is tensor:
-                bases[id(tensor.source)] = tensor
-                if key in in_forward:
-                    ordinary_views.add(id(tensor.source))
+        bases.update((id(tensor.source), tensor) for key, tensor in found.items() if values[key] is tensor)
+        ordinary_views = {id(found[key].source) for key in in_forward}
 
         def wrap(value: Tensor) -> Tensor:
             if id(value) in originals:
@@ -359,8 +356,12 @@ class Access:
                     return OffloadedView.make(
                         source, offset, value.size(), value.stride(), value.dtype, value.device, versioned=counted
                     )
-                if key not in ordinary_views and not (isinstance(source, Weights) and source.whole):
+                if isinstance(source, Weights) and source.whole:
+                    return value
+                if key not in ordinary_views:
                     return FollowedView.follow(source, offset, value, versioned=counted)
+                if key in self._bases:  # the view is of a copy
+                    return cast(Tensor, _ViewOfCopy.apply(value))  # type: ignore[no-untyped-call]
                 return value
             return value
 
@@ -458,6 +459,18 @@ class _Values(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class _ViewOfCopy(torch.autograd.Function):
+    """A view of a copy of a parameter, which can't be written in place while autograd follows it."""
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor) -> Tensor:
+        return view.view_as(view)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _check_full_precision(tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:

@@ -116,17 +116,31 @@ def run(path: Path, events: Sequence[Any], states: str | None, precision: Any) -
     return module
 
 
-NAMED = ("offloaded", "their step had begun", "is gone", "modified by an inplace operation", "a leaf Variable")
-"""Errors in place of a result: each names its cause, and the last two are autograd's own."""
+NAMED = (
+    "offloaded",
+    "their step had begun",
+    "is gone",
+    "modified by an inplace operation",
+    "a leaf Variable",
+    "is a view and is being modified inplace",
+)
+"""Errors in place of a result: each names its cause, and the last three are autograd's own."""
 
 ONLY_PLAIN = ("created in no_grad mode", "is a view and", "functions with out=")
 """Errors of plain training alone, about views that autograd would have to follow: here they are written through."""
+
+
+def in_copies(events: Sequence[Any], precision: str) -> bool:
+    """Whether views of a unit's own forward are views of copies: writes to them do not count (docs/limits.md)."""
+    return precision == "bf16-mixed" and any(time == "own forward" for time, _ in events)
 
 
 def check(path: Path, program: Any, states: str, precision: str) -> None:
     """Numbers are plain Lightning's, or an error is raised; where plain Lightning raises one, it is raised."""
     first, second, others = program
     events = [first, second, *others]
+    if in_copies(events, precision):
+        precision = "32-true"
     found, plain = run(path, events, states, precision), run(path, events, None, precision)
     if isinstance(found, Exception):
         assert isinstance(plain, Exception) or any(text in str(found) for text in NAMED), (found, plain)
