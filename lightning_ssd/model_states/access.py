@@ -143,8 +143,9 @@ class Access:
         """Adopts what the forward has written to views of the compute weights of `flats`.
 
         Such views are ordinary tensors, if autograd follows them. Those that outlive the forward share memory with
-        their parameters from now on.
+        their parameters from now on; a recomputation in backward has others, which autograd unpacks and drops.
         """
+        recomputing = torch._C._current_graph_task_id() != -1
         for flat in flats:
             if flat.users or (before := self._versions.pop(flat, None)) is None:
                 continue
@@ -152,7 +153,7 @@ class Access:
                 for index, version in enumerate(flat.versions()):
                     if version != before[index] and flat.memory(index) is None:
                         Weights(self, flat, index).write(flat.view(index))
-            if flat.aliased:
+            if flat.aliased and not recomputing:
                 for index in range(len(flat.slices)):
                     if flat.memory(index) is None:
                         flat.shared[index] = SharedMemory(flat.view(index))
