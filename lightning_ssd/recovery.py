@@ -139,9 +139,9 @@ class Recovery:
         self._ahead, self.random = own["ahead"], own["random"]
         self._resumed = record
         self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint | self._hyper_parameters()
-        log.warning("going on after step %d of a run that was killed", record.rest["global_step"])
+        log.warning("resuming after step %d of a run that was killed", record.rest["global_step"])
         if changed := differences(record.settings.noted, settings.noted):
-            log.warning("what has changed since: %s", describe(changed))
+            log.warning("settings that have changed since: %s", describe(changed))
 
     @staticmethod
     def _refuse(record: CommitRecord, different: list[str]) -> None:

@@ -28,10 +28,10 @@ def describe_activations(
     device = _name(offloader.device)
     if not offloader.tiers:
         if config.amount() == "none":
-            return f"activations stay on the {device} (`offload='none'`)"
-        return f"activations stay on the {device}, as model states take all of `host_memory`"
+            return f"activations are kept on the {device} (`offload='none'`)"
+        return f"activations are kept on the {device}, because model states use all of `host_memory`"
     if decided_by is None and config.amount() == "auto" and offloader.device.type == "cpu":
-        return f"activations stay on the {device}, whose memory is the host's (`offload='auto'`)"
+        return f"activations are kept on the {device}, whose memory is the host's (`offload='auto'`)"
     tiers = []
     for name, tier in offloader.tiers.items():
         tiers.append(f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})")
@@ -59,14 +59,14 @@ def describe_states(states: ModelStates, module: nn.Module, device: torch.device
     kept = sum(p.numel() * p.element_size() for p in module.parameters() if p not in offloaded)
     name = _name(device)
     if not offloaded:
-        return f"model states stay on the {name}: no parameter of `min_bytes` or more is to be offloaded"
+        return f"model states are kept on the {name}: no parameter of `min_bytes` or more can be offloaded"
     parts = [f"weights are {_places(weights)}"]
     if rest.total():
         parts.append(f"{'master weights and ' if masters else ''}optimizer states {_places(rest)}")
     taken = [f"{format_bytes(states.host_bytes)} of host memory with gradients and staging"]
     taken += [f"{format_bytes(states.ssd_bytes)} on SSD"] if states.ssd_bytes else []
     return f"{', '.join(parts)} ({', '.join(taken)})" + (
-        f"; weights of {format_bytes(kept)} and their states stay on the {name}" if kept else ""
+        f"; weights of {format_bytes(kept)} and their states are kept on the {name}" if kept else ""
     )
 
 
@@ -81,10 +81,10 @@ def describe_resident(need: int, room: float | None, chosen: str | None, device:
     """
     name = _name(device)
     if chosen is not None:
-        return f"model states stay on the {name} ({chosen})"
+        return f"model states are kept on the {name} ({chosen})"
     if room is None:
-        return f"model states stay on the {name}, whose memory is the host's"
-    return f"model states stay on the {name}: they take about {format_bytes(need)} of the {format_bytes(room)} they may"
+        return f"model states are kept on the {name}, whose memory is the host's"
+    return f"model states are kept on the {name}: they need {format_bytes(need)}, and {format_bytes(room)} are allowed"
 
 
 def describe_drives(

@@ -60,9 +60,13 @@ class WideModel(SmallModel):
 @pytest.mark.parametrize(
     ("arguments", "precision", "said"),
     [
-        ({}, "32-true", "model states stay on the CPU, whose memory is the host's"),
-        ({"states": "gpu"}, "32-true", r"model states stay on the CPU \(`states='gpu'`\)"),
-        ({"gpu_memory": "1GiB"}, "32-true", r"stay on the CPU: they take about 13.5\d MiB of the 1.00 GiB they may"),
+        ({}, "32-true", "model states are kept on the CPU, whose memory is the host's"),
+        ({"states": "gpu"}, "32-true", r"model states are kept on the CPU \(`states='gpu'`\)"),
+        (
+            {"gpu_memory": "1GiB"},
+            "32-true",
+            r"are kept on the CPU: they need 13.5\d MiB, and 1.00 GiB are allowed",
+        ),
         (
             {"states": "host"},
             "32-true",
@@ -82,9 +86,13 @@ class WideModel(SmallModel):
         (
             {"states": "host", "min_bytes": "16KiB"},
             "32-true",
-            r"weights are in host memory \(3.00 MiB\).*; weights of 6.00 KiB and their states stay on the CPU",
+            r"weights are in host memory \(3.00 MiB\).*; weights of 6.00 KiB and their states are kept on the CPU",
         ),
-        ({"states": "host", "min_bytes": "1GiB"}, "32-true", "stay on the CPU: no parameter of `min_bytes` or more"),
+        (
+            {"states": "host", "min_bytes": "1GiB"},
+            "32-true",
+            "are kept on the CPU: no parameter of `min_bytes` or more",
+        ),
     ],
 )
 def test_model_states(tmp_path: Path, lines: list[str], arguments: dict[str, Any], precision: Any, said: str) -> None:
@@ -101,13 +109,13 @@ def test_model_states(tmp_path: Path, lines: list[str], arguments: dict[str, Any
     [
         ({}, r"activations of 2.00 KiB or more are offloaded to SSD \(up to 2\d\d.* KiB\): `offload=1.0`", {"ssd"}),
         ({"offload": "ssdtrain"}, "offloaded to SSD .*: as many as the bandwidth carries", {"ssd"}),
-        ({"offload": "auto"}, "activations stay on the CPU, whose memory is the host's", {"ssd"}),
-        ({"offload": "none"}, r"activations stay on the CPU \(`offload='none'`\)$|`offload='none'`\)\.", set()),
+        ({"offload": "auto"}, "activations are kept on the CPU, whose memory is the host's", {"ssd"}),
+        ({"offload": "none"}, r"activations are kept on the CPU \(`offload='none'`\)$|`offload='none'`\)\.", set()),
         ({"tier": "host", "host_memory": "64MiB"}, r"offloaded to host memory \(up to 64.00 MiB\): ", {"host"}),
         ({"host_memory": "64MiB"}, r"to host memory \(up to 64.00 MiB\), then to SSD \(up to ", {"host", "ssd"}),
         (
             {"tier": "host", "states": "host", "host_memory": "1MiB"},
-            "activations stay on the CPU, as model states take all of `host_memory`",
+            "activations are kept on the CPU, because model states use all of `host_memory`",
             set(),
         ),
     ],

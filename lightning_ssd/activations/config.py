@@ -126,7 +126,7 @@ def make_offloader(
         budget = available_memory() // (2 * processes)
         config = replace(config, host_memory=budget)
         if budget < SMALLEST_TIER and config.tier == "ssd":
-            log.warning("no memory is left for a host tier: activations go to the SSD tier alone")
+            log.warning("no memory is left for a host tier: activations are offloaded to the SSD tier only")
             names.remove("host")
     copies = make_copy_engine(device)
     tiers: dict[OffloadTierName, OffloadTier] = {}
@@ -143,7 +143,7 @@ def make_offloader(
         undo.pop_all()
     for name, speed in speeds.items():
         log.info(
-            "activations may go to the %s tier: %s/s out, %s/s in, %s",
+            "activations may be offloaded to the %s tier: %s/s out, %s/s in, %s",
             name,
             format_bytes(speed.write),
             format_bytes(speed.read),

@@ -44,6 +44,6 @@ class SSDTierBase(OffloadTier):
                 return None
             self._leaving.popleft().result()  # depends on the SSD's progress only, so it can't deadlock
         if self._full is None:
-            log.warning("the SSD tier is full, and takes no more until backward frees some of it: %s", full)
+            log.warning("the SSD tier is full, and stores no tensors until backward frees space: %s", full)
         self._full = full
         return None

@@ -77,7 +77,10 @@ class StatesConfig:
         need = bytes_on_device(module, fitting=fitting)
         if need <= budget:
             return False
-        log.info("weights, gradients and states would take %s of the device: they leave it", format_bytes(need))
+        log.info(
+            "weights, gradients and optimizer states need %s, more than the device may use: they are offloaded",
+            format_bytes(need),
+        )
         return True
 
     def budget(self, device: torch.device) -> int:

@@ -339,7 +339,7 @@ class _Move:
                 for number, of_unit in enumerate(wanted):
                     move(number, of_unit)
         except (torch.OutOfMemoryError, MemoryError, StorageFullError) as error:
-            log.warning("not all model states could be moved, which changes no numbers: %s", error)
+            log.warning("not all model states could be moved, which does not affect results: %s", error)
 
     def finish(self, places: MemoryPlan) -> OffloadedModel:
         """Returns the moved flat parameters.

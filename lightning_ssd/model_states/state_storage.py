@@ -46,7 +46,7 @@ class KilledRun:
         """Returns the files that the store adopts; None: it begins with new ones."""
         if self._start_over:
             if any(has_commit_record(directory) for directory in directories):
-                log.warning("starting from the given checkpoint, and not from where a run was killed")
+                log.warning("starting from the given checkpoint, and not from the record of a killed run")
             for directory in directories:
                 remove_record(directory)
             return None

@@ -43,7 +43,7 @@ def test_killed_at_many_moments(tmp_path: Path, kills: int) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
     assert f"{kills} kills" in run.stdout
-    assert "going on after step" in run.stderr
+    assert "resuming after step" in run.stderr
     assert_nothing_is_left(tmp_path)
 
 

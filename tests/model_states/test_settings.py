@@ -150,8 +150,8 @@ def test_a_setting_that_may_change_is_said(tmp_path: Path, name: str, caplog: py
     fail(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert min(run(tmp_path, **arguments).losses) == 2
-    assert "going on after step 2 of a run that was killed" in caplog.text
-    (line,) = [record.getMessage() for record in caplog.records if "has changed since" in record.getMessage()]
+    assert "resuming after step 2 of a run that was killed" in caplog.text
+    (line,) = [record.getMessage() for record in caplog.records if "have changed since" in record.getMessage()]
     assert re.search(message, line)
 
 
@@ -164,7 +164,7 @@ def test_a_setting_that_changes_no_number_may_change(
     with caplog.at_level(logging.WARNING):
         found = run(tmp_path, **UNSAID[name])
     assert min(found.losses) == 2 and same(outcome(found), expected)
-    assert "has changed since" not in caplog.text
+    assert "have changed since" not in caplog.text
 
 
 def test_a_given_checkpoint_has_priority_over_a_record_of_other_settings(tmp_path: Path) -> None:

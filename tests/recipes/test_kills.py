@@ -19,4 +19,4 @@ def test_killed_recipes_end_with_the_same_weights(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=580, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("the same weights after 2 kills") == len(TINY)
-    assert run.stderr.count("going on after step") == 2 * len(TINY)
+    assert run.stderr.count("resuming after step") == 2 * len(TINY)
