@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from lightning_ssd.activations import (
     ActivationOffloader,
     OffloadAll,
@@ -19,7 +17,7 @@ from lightning_ssd.activations import (
     make_schedule,
 )
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
-from lightning_ssd.device import WorkCounter, make_clock, process_gpu_memory
+from lightning_ssd.device import WorkCounter, allocator_memory, make_clock, process_gpu_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import (
     FixedPlacement,
@@ -59,6 +57,8 @@ class Comparison:
         step_seconds: duration of a step: the median of several, or the minimum for a calibration plan.
         gpu_peak_bytes: peak of allocated GPU memory (CUDA; 0 on a CPU).
         host_peak_bytes: peak of host memory for activations and model states.
+        alloc_retries: allocations of GPU memory in all steps under the plan, after those of `WARMUP_AFTER_CHANGE`, that
+            found no room among the allocator's fragments. Each one synchronizes the device and frees all cached memory.
     """
 
     plan: Plan
@@ -66,6 +66,7 @@ class Comparison:
     step_seconds: float
     gpu_peak_bytes: int
     host_peak_bytes: int
+    alloc_retries: int = 0
 
 
 class PlanRunner:
@@ -116,6 +117,8 @@ class PlanRunner:
         self._schedulers = schedulers
         self._clock = make_clock(offloader.device)
         device = offloader.device
+        self._memory = allocator_memory(device)
+        self._retries = 0  # of allocations, before the measured steps
         available = process_gpu_memory(device) if device.type == "cuda" else math.inf
         self._gpu_limit = min(hardware.gpu_bytes, available)  # bytes that this training may allocate
         self._mode: PlanMode | None = None
@@ -176,6 +179,8 @@ class PlanRunner:
             if not self._warm_up:
                 self._peak_bytes = 0
                 self._reset_peak()
+                if self._memory is not None:
+                    self._retries = self._memory.retries()
                 if self._states is not None:
                     self._stepped = self._states.stepped()
             return
@@ -213,7 +218,8 @@ class PlanRunner:
             return None
         host_bytes = self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes)
         seconds = list(self._seconds)[-steps:]
-        return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes)
+        retries = 0 if self._memory is None else self._memory.retries() - self._retries
+        return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes, retries)
 
     def calibrate(self, comparison: Comparison, tolerance: float) -> bool:
         """Corrects the profiles by measured steps of the plan in force, and predicts them again.
@@ -285,22 +291,18 @@ class PlanRunner:
 
     def _is_short(self) -> bool:
         """Returns whether a forward that differs from the recorded one leaves too little GPU memory."""
-        device = self._offloader.device
-        if device.type != "cuda":
+        if self._memory is None:
             return False
         assert self.prediction is not None
-        allocated = torch.cuda.memory_allocated(device)
-        return allocated > max(self.prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit)
+        return self._memory.allocated() > max(self.prediction.gpu_peak_bytes, PRESSURE_AT * self._gpu_limit)
 
     def _gpu_peak(self) -> int:
         """Returns the peak of allocated GPU memory in measured steps, without validations (CUDA; else 0)."""
-        if self._offloader.device.type != "cuda":
-            return 0
-        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self._offloader.device))
+        return 0 if self._memory is None else max(self._peak_bytes, self._memory.peak())
 
     def _reset_peak(self) -> None:
-        if self._offloader.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._offloader.device)
+        if self._memory is not None:
+            self._memory.reset_peak()
 
 
 def offload_all(offloader: ActivationOffloader) -> None:

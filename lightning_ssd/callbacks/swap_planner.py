@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +60,15 @@ MAX_ERROR = 0.02
 
 MAX_CALIBRATIONS = 4
 """Plans whose steps correct the profiles, before the training is profiled again."""
+
+MAX_RETRY_RATE = 0.1
+"""Allocations a step that find no room among fragments, above which plans leave more memory to fragments."""
+
+LEFT_TO_FRAGMENTS = 0.04
+"""Share of the GPU limit that plans leave to fragments, each time that there were such allocations."""
+
+MAX_LEFT_TO_FRAGMENTS = 0.2
+"""Largest share of the GPU limit that plans leave to fragments."""
 
 PATIENCE = 2
 """Medians in a row that must have drifted before the planner plans again."""
@@ -190,6 +200,8 @@ class SwapPlanner(StepProfiling):
         self._calibrations = 0
         """Corrections of the profiles by steps under plans, since they were made."""
         self._retried = False
+        self._left_to_fragments = 0.0
+        """Share of the GPU limit that plans leave to the allocator's fragments, besides the default's reserve."""
         self._compiled = compiled_frames()
 
     @override
@@ -274,7 +286,7 @@ class SwapPlanner(StepProfiling):
             profile,
             placement,
             offloader,
-            gpu_bytes=self._gpu_bytes(),
+            gpu_bytes=int((1 - self._left_to_fragments) * self._gpu_bytes()),
             ssd_bytes_per_day=self._per_day,
         )
         profile = add_unseen_memory(
@@ -422,6 +434,8 @@ class SwapPlanner(StepProfiling):
             return  # the device is behind
         self._compared_steps = runner.num_steps
         self.comparison = comparison
+        if comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps and self._leave_to_fragments(runner):
+            return
         self._log_comparison(trainer, runner, comparison)
         if self._usual is None:
             self._usual = comparison.step_seconds
@@ -436,6 +450,20 @@ class SwapPlanner(StepProfiling):
             seconds = f"a step takes {comparison.step_seconds:.3f} s, and took {self._usual:.3f}"
             pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}: planning again.")
             self._restart_profiling(runner)
+
+    def _leave_to_fragments(self, runner: PlanRunner) -> bool:
+        """Plans with less GPU memory, as fragments take up the rest; returns whether another plan is in force."""
+        if self.user_plan is not None or self._left_to_fragments >= MAX_LEFT_TO_FRAGMENTS:
+            return False
+        self._left_to_fragments += LEFT_TO_FRAGMENTS
+        limit = int((1 - self._left_to_fragments) * self._gpu_bytes())
+        pl.utilities.rank_zero_info(
+            "SwapPlanner: the allocator has freed its cached memory in steps, because fragments of it were too small: "
+            f"planning again with {format_bytes(limit)} of the GPU."
+        )
+        runner.hardware = replace(runner.hardware, gpu_bytes=limit)
+        self._apply(runner, self._make_plan(runner))
+        return True
 
     def _recalibrate(self, runner: PlanRunner, comparison: Comparison) -> None:
         """Corrects the profiles by the first steps under the plan, and plans again if that helps."""

@@ -537,6 +537,42 @@ def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: C
     assert corrected.step_seconds == pytest.approx(1.3 * another.predicted, rel=0.1)
 
 
+class Fragmented:
+    """An allocator without room for an allocation of each step, while plans may use more than `enough` bytes."""
+
+    def __init__(self, planner: SwapPlanner, enough: float) -> None:
+        self._planner = planner
+        self._enough = enough
+        self._step = self._count = 0
+
+    def allocated(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def reset_peak(self) -> None:
+        pass
+
+    def retries(self) -> int:
+        runner = self._planner.runner
+        assert runner is not None and runner.hardware is not None
+        if runner.hardware.gpu_bytes > self._enough:
+            self._count += runner.num_steps
+        return self._count
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 1.0), (0.9, 0.88), (0.0, 0.8)])
+def test_plans_leave_memory_to_fragments_that_make_allocations_fail(
+    monkeypatch: pytest.MonkeyPatch, share: float, expected: float
+) -> None:
+    """0.8 of the budget is used in any case: fragments of more are no matter of plans."""
+    first = planner(gpu_memory="10GB")
+    monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: Fragmented(first, share * 10**10))
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=80, recorded=False)
+    assert first.hardware is not None and first.hardware.gpu_bytes == pytest.approx(expected * 10**10)
+
+
 def test_the_launch_time_of_a_forward_does_not_include_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each offloaded tensor takes the host one second."""
     made = Clock()
