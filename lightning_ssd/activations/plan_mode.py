@@ -155,13 +155,13 @@ class PlanMode(UnitDispatchMode):
         random = random_state(func, self._device) if again else None
         result = func(*args, **kwargs)
         tensors = tensors_of(result)
-        recipe = RecomputeNode(func, args, kwargs, tensors, random, self._pack, self._unpack) if again else None
+        node = RecomputeNode(func, args, kwargs, tensors, random, self._pack, self._unpack) if again else None
         for position, choice in step.choices.items():
             tensor = tensors[position]
             if choice != "recompute":
                 setattr(tensor.untyped_storage(), CHOICE, choice)
-            elif recipe is not None:
-                recomputed = recipe.result(tensor, position)
+            elif node is not None:
+                recomputed = node.result(tensor, position)
                 self._held.append(recomputed)
                 if self.checking and position in step.saved:
                     setattr(tensor.untyped_storage(), TRIED, (weakref.ref(recomputed), step.saved[position]))

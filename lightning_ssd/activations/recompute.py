@@ -61,8 +61,8 @@ class RecomputeNode:
             packed = forget_original(pack(tensor))  # the operation has read the tensor before any later `.data =`
             if isinstance(packed, SavedHandle) and isinstance(packed.record, Recomputed):
                 self._reads.append(packed.record)
-            if (recipes := _recipes_of(tensor)) is not None:
-                recipes.add(self)
+            if (nodes := _nodes_reading(tensor)) is not None:
+                nodes.add(self)
             return _Packed(packed)
 
         with _share_version_counters():
@@ -79,14 +79,14 @@ class RecomputeNode:
         """Recomputes results that have views, and before that arguments that were dropped."""
         stack = [self]  # instead of recursion: chains may be long
         while stack:
-            missing = [read._recipe for read in stack[-1]._reads if read.data is None]
+            missing = [read._node for read in stack[-1]._reads if read.data is None]
             if missing:
                 stack += missing
                 continue
-            recipe = stack.pop()
-            waiting = (recomputed for reference in recipe._results if (recomputed := reference()) is not None)
-            if recipe is self or any(recomputed.views and recomputed.data is None for recomputed in waiting):
-                recipe._run()
+            node = stack.pop()
+            waiting = (recomputed for reference in node._results if (recomputed := reference()) is not None)
+            if node is self or any(recomputed.views and recomputed.data is None for recomputed in waiting):
+                node._run()
 
     def remake(self, position: int) -> Tensor:
         """Recomputes and returns the result at `position`, without storing it."""
@@ -110,7 +110,7 @@ class RecomputeNode:
             torch._C._AutoDispatchBelowAutograd(),
             torch.set_grad_enabled(self._grad_enabled),
             torch._C._DisableAutocast(),
-            _as_it_was(self._random),
+            _restored_generator(self._random),
         ):
             tensors = tensors_of(self._func(*args, **kwargs))
         returned = [_describe(tensor) for tensor in tensors]
@@ -162,24 +162,24 @@ class Recomputed(RefCountedBytes):
         expired: True if it can't be recomputed any more; its bytes, if present, are kept then.
     """
 
-    __slots__ = ("_recipe", "expired", "nbytes", "position", "version")
+    __slots__ = ("_node", "expired", "nbytes", "position", "version")
 
-    def __init__(self, tensor: Tensor, position: int, recipe: RecomputeNode) -> None:
+    def __init__(self, tensor: Tensor, position: int, node: RecomputeNode) -> None:
         super().__init__()
         self.position = position
         self.version = tensor._version
         self.nbytes = tensor.untyped_storage().nbytes()
         self.expired = False
-        self._recipe = recipe
+        self._node = node
 
     def bring_back(self) -> None:
         """Recomputes the bytes if they are dropped."""
         if self.data is None:
-            self._recipe.make()
+            self._node.make()
 
     def remake(self) -> Tensor:
         """Recomputes and returns the bytes, whether they are dropped or not."""
-        tensor = self._recipe.remake(self.position)
+        tensor = self._node.remake(self.position)
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
     def take(self, tensor: Tensor) -> None:
@@ -235,29 +235,29 @@ def _marked(storage: torch.UntypedStorage) -> Recomputed | None:
 
 
 def before_change(tensors: Sequence[Tensor]) -> None:
-    """Has everything made that is to be computed from what the storages of `tensors` hold now, or is in them."""
+    """Called before `tensors` are changed in place: recomputes values that depend on their storages, while possible."""
     for tensor in tensors:
-        recipes = _recipes_of(tensor)
-        for recipe in list(recipes or ()):
-            recipe.expire()
+        nodes = _nodes_reading(tensor)
+        for node in list(nodes or ()):
+            node.expire()
         if tensor.layout is torch.strided and (recomputed := _marked(tensor.untyped_storage())) is not None:
             recomputed.adopt(tensor.untyped_storage())
 
 
-def _recipes_of(tensor: Tensor) -> "weakref.WeakSet[RecomputeNode] | None":
-    """Returns the recipes that read the storage of `tensor`, if it has one."""
+def _nodes_reading(tensor: Tensor) -> "weakref.WeakSet[RecomputeNode] | None":
+    """Returns the nodes with the storage of `tensor` among their arguments, or None if `tensor` is not strided."""
     if tensor.layout is not torch.strided:
         return None
     storage = tensor.untyped_storage()
-    recipes: weakref.WeakSet[RecomputeNode] | None = getattr(storage, RECOMPUTE_NODES, None)
-    if recipes is None:
-        recipes = weakref.WeakSet()
-        setattr(storage, RECOMPUTE_NODES, recipes)
-    return recipes
+    nodes: weakref.WeakSet[RecomputeNode] | None = getattr(storage, RECOMPUTE_NODES, None)
+    if nodes is None:
+        nodes = weakref.WeakSet()
+        setattr(storage, RECOMPUTE_NODES, nodes)
+    return nodes
 
 
 @contextlib.contextmanager
-def _as_it_was(random: RandomState | None) -> Iterator[None]:
+def _restored_generator(random: RandomState | None) -> Iterator[None]:
     """Sets the generator to the state `random` within the context, and restores its own state afterwards."""
     if random is None:
         yield

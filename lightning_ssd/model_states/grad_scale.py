@@ -107,7 +107,7 @@ class GradScaleDecision:
         """Divides the gradients of the step by the scale of `scaler`.
 
         Args:
-            scaler: Lightning's, which has unscaled the gradients that stay on the device.
+            scaler: Lightning's scaler, which has unscaled the gradients of resident parameters.
             found: its record of gradients that are not finite, by device; offloaded gradients are added.
         """
         device = self._not_finite.device

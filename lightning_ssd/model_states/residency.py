@@ -38,9 +38,9 @@ def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) ->
 
     Args:
         module: the model.
-        min_bytes: smaller fp32 and fp64 parameters stay on the device. bf16 parameters of all sizes are offloaded: only
+        min_bytes: smaller fp32 and fp64 parameters are kept on the device. bf16 ones of all sizes are offloaded: only
             offloaded ones have fp32 master weights.
-        fitting: whether the model is trained: fp64 parameters stay then, since steps are made in fp32.
+        fitting: whether the model is trained: fp64 parameters are kept then, because steps are computed in fp32.
     """
     whole = (torch.float32,) if fitting else WHOLE_DTYPES
     resident: set[nn.Parameter] = set()
@@ -130,12 +130,12 @@ def planned_residents(
 
 
 def whole_units(units: Sequence[Unit], movable: set[nn.Parameter], *, hold: bool) -> set[nn.Parameter]:
-    """Returns the parameters of units that may stay on the device as a whole.
+    """Returns the parameters of units that may be kept on the device as a whole.
 
     Args:
         units: units to choose from.
         movable: parameters to choose from.
-        hold: whether user code may look at gradients: those of units with 16-bit parameters would be fp32 there.
+        hold: whether user code may read gradients: those of units with 16-bit parameters would be fp32 there.
     """
     chosen: set[nn.Parameter] = set()
     for unit in units:

@@ -1,6 +1,6 @@
 """State dicts of modules and optimizers whose values are offloaded.
 
-One flat parameter is staged after the other: a state dict takes the memory of its result and of one flat parameter.
+Flat parameters are staged one after the other: a state dict needs the memory of its result and of one flat parameter.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ class StateDicts:
 
     Args:
         module: the model.
-        staged: stages its flat parameters on the host.
-        rules: their optimizers.
-        where: for each offloaded parameter, its flat parameter and its index there.
+        staged: stages the model's flat parameters on the host.
+        rules: optimizers of the flat parameters.
+        where: flat parameter of each offloaded parameter, and its index there.
         masters: master weights of parameters on the device.
         optimizers: optimizers that step flat parameters.
         release: evicts a flat parameter.
@@ -84,7 +84,7 @@ class StateDicts:
             self._without = False
 
     def before_change(self) -> None:
-        """Prepares a change of values: lazy tensors read theirs, and nothing stays staged."""
+        """Prepares a change of values: lazy tensors read theirs, and staged values are unstaged."""
         self.lazy.take_in()
         self._staged.unstage()
 

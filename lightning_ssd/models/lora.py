@@ -24,7 +24,7 @@ class LoRACausalLM(CausalLM):
 
     The weights of the base are read and never written: they have no gradient, no optimizer states and no place in
     checkpoints, which hold the adapters. With a mixed precision the base keeps the dtype of its files, and the adapters
-    are fp32; fp32 adapters smaller than the strategy's `min_bytes` stay on the device.
+    are fp32; fp32 adapters smaller than the strategy's `min_bytes` are kept on the device.
 
     Args:
         pretrained: Folder of the base, as in `CausalLM`.

@@ -88,20 +88,20 @@ class _Costs:
         # Without a prefetch window, backward finds every offloaded tensor in its tier.
         policy = OffloadPolicy(KeepAll(), window_bytes=0)
         self._offloader = ActivationOffloader(copies, {"host": HostTier(pool, copies)}, policy, min_bytes=1)
-        self._director = PlanMode([[self._model]], device, self._offloader.pack, self._offloader.unpack)
+        self._plan_mode = PlanMode([[self._model]], device, self._offloader.pack, self._offloader.unpack)
 
     def close(self) -> None:
-        self._director.close()
+        self._plan_mode.close()
         self._offloader.close()
 
     def measure(self) -> HostOverhead:
-        recorder = TraceMode([[self._model]], self._device)
+        tracer = TraceMode([[self._model]], self._device)
         policy = self._offloader.policy
-        self._offloader.run(replace(policy, mode=recorder, on_saved=recorder.saved))
+        self._offloader.run(replace(policy, mode=tracer, on_saved=tracer.saved))
         self._once(self._offloader.hooks)
-        recorder.close()
-        self._offloader.run(replace(policy, mode=self._director))
-        graph = recorder.graph
+        tracer.close()
+        self._offloader.run(replace(policy, mode=self._plan_mode))
+        graph = tracer.graph
         saved = graph.saved(self._offloader.min_bytes)
 
         def under(choice: Choice, items: Sequence[Saved]) -> Callable[[], AbstractContextManager[object]]:
@@ -110,7 +110,7 @@ class _Costs:
             program = make_schedule(graph, choices, chains)
 
             def follow() -> AbstractContextManager[object]:
-                self._director.program = program
+                self._plan_mode.program = program
                 return self._offloader.hooks()
 
             return follow
@@ -122,7 +122,7 @@ class _Costs:
             under("keep", []),
             under("recompute", again),
             under("host", saved),
-            lambda: self._director,
+            lambda: self._plan_mode,
         )
         return HostOverhead(
             follow=_share(followed.forward - alone.forward, len(graph.operations)),

@@ -76,8 +76,8 @@ class Profiler:
         self._optimizers = optimizers
         self._again = again
         self._saved: list[Saved] = []
-        self._recorder: TraceMode | None = None
-        self._director: PlanMode | None = None
+        self._trace_mode: TraceMode | None = None
+        self._plan_mode: PlanMode | None = None
         self._recorded_backward = False
         self._mode_before = offloader.policy.mode
         self._clock = make_clock(offloader.device)
@@ -96,25 +96,25 @@ class Profiler:
 
     def begin_recording(self) -> None:
         """Records the next forward and its backward."""
-        self._recorder = TraceMode([unit.modules for unit in self.units], self._offloader.device)
-        self._follow(self._recorder, self._recorder.saved, self._recorder.wanted)
+        self._trace_mode = TraceMode([unit.modules for unit in self.units], self._offloader.device)
+        self._follow(self._trace_mode, self._trace_mode.saved, self._trace_mode.wanted)
 
     def begin_backward(self) -> None:
         """Called between the forward and the backward of every micro-batch."""
         self._turn(None)
-        if self._recorder is not None and not self._recorded_backward:
+        if self._trace_mode is not None and not self._recorded_backward:
             self._recorded_backward = True
-            self._recorder.begin_backward()
+            self._trace_mode.begin_backward()
 
     def end_recording(self) -> None:
         """Called at the end of the recorded micro-batch. Synchronizes the device, and completes `graph`."""
-        recorder = self._recorder
+        tracer = self._trace_mode
         self._stop_recording()
-        if recorder is not None:
+        if tracer is not None:
             if self._offloader.device.type == "cuda":
                 torch.cuda.synchronize(self._offloader.device)
-            recorder.finish()
-            self.graph = recorder.graph
+            tracer.finish()
+            self.graph = tracer.graph
             saved = self.graph.saved(self._offloader.min_bytes)
             self._saved = saved if self._again else [replace(item, again=False) for item in saved]
 
@@ -122,31 +122,31 @@ class Profiler:
 
     def begin_checking(self) -> None:
         """Compares recomputed tensors with the saved ones in the next micro-batch."""
-        director = self._director = PlanMode(
+        mode = self._plan_mode = PlanMode(
             [unit.modules for unit in self.units], self._offloader.device, self._offloader.pack, self._offloader.unpack
         )
         chains = {item.buffer: item.chain for item in self._saved if item.again}
-        director.program = make_schedule(self.graph, dict.fromkeys(chains, "recompute"), chains)
-        director.checking = True
-        self._follow(director, director.saved, director.check)
+        mode.program = make_schedule(self.graph, dict.fromkeys(chains, "recompute"), chains)
+        mode.checking = True
+        self._follow(mode, mode.saved, mode.check)
 
     def end_checking(self) -> None:
         """Called at the end of the checked micro-batch. Tensors that were not proved equal are not recomputed."""
-        director, self._director = self._director, None
-        if director is None:
+        mode, self._plan_mode = self._plan_mode, None
+        if mode is None:
             return
-        director.close()
+        mode.close()
         self._stop_following()
-        self._saved = [replace(item, again=item.again and item.buffer in director.proved) for item in self._saved]
+        self._saved = [replace(item, again=item.again and item.buffer in mode.proved) for item in self._saved]
 
     def _stop_recording(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
+        tracer, self._trace_mode = self._trace_mode, None
+        if tracer is None:
             return
         if self._recorded_backward:
             self._recorded_backward = False
-            recorder.end_backward()
-        recorder.close()
+            tracer.end_backward()
+        tracer.close()
         self._stop_following()
 
     def _follow(
