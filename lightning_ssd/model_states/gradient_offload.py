@@ -112,9 +112,11 @@ class GradientOffloader:
 
     def complete(self, flat: FlatParameter) -> bool:
         """Returns True if the running backward is known to accumulate no further gradient of `flat`."""
+        if self._gradients[flat].num_arrived != len(flat.slices):  # most calls: one for each gradient
+            return False
         required = _requires_grad(flat)
         # Backward may need the weights of a parameter that was frozen since the forward, until its end.
-        if self._gradients[flat].num_arrived != sum(required) or not all(required):
+        if not all(required):
             return False
         if (flat, required) in self._expected:  # one that comes in parts is complete at the end of backward only
             return self._expected[flat, required] == sum(required)
@@ -299,4 +301,5 @@ def _measure_accumulated(
 
 
 def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:
-    return tuple(item.parameter.requires_grad for item in flat.slices)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(item.parameter.requires_grad for item in flat.slices)

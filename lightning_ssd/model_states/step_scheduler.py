@@ -5,10 +5,12 @@ offloaded; the next forward of its unit waits for that step alone. If user code 
 `optimizer.step`, all steps are submitted there.
 """
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +97,8 @@ class StepScheduler:
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
         self._hold_next = terms.hold
         self._share = WeightsFirst(len(set(priorities.values())))
+        self._waited = 0.0
+        """Seconds that other code has waited for whole steps, since the last `end`."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
         self._lock = threading.Lock()
@@ -246,7 +250,8 @@ class StepScheduler:
             self._gradients.keep_alive(*in_flight)
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
-        self._share.note(self._gradients.take_waited())
+        self._share.note(self._gradients.take_waited() + self._waited)
+        self._waited = 0.0
         submitted = self._finish_step()
         self.optimizer = None
         self._gradients.reset_norms()
@@ -347,7 +352,8 @@ class StepScheduler:
         """
         if self._is_submitted(flat) and not self._decision.scale.done():
             self._prefetcher.check(flat)
-        self._stores[flat].drain()
+        with self._waiting():
+            self._stores[flat].drain()
 
     def drain(self) -> None:
         """Returns when every submitted step is committed or skipped, and its values are stored.
@@ -355,10 +361,20 @@ class StepScheduler:
         Raises:
             Exception: the error of a step.
         """
-        for consumed in self._gradients.consumed():
-            consumed.result()
-        for store in self._stores.values():
-            store.drain()
+        with self._waiting():
+            for consumed in self._gradients.consumed():
+                consumed.result()
+            for store in self._stores.values():
+                store.drain()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Measures the time for which whole steps are waited for."""
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += perf_counter() - begun
 
     @property
     def recorded(self) -> bool:

@@ -8,7 +8,8 @@ class WeightsFirst:
 
     The next forward waits for the first parts only, so that the more units have two, the sooner it begins; but the
     second parts take more of the CPU's time, and a backward waits for those that are not made when its gradients
-    arrive. The share is therefore reduced when backward waited, and raised when it did not. It never changes numbers.
+    arrive. Other code waits for whole steps, too, such as a callback that reads the weights after every step. The share
+    is therefore reduced when training waited, and raised when it did not. It never changes numbers.
     The first units of the forward have two parts before others do: the gradients of the last units arrive first.
 
     Threads: the training thread, or autograd's while that waits.
@@ -18,7 +19,7 @@ class WeightsFirst:
     """
 
     WAITED = 0.02
-    """Share of a step's time that backward may wait."""
+    """Share of a step's time that training may wait."""
     DOWN, UP = 0.25, 0.05
     """Changes of the share of units after a step."""
 
@@ -35,7 +36,7 @@ class WeightsFirst:
         """Notes the end of a step.
 
         Args:
-            waited: seconds that its backward has waited for steps to be made.
+            waited: seconds that training has waited for whole steps since the last call.
         """
         now = perf_counter()
         if self._noted is not None:

@@ -1,11 +1,14 @@
 """Deferred steps in two parts: the numbers of plain Lightning, and a share of units that follows backward's waiting."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_ssd.model_states import step_scheduler, weights_first
 from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.weights_first import WeightsFirst
@@ -18,21 +21,48 @@ from tests.support.states import offloading, train
 def test_the_share_of_units_follows_the_time_that_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10**6))
     monkeypatch.setattr("lightning_ssd.model_states.weights_first.perf_counter", lambda: float(next(clock)))
-    weights_first = WeightsFirst(8)
+    share = WeightsFirst(8)
 
     def covered() -> int:
-        return [weights_first.covers(unit) for unit in range(8)].index(False) if not weights_first.covers(7) else 8
+        return [share.covers(unit) for unit in range(8)].index(False) if not share.covers(7) else 8
 
-    weights_first.note(0.5)  # a first step has begun at an unknown time
+    share.note(0.5)  # a first step has begun at an unknown time
     assert covered() == 8
-    weights_first.note(0.5)
+    share.note(0.5)
     assert covered() == 6
     for _ in range(3):
-        weights_first.note(0.5)
+        share.note(0.5)
     assert covered() == 0
     for _ in range(20):
-        weights_first.note(0.001)
+        share.note(0.001)
     assert covered() == 8
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_units_have_whole_steps_if_other_code_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains: bool
+) -> None:
+    """Such as a callback that reads the weights after every step; here a wait takes a second, and a step ten."""
+    if any_kernel() is None:
+        pytest.skip("there is no C compiler")
+    for module, seconds in ((step_scheduler, 1.0), (weights_first, 10.0)):
+        clock = itertools.count(0.0, seconds)
+        monkeypatch.setattr(module, "perf_counter", lambda clock=clock: next(clock))
+    covered: list[bool] = []
+    note = WeightsFirst.note
+
+    def noted(share: WeightsFirst, waited: float) -> None:
+        note(share, waited if waited >= 1.0 else 0.0)
+        covered.append(share.covers(0))
+
+    class Reads(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if drains:
+                trainer.strategy.model_states.drain()
+
+    monkeypatch.setattr(WeightsFirst, "note", noted)
+    train(tmp_path, offloading(clip="deferred"), Model(), gradient_clip_val=0.5, callbacks=[Reads()], max_epochs=1)
+    assert covered[0] and covered[-1] != drains
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
