@@ -66,11 +66,11 @@ def test_units_have_whole_steps_if_other_code_waits_for_them(
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+    return torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 @combinations(
