@@ -1,11 +1,14 @@
 """Which storages the rules choose: as many bytes as they should, spread evenly."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
 from lightning_ssd.activations.placement import FixedAmount, KeepAll, OffloadOnPressure, Placement, SSDTrainAuto
+from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.types import OffloadTierName
 
@@ -206,3 +209,90 @@ def test_a_share_that_shrinks_again_waits_longer_to_grow() -> None:
             quiet += 1
         intervals.append(quiet)
     assert intervals == sorted(set(intervals))
+
+
+class Room(ResidentLimit):
+    """Room for half of the storages, whatever they are."""
+
+    def __init__(self) -> None:
+        self.measuring = False
+        self.scarce = True
+
+    def begin(self, expected_bytes: int) -> None:
+        return None
+
+    def end(self) -> None:
+        return None
+
+    def excess(self, nbytes: float) -> float:
+        return 0.5
+
+    def keep(self, nbytes: int) -> bool:
+        return True
+
+
+def slow(limit: ResidentLimit) -> SSDTrainAuto:
+    """Returns `SSDTrainAuto` after its measurement, with a tier that carries nothing under the forward."""
+    auto = SSDTrainAuto({"ssd": TierSpeed(1, 1)}, limit)
+    for _ in range(SSDTrainAuto.WARM_UP + 1):
+        auto.observe(profile(auto.plan))
+    return auto
+
+
+def test_storages_without_room_are_spread_over_the_forward() -> None:
+    """The first ones do not take all the room, so that copies keep pace with the forward."""
+    placed = place_all(slow(Room()), [100] * 20)
+    assert [bool(tiers) for tiers in placed] == [True, False] * 10
+
+
+def test_micro_batches_that_are_measured_have_a_plan_of_their_own() -> None:
+    """All their storages are offloaded: stalls of theirs say nothing about the shares."""
+    limit = Room()
+    auto = slow(limit)
+    auto.begin(1000)
+    shared = auto.plan
+
+    def measure(expected_bytes: int) -> None:
+        limit.measuring = expected_bytes > 1000
+
+    limit.begin = measure  # type: ignore[method-assign]
+    auto.begin(2000)
+    measuring = auto.plan
+    assert all(auto.place(10) for _ in range(10))
+    auto.begin(1000)
+    assert len({shared, measuring, auto.plan}) == 3
+    before = place_all(auto, [100] * 20, expected=1000)
+    for plan in (shared, measuring, measuring):
+        auto.observe(profile(plan, ssd=(1.0, 1.0)))
+    assert place_all(auto, [100] * 20, expected=1000) == before
+
+
+def test_a_share_grows_once_in_so_many_quiet_micro_batches() -> None:
+    auto = measured({"ssd": TierSpeed(300, 300)})
+    for _ in range(3):
+        for _ in range(2):
+            auto.observe(profile(auto.plan, ssd=(0.1, 0.1)))
+    plans = []
+    for _ in range(40):
+        auto.observe(profile(auto.plan))
+        plans.append(auto.plan)
+    changes = [number for number, (one, other) in enumerate(pairwise(plans)) if one != other]
+    assert len(changes) >= 3
+    # 8 of them after three shrinkages, and one that is not counted, as the allocator moves memory after each change.
+    assert {other - one for one, other in pairwise(changes)} == {9}
+
+
+def test_pressure_is_asked_for_in_every_micro_batch_and_not_after_it_was_found() -> None:
+    answers: list[bool] = []
+
+    def is_short() -> bool:
+        answers.append(len(answers) == 1)
+        return answers[-1]
+
+    pressure, size = OffloadOnPressure(["host"], is_short), OffloadOnPressure.ASKED_EVERY
+    kept = []
+    for _ in range(2):
+        pressure.begin(0)
+        kept.append([pressure.keeps(size) for _ in range(4)])
+    assert kept == [[True, False, False, False], [True] * 4]
+    assert len(answers) == 2 + 4

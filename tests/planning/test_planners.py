@@ -23,7 +23,7 @@ from lightning_ssd.planning import (
     plan_with_coefficient,
     simulate,
 )
-from lightning_ssd.planning.placement import default_window
+from lightning_ssd.planning.placement import default_plan, default_window
 from lightning_ssd.planning.planners import CAUTION
 from lightning_ssd.types import Choice
 from tests.support.products import combinations
@@ -359,3 +359,33 @@ def test_coefficients_are_kept_to() -> None:
         host = sum(1 for unit in plan.units.values() if unit.input == "host")
         host += sum(4 for unit in plan.units.values() if unit.operators["work"] == "host")
         assert host <= 10 and (count < 2 or host > 6)
+
+
+@given(st.lists(st.integers(1, 8), min_size=2, max_size=8), st.floats(0, 1), st.integers(0, 40))
+def test_coefficients_swap_what_takes_longest_to_recompute(
+    seconds: list[int], coefficient: float, host_room: int
+) -> None:
+    """In seconds for each byte; and host memory holds no more than activations may have of it."""
+    model = make_model(len(seconds), saved=4, inputs=2, parameters=0)
+    units = tuple(
+        replace(unit, operators=tuple(replace(operator, recompute_seconds=own) for operator in unit.operators))
+        for unit, own in zip(model.units, map(float, seconds), strict=True)
+    )
+    tiers = ("gpu",) * len(seconds)
+    fixed = FixedPlacement(tiers, tiers, host_room=host_room)
+    plan = plan_with_coefficient(replace(model, units=units), H100, coefficient, fixed)
+    choices = [plan.units[unit.name].operators["work"] for unit in units]
+    again = [own for own, choice in zip(seconds, choices, strict=True) if choice == "recompute"]
+    swapped = [own for own, choice in zip(seconds, choices, strict=True) if choice != "recompute"]
+    assert max(again, default=0) <= min(swapped, default=8)
+    inputs = [unit.input for unit in plan.units.values()]
+    assert 4 * choices.count("host") + 2 * inputs.count("host") <= host_room
+
+
+def test_what_no_plan_offloads_is_what_backward_wants_first() -> None:
+    """The last tensors, as many as the window holds, are kept without a planner, too."""
+    model, tiers = make_model(4, saved=4, inputs=2, parameters=0), ("gpu",) * 4
+    plan = default_plan(model, FixedPlacement(tiers, tiers), {"host": 1000}, 8)
+    assert [(unit.input, unit.operators["work"]) for unit in plan.units.values()] == [
+        ("host", "host"), ("host", "host"), ("host", "keep"), ("keep", "keep"),
+    ]  # fmt: skip

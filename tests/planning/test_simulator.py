@@ -13,8 +13,10 @@ from lightning_ssd.planning import (
     ModelProfile,
     OperatorProfile,
     Plan,
+    Prediction,
     UnitPlan,
     UnitProfile,
+    make_plan,
     replay,
     simulate,
 )
@@ -399,3 +401,19 @@ def test_many_micro_batches_are_like_few(weights: Any, activation: Any) -> None:
     assert predicted.gpu_peak_bytes == pytest.approx(simulated.gpu_peak_bytes, rel=0.02)
     assert predicted.ssd_written_bytes == simulated.ssd_written_bytes
     assert predicted.ssd_read_bytes == simulated.ssd_read_bytes
+
+
+def test_replay_changes_every_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both directions, alone and together."""
+    model = make_model()
+    plan = make_plan(model, H100)
+    names = [name for name in RATES if name != "cpu_step_rate"]
+    found: list[set[float]] = []
+
+    def told(model: ModelProfile, machine: HardwareProfile, plan: Plan) -> Prediction:
+        found.append({getattr(machine, name) for name in names})
+        return simulate(model, H100, plan)
+
+    monkeypatch.setattr("lightning_ssd.planning.simulator.simulate", told)
+    replay(model, H100, plan, [1e9, 2e9])
+    assert found == [{1e9}, {2e9}]

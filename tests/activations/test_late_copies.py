@@ -1,0 +1,98 @@
+"""Saved tensors of a device that is behind the host: what is still under way when it is wanted, or dropped."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ssd.activations import ActivationOffloader, config
+from lightning_ssd.activations.host import HostTier
+from tests.support.late_device import LateCopies
+from tests.support.offloader import MIB, change_policy, eventually, open_cache
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(params=["host", "ssd"])
+def offloader(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ActivationOffloader]:
+    """An offloader whose copies are late, and none of which was released early."""
+    monkeypatch.setattr(config, "make_copy_engine", LateCopies)
+    with open_cache(tmp_path, tier=request.param) as made:
+        yield made
+    assert isinstance(made.copies, LateCopies) and made.copies.violations == []
+
+
+def used_bytes(offloader: ActivationOffloader) -> int:
+    """Returns the bytes of the tiers that copies hold, without those whose owners are dead."""
+    offloader.end_backward()
+    host, stats = offloader.tiers.get("host"), offloader.io_stats()
+    return (host.pool.used_bytes if isinstance(host, HostTier) else 0) + (stats.allocated_bytes if stats else 0)
+
+
+def leaves(count: int) -> list[torch.Tensor]:
+    return [torch.full((64, 64), 0.1 * seed, requires_grad=True) for seed in range(count)]
+
+
+def test_storages_that_are_still_copied_out_are_kept_by_backward(
+    offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded, and the places of the copies are free at once or when a write has ended."""
+    monkeypatch.setattr(ActivationOffloader, "_release_window", lambda self: None)  # a device that is far behind
+    change_policy(offloader, window_bytes=MIB)
+    offloader.begin_micro_batch()
+    inputs = leaves(5)
+    with offloader.hooks():
+        loss = sum(leaf.exp().sum() for leaf in inputs)
+    stored = offloader.stats().stored
+    loss.backward()
+    offloader.end_backward()
+    for leaf in inputs:
+        assert leaf.grad is not None and torch.equal(leaf.grad, leaf.exp())
+    stats = offloader.stats()
+    assert stored >= 4 * 64 * 64 * 4 and stats.forwarded == stored and stats.loaded == 0
+    assert sum(tier.bytes_in for tier in offloader.tiers.values()) == 0
+    eventually(lambda: used_bytes(offloader) == 0)
+
+
+def test_loads_that_nobody_waits_for_keep_their_memory_until_they_end(offloader: ActivationOffloader) -> None:
+    """A graph is dropped while its storages are fetched ahead: the device still writes to their memory."""
+    offloader.begin_micro_batch()
+    inputs = leaves(4)
+    with offloader.hooks():
+        losses = [leaf.exp().sum() for leaf in inputs]
+    change_policy(offloader, window_bytes=MIB)
+    losses.pop().backward()  # fetches those of the others, too
+    assert offloader.stats().loaded < sum(tier.bytes_in for tier in offloader.tiers.values())
+    del losses
+    eventually(lambda: used_bytes(offloader) == 0)
+
+
+def test_tensors_that_a_backward_in_a_forward_saves_are_not_offloaded(offloader: ActivationOffloader) -> None:
+    """The backward's recomputation wants them at once."""
+    offloader.begin_micro_batch()
+    (leaf,) = leaves(1)
+    with offloader.hooks():
+        loss = checkpoint(lambda x: x.exp().sin().exp(), leaf * 2, use_reentrant=False).sum()
+        stored = offloader.stats().stored
+        loss.backward()
+    assert offloader.stats().stored == stored
+
+
+def test_a_window_that_is_set_in_a_micro_batch_is_its_own(tmp_path: Path) -> None:
+    """What backward wants in the window's first bytes stays on the device, as the last micro-batch has shown."""
+    with open_cache(tmp_path, tier="host") as offloader:
+        stored = []
+        for window_bytes in (0, 0, MIB, MIB):
+            offloader.begin_micro_batch()
+            change_policy(offloader, window_bytes=window_bytes)
+            before = offloader.stats().stored
+            with offloader.hooks():
+                loss = sum(leaf.exp().sum() for leaf in leaves(6))
+            loss.backward()
+            offloader.end_backward()
+            stored.append(offloader.stats().stored - before)
+        assert stored[1] >= 5 * 64 * 64 * 4 and stored[2] == stored[3] == 0
