@@ -128,6 +128,11 @@ class ResidentLimit:
         return bool(self._others) and not self.measuring
 
     @property
+    def measured(self) -> bool:
+        """Whether a micro-batch was measured: the memory of everything else is known, and not only an upper bound."""
+        return bool(self._levels)
+
+    @property
     def fits(self) -> bool:
         """Whether all saved storages may stay in the present micro-batch, and a tenth more of them."""
         return self.known and self._room >= self.SPARE * self._largest_bytes

@@ -22,6 +22,8 @@ class MemoryGuard:
         """Whether all saved tensors of the present micro-batch may stay on the device, even without hooks."""
         self.short = False
         """Whether saved tensors of the present micro-batch are known to have no room."""
+        self._forgets = False
+        """Whether earlier batches are forgotten after the present micro-batch."""
         self._seen = SeenBatches()
         """Batches of measured, or planned, micro-batches."""
         self._trained: tuple[bool, ...] | None = None
@@ -50,11 +52,15 @@ class MemoryGuard:
             ratio = shape.nbytes / self._seen.nbytes if shape is not None and self._seen.nbytes else 1.0
             if thawed or (larger and not limit.fits_grown(ratio)):
                 limit.measure()
+        # The upper bound held for all batches before. A measured peak holds for this batch, and smaller ones.
+        self._forgets = limit.measuring and not limit.measured
         self.short = limit.known and not limit.fits
         self.fits = known and limit.fits
 
     def end(self, shape: BatchShape | None) -> None:
         """The micro-batch has ended."""
+        if self._forgets:
+            self._seen, self._forgets = SeenBatches(), False
         if shape is not None:
             self._seen.add(shape)
 

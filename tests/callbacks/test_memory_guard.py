@@ -166,12 +166,16 @@ def train_by_default(training: Training, memory: Allocator, micros: list[Micro],
 def test_never_exceeds_the_limit_if_offloading_everything_fits(
     training: Training, room: float, events: list[str], plannable: bool
 ) -> None:
-    """From the second micro-batch on: in the first one nobody knows what backward allocates."""
+    """From the second micro-batch on: in the first one nobody knows what backward allocates.
+
+    `ResidentLimit` has a tolerance. Gradients that were not allocated in the measured micro-batch may exceed the limit.
+    """
     micros = micro_batches(events)
     memory = Allocator()
     memory.most = least_memory(training, micros) * room
     peaks = train_by_default(training, memory, micros, plannable=plannable)
-    assert max(peaks[1:]) <= memory.most
+    gradients = sum(training.gradients) if training.accumulate > 1 else 0
+    assert max(peaks[1:]) <= memory.most * (1 + ResidentLimit.TOLERANCE) + gradients
 
 
 @given(TRAININGS)
@@ -188,3 +192,12 @@ def test_keeps_everything_where_everything_fits(training: Training) -> None:
         if (number + 1) % training.accumulate == 0:
             free.step(micro)
     assert not memory.resets
+
+
+def test_a_measured_small_batch_tells_nothing_of_an_earlier_larger_one() -> None:
+    """The second micro-batch is measured with half of the batch; the third one is as large as the first one."""
+    training = Training(1, [1] * 8, [1] * 8, [0] * 8, 1)
+    micros = micro_batches(["smaller", "larger"])
+    memory = Allocator()
+    memory.most = least_memory(training, micros)
+    assert max(train_by_default(training, memory, micros, plannable=False)[1:]) <= memory.most
