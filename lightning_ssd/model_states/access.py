@@ -239,6 +239,8 @@ class Access:
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: value._version for key, value in values.items()}
             shapes = {key: _geometry(value) for key, value in values.items()}
+            if kind is Kind.STRIDED and id(args[0]) in values:
+                _check_range(func, values[id(args[0])], self.base(found[id(args[0])].source), args, kwargs)
             result = func(*_substitute(args, values), **_substitute(kwargs, values))
             changed = [key for key, value in values.items() if value._version != versions[key]]
             if any(values[key].grad_fn is not node for key, node in nodes.items()):
@@ -548,6 +550,32 @@ def _offset(value: Tensor, base: Tensor) -> int | None:
     offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)
     same = value.untyped_storage()._cdata == base.untyped_storage()._cdata
     return offset if same and 0 <= offset < max(1, base.nbytes) else None
+
+
+def _check_range(func: Callable[..., Any], value: Tensor, base: Tensor, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises an error if `as_strided` addresses elements outside of `base`: flat parameters share a storage.
+
+    Args:
+        func: `as_strided`, or one of its variants.
+        value: the tensor that it is called for.
+        base: the whole parameter.
+        args: arguments of `func`.
+        kwargs: keyword arguments of `func`.
+    """
+    # `as_strided_scatter` has another tensor before the size.
+    names = ("input", "src", "size", "stride", "storage_offset")
+    names = names if "scatter" in func.__name__ else names[:1] + names[2:]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    offset = given.get("storage_offset")
+    if offset is None or 0 in given["size"]:
+        return
+    last = sum((size - 1) * stride for size, stride in zip(given["size"], given["stride"], strict=True))
+    first = (offset * value.itemsize) - base.storage_offset() * base.itemsize
+    if first < 0 or first + (last + 1) * value.itemsize > base.nbytes:
+        raise RuntimeError(
+            f"`{func.__name__}` with `storage_offset={offset}` addresses memory outside of a weight that is "
+            "offloaded: weights of a unit share a storage. Leave `storage_offset` out, or take a `.clone()` first."
+        )
 
 
 def _geometry(tensor: Tensor) -> tuple[object, ...]:

@@ -45,6 +45,8 @@ class Kind(Enum):
     """An operator of autograd: the result may be a view, which autograd records if it records the argument."""
     COMPUTE = auto()
     """Any other function: it may return a view, and may write to its arguments unnoticed by autograd."""
+    STRIDED = auto()
+    """Addresses elements by their offset in the storage (`as_strided`)."""
     WRITE = auto()
     """Changes its arguments in place."""
     ALIAS = auto()
@@ -289,6 +291,8 @@ def kind_of(func: Callable[..., Any]) -> Kind:
         kind = Kind.EXPORT
     elif name in _ADDRESSES:
         kind = Kind.ADDRESS
+    elif name in _STRIDED:
+        kind = Kind.STRIDED
     elif (name.endswith("_") and not name.endswith("__")) or name in _WRITING_DUNDERS:
         kind = Kind.WRITE
     else:
@@ -311,6 +315,7 @@ _GETTERS = {
 
 _EXPORTS = ("numpy", "__array__", "__dlpack__")
 _ADDRESSES = ("data_ptr", "storage", "_typed_storage")
+_STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")
 _WRITING_DUNDERS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__",
                     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
                     "__imatmul__")  # fmt: skip

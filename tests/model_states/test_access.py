@@ -223,6 +223,56 @@ def test_operators_that_write_a_parameter_into_another_tensor(tmp_path: Path, na
         compare(tmp_path, Shifting, states)
 
 
+STRIDED = {
+    "as_strided": lambda p, offset: torch.as_strided(p, (2, 2), (2, 1), offset),
+    "method": lambda p, offset: p.as_strided((4,), (1,), storage_offset=offset),
+    "copy": lambda p, offset: torch.as_strided_copy(p, (4,), (1,), offset),
+    "scatter": lambda p, offset: torch.as_strided_scatter(p, torch.ones(4), (4,), (1,), offset),
+    "of a view": lambda p, offset: p.view(-1)[1:].as_strided((4,), (1,), offset),
+    "of an alias": lambda p, offset: p.data.as_strided((4,), (1,), offset),
+    "empty": lambda p, offset: p.as_strided((0,), (1,), offset),
+}
+"""Functions that address elements by their offset in the storage, which a weight shares with others of its unit."""
+
+
+@pytest.mark.parametrize("states", PLACES)
+@pytest.mark.parametrize("where", ["on_train_batch_end", "forward"])
+def test_offsets_in_a_storage_address_the_weight_itself_or_are_refused(tmp_path: Path, states: str, where: str) -> None:
+    def act(module: Any) -> Any:
+        results = []
+        for parameter in module.parameters():
+            for name, function in STRIDED.items():
+                if where == "forward" and name == "of a view":
+                    continue  # an ordinary tensor there: docs/limits.md
+                for offset in (None, 0, 1, 3, parameter.numel() - 4):
+                    try:
+                        results.append(function(parameter, offset).detach().clone())
+                    except RuntimeError as error:
+                        assert "share a storage" in str(error)
+                        results.append(None)
+        return results
+
+    class Strided(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(act(self))
+            return super().forward(x)
+
+    def run(kind: str | None) -> list[Any]:
+        nonlocal seen
+        seen = []
+        toy = Toy(where, act) if where != "forward" else Toy()
+        if where == "forward":
+            toy.blocks.append(Strided(8, 8))
+        fit(tmp_path, toy, kind)
+        return [result for results in (toy.seen[1::2] if where != "forward" else seen) for result in results]
+
+    seen: list[Any] = []
+    ours, plain = run(states), run(None)
+    assert len(ours) == len(plain) and not any(result is None for result in plain)
+    assert all(a is None or same(a, b) for a, b in zip(ours, plain, strict=True))
+    assert 0 < sum(a is None for a in ours) < 0.7 * len(ours)
+
+
 def test_gradients_of_weights_in_16_bits_are_refused(tmp_path: Path) -> None:
     """`torch.autograd.grad` would return another gradient than in plain training."""
     with pytest.raises(RuntimeError, match=r"`torch.autograd.grad`.*blocks.0.up.weight.*states='gpu'"):
