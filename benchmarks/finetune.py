@@ -75,7 +75,7 @@ def train(case: dict[str, Any], path: str) -> None:
         accelerator="gpu" if cuda else "cpu",
         devices=1,
         precision="bf16-mixed" if case["adapters"] else "bf16-true",
-        strategy=SSDOffloadStrategy(path) if ours else "auto",
+        strategy=SSDOffloadStrategy(path, offload=case["offload"]) if ours else "auto",
         max_epochs=1,
         callbacks=[probe],
         gradient_clip_val=1.0,
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--path", default=".", help="directory on the SSD")
     parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--offload", default="auto", help="`offload=` of the strategy")
     parser.add_argument("--longest", type=int, default=2**20, help="tokens of the longest sequence to try")
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -142,7 +143,7 @@ def main() -> None:
     for text in arguments.cases:
         for case in runs_of(text, tiny=arguments.tiny):
             while case["length"] <= arguments.longest:
-                result = run(case, arguments.path)
+                result = run(case | {"offload": arguments.offload}, arguments.path)
                 name = f"{text} {case['mode']} {case['batch']}x{case['length']}"
                 results[name] = result
                 if "error" in result:
