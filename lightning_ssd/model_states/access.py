@@ -563,8 +563,8 @@ def _check_range(func: Callable[..., Any], value: Tensor, base: Tensor, args: An
         kwargs: keyword arguments of `func`.
     """
     # `as_strided_scatter` has another tensor before the size.
-    names = ("input", "src", "size", "stride", "storage_offset")
-    names = names if "scatter" in func.__name__ else names[:1] + names[2:]
+    tensors = ("input", "src") if "scatter" in func.__name__ else ("input",)
+    names = (*tensors, "size", "stride", "storage_offset")
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     offset = given.get("storage_offset")
     if offset is None or 0 in given["size"]:
