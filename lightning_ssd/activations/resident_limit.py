@@ -30,7 +30,7 @@ class ResidentLimit:
     flight. The rest of the memory is the limit of kept storages. A micro-batch is also measured if other bytes than
     before the measured ones are allocated when it begins: optimizer states are made in the first step, gradients in the
     first micro-batch of an accumulation, and batches grow. If a peak exceeds the limit nevertheless, the limit is
-    lowered by the excess.
+    lowered by the excess. Without saved-tensor hooks it is lowered by what a micro-batch needed more than expected.
 
     The allocator's peak is reset before each measured micro-batch, after one that exceeded the limit, and, while memory
     is scarce, after a higher peak of an optimizer step, a validation or user code.
@@ -73,6 +73,8 @@ class ResidentLimit:
         """Minimum of `_level` over all micro-batches."""
         self._peak = 0
         """The allocator's peak at the end of the present micro-batch's backward; 0: none has ended."""
+        self._without_hooks = False
+        """Whether that backward had no saved-tensor hooks, so that all its saved storages stayed, expected or not."""
         self._room = float("inf")
         """Bytes of saved storages that may still be kept in the present micro-batch."""
 
@@ -83,6 +85,8 @@ class ResidentLimit:
             expected_bytes: bytes of saved storages that could be offloaded in the last micro-batch; 0: unknown.
         """
         limit, allocated = self.meter.limit(), self.meter.allocated()
+        # More would be seen too late without hooks: when there is no memory left.
+        most = min(limit, self.needed_bytes or limit) if self._without_hooks else limit
         self._limit = limit
         self._largest_bytes = max(self._largest_bytes, expected_bytes)
         if self._peak and self.measuring:
@@ -91,9 +95,10 @@ class ResidentLimit:
             self._measured_bytes = expected_bytes
         elif self._peak and not self._others:
             self._others = self._peak
-        elif self._peak > max(limit, self._peak_before):
-            self._others += self._peak - limit
-            self.meter.reset_peak()
+        elif self._peak > max(most, self._peak_before):
+            self._others += self._peak - most
+            if self._peak > limit:
+                self.meter.reset_peak()
         if self.scarce and self.meter.peak() > self._peak:  # by an optimizer step, a validation or user code
             self.meter.reset_peak()
         self._level = allocated
@@ -101,6 +106,7 @@ class ResidentLimit:
         if self._others:
             self._limit_room(limit, expected_bytes)
         self._peak = 0
+        self._without_hooks = False
         self._peak_before = self.meter.peak()
 
     def _limit_room(self, limit: float, expected_bytes: int) -> None:
@@ -152,9 +158,14 @@ class ResidentLimit:
         grown = self._level + (self.needed_bytes - self._level) * max(1.0, ratio) ** 2
         return self.fits and grown <= self._limit
 
-    def end(self) -> None:
-        """Called at the end of the backward, whose peak is read now: later peaks do not belong to the micro-batch."""
+    def end(self, *, hooks: bool = True) -> None:
+        """Called at the end of the backward, whose peak is read now: later peaks do not belong to the micro-batch.
+
+        Args:
+            hooks: whether saved-tensor hooks were enabled, so that `keep` has counted the storages that stayed.
+        """
         self._peak = max(self._peak, self.meter.peak())
+        self._without_hooks = not hooks
 
     def waits(self) -> bool:
         """Returns True if the training should wait for d2h copies, so that device memory is freed now."""

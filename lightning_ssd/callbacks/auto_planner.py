@@ -9,7 +9,14 @@ from torch.autograd.graph import Node
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import ActivationOffloader, OffloadAll, OffloadExcess, OffloadPolicy, ResidentLimit
+from lightning_ssd.activations import (
+    ActivationOffloader,
+    OffloadAll,
+    OffloadExcess,
+    OffloadPolicy,
+    Placement,
+    ResidentLimit,
+)
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
@@ -101,6 +108,8 @@ class AutoPlanner(pl.Callback):
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The plan's policy, while another one is in force for one micro-batch."""
+        self._placement: Placement | None = None
+        """Placement of that other policy."""
         self._distrusted = 0
         """Micro-batches since the last plan that did not follow it."""
         self._patience = DISTRUSTED
@@ -143,9 +152,11 @@ class AutoPlanner(pl.Callback):
         offloader = find_offloader(trainer)
         if self._guard is None or offloader is None:
             return
+        self._restore(offloader)  # a hook of the module may have skipped the last batch
         if self._at_boundary:
-            self._profiling_budget.begin_step()
             self._short = False
+            if self.planner is None:  # the planner counts its own steps
+                self._profiling_budget.begin_step()
         self._shape = BatchShape.of(batch)
         if self._shape is not None:
             self._batches.add(self._shape)
@@ -174,19 +185,17 @@ class AutoPlanner(pl.Callback):
             return
         if not pl_module.automatic_optimization:
             self._end_backward(trainer)
-        if self._policy is not None:
-            offloader, policy = find_offloader(trainer), self._policy
-            self._policy = None
-            assert offloader is not None
-            offloader.run(policy)
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        self._restore(offloader)
         if self.planner is None:
             self._guard.end(self._shape)
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return
         self._at_boundary = True
         self._steps += 1
-        self._profiling_budget.end_step()
         if self.planner is None:
+            self._profiling_budget.end_step()
             self._decide(trainer, pl_module, self._guard)
         elif self._distrusted >= self._patience and not self.planner.measuring:
             self._distrusted = 0
@@ -222,7 +231,7 @@ class AutoPlanner(pl.Callback):
         """Shows the peak of a micro-batch without hooks, of which the offloader has not seen the backward."""
         offloader = find_offloader(trainer)
         if self._guard is not None and offloader is not None and not offloader.policy.hooks_enabled:
-            self._guard.limit.end()
+            self._guard.limit.end(hooks=False)
 
     def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
         """Adds a planner to the training if saved tensors have no room, or if model states may be moved."""
@@ -250,7 +259,8 @@ class AutoPlanner(pl.Callback):
 
     def _add_planner(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
         self.outcome = "plan"
-        self._log("plans which saved tensors are kept, offloaded and recomputed: not all of them have room")
+        reason = "not all of them have room" if self._short else "offloaded model states may be moved"
+        self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
         self._distrusted = 0
         self._patience = DISTRUSTED
         planner = LargestBatchPlanner(int(guard.limit.meter.limit()), self._batches)
@@ -300,7 +310,13 @@ class AutoPlanner(pl.Callback):
     def _replace(self, offloader: ActivationOffloader, policy: OffloadPolicy) -> None:
         """Puts `policy` in place of the plan's for the present micro-batch."""
         if policy != offloader.policy:
-            self._policy = offloader.policy
+            self._policy, self._placement = offloader.policy, policy.placement
+            offloader.run(policy)
+
+    def _restore(self, offloader: ActivationOffloader) -> None:
+        """Puts the plan's policy in force again, if `_replace` has replaced it and no later plan is in force."""
+        policy, self._policy = self._policy, None
+        if policy is not None and offloader.policy.placement is self._placement:
             offloader.run(policy)
 
     # ---- how ----

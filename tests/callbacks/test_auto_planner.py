@@ -15,6 +15,7 @@ from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy, 
 from lightning_ssd.activations import OffloadAll, OffloadExcess
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.model_states import StatesConfig
 from tests.support.compare import assert_same
 from tests.support.meter import Meter, use
 from tests.support.parity import SharedStorages, TinyGPT, train
@@ -171,6 +172,73 @@ def test_a_large_batch_is_recorded_for_the_plan(tmp_path: Path, monkeypatch: pyt
     fit(tmp_path, [2, 3, 2, 1, 2, 1, 3, *[2] * 4, *[1, 2, 3] * 6], [see])
     assert see.modes.index("TraceMode") == 6
     assert see.planned[-3:] == [True] * 3 and see.modes[-3:] == ["PlanMode"] * 3
+
+
+def test_waiting_for_a_large_batch_takes_the_whole_budget_of_profiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    """Each step counts once, although two callbacks follow the budget."""
+    use(Meter(5e5, 450_000), monkeypatch)
+    fit(tmp_path, [3, *[2] * 11, 3, 2], [see])
+    assert see.modes.index("TraceMode") == 12
+
+
+def test_hooks_are_enabled_before_steps_that_grow_without_them_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    """Batches have one shape, and their forwards need more and more memory, such as for texts of any length."""
+    meter = Meter(1e6, 290_000)
+
+    class Grows(TinyGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            meter.highest += 50_000 if meter.highest < 990_000 else 0
+            return super().training_step(batch, batch_idx)
+
+    use(meter, monkeypatch)
+    trainer = quiet_trainer(tmp_path, strategy=SSDOffloadStrategy(**BOTH), callbacks=[see], max_epochs=1)
+    trainer.fit(Grows("none"), DataLoader(Lengths([2] * 20), batch_size=None))
+    assert see.outcomes[2] == "keep" and not see.hooks[2]
+    assert all(see.hooks[14:]) and see.outcomes[-1] == "plan"
+
+
+@pytest.mark.parametrize("unplanned", [1, 2])
+def test_the_plan_stays_in_force_after_a_skipped_batch(
+    unplanned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+) -> None:
+    """Lightning ends the epoch of a batch that a hook of the module skips, without the end of that batch."""
+
+    class Skips(TinyGPT):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch and len(batch) == 3 else None
+
+    class Epochs(pl.LightningDataModule):
+        def train_dataloader(self) -> DataLoader[Tensor]:
+            assert self.trainer is not None
+            first = self.trainer.current_epoch == 0
+            rows = [2] * 14 if first else [3] if self.trainer.current_epoch <= unplanned else [2] * 2
+            return DataLoader(Lengths(rows), batch_size=None)
+
+    use(Meter(5e5, 450_000), monkeypatch)
+    trainer = quiet_trainer(
+        tmp_path,
+        strategy=SSDOffloadStrategy(**BOTH),
+        callbacks=[see],
+        max_epochs=unplanned + 2,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    trainer.fit(Skips("none"), datamodule=Epochs())
+    assert see.modes[13:] == ["PlanMode"] * 3
+
+
+def test_the_log_does_not_say_that_memory_is_short_where_states_are_the_reason_for_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
+    use(AMPLE, monkeypatch)
+    with caplog.at_level("INFO"):
+        fit(tmp_path, [2] * 4, [], SSDOffloadStrategy(min_bytes=1, host_memory="64MiB"))
+    assert "offload='auto': plans which saved tensors" in caplog.text
+    assert "offloaded model states may be moved" in caplog.text and "room" not in caplog.text
 
 
 class Unknown(TinyGPT):

@@ -129,7 +129,7 @@ def train_by_default(training: Training, memory: Allocator, micros: list[Micro],
             short |= guard.short
             if guard.fits and steps >= 2:
                 peaks.append(run.micro_batch(micro, lambda nbytes: True))
-                limit.end()
+                limit.end(hooks=False)
             else:
                 peaks.append(run.micro_batch(micro, lambda size: not (placement.place(size) and placement.may_wait)))
                 placement.end()
