@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy
@@ -61,6 +61,7 @@ def test_the_tables_name_every_argument() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(VALUES)
+@example("~no-user")
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_a_value_has_a_meaning_or_is_refused(argument: str, value: Any) -> None:
     for owner in (SSDOffloadStrategy, ActivationOffload):

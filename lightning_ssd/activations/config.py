@@ -301,3 +301,5 @@ def check_paths(path: object) -> None:
             raise ValueError(f"{show_argument('path', path)} is not local: scratch files need a drive. {legal}")
         if "\0" in text:
             raise ValueError(f"{show_argument('path', path)} is no directory. {legal}")
+        if text.startswith("~") and os.path.expanduser(text) == text:
+            raise ValueError(f"{show_argument('path', path)} begins with the name of no user. {legal}")

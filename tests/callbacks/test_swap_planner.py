@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(120)
     ("model", "precision", "accumulate", "checkpointing"),
     [
         thorough(TinyGPT, "32-true", 1, "none"),
-        (TinyGPT, "bf16-mixed", 3, "none"),
+        thorough(TinyGPT, "bf16-mixed", 3, "none"),
         thorough(TinyGPT, "bf16-mixed", 1, "non_reentrant"),
         (TinyGPT, "32-true", 1, "reentrant"),
         thorough(SharedStorages, "32-true", 3, "none"),
@@ -189,7 +189,7 @@ class Hazards(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", thorough("bf16-true")])
 def test_effects_that_no_operator_schema_names(precision: str) -> None:
     how: Any = {"model": Hazards, "precision": precision, "steps": 8}
     plain = train("auto", **how)
@@ -562,7 +562,7 @@ class Fragmented:
         return self._count
 
 
-@pytest.mark.parametrize(("share", "expected"), [(1.0, 1.0), (0.9, 0.88), (0.0, 0.8)])
+@pytest.mark.parametrize(("share", "expected"), [thorough(1.0, 1.0), (0.9, 0.88), thorough(0.0, 0.8)])
 def test_plans_leave_memory_to_fragments_that_make_allocations_fail(
     monkeypatch: pytest.MonkeyPatch, share: float, expected: float
 ) -> None:
@@ -631,7 +631,7 @@ class Plans(SwapPlanner):
         self.count += 1
 
 
-@pytest.mark.parametrize(("slow_from", "count"), [(10**9, 2), (50, 3)])
+@pytest.mark.parametrize(("slow_from", "count"), [thorough(10**9, 2), (50, 3)])
 def test_it_plans_again_when_steps_take_longer(time: Clock, monkeypatch: pytest.MonkeyPatch, slow_from: int,
                                                count: int) -> None:  # fmt: skip
     monkeypatch.setattr(Taking, "time", time, raising=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.access import ACTIONS, PLACES, Action, Toy, _frozen, _graph, _prune, compare, fit
 from tests.support.compare import assert_same, same
+from tests.support.products import thorough
 
 # ---- every method of tensors ----
 
@@ -103,7 +104,7 @@ def outcomes(module: Any, *, grad: bool, data: bool, limit: int) -> dict[str, An
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("limit", [1, pytest.param(18, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    ("states", "grad", "data"), [("host", False, False), ("ssd", True, False), ("host", False, True)]
+    ("states", "grad", "data"), [("host", False, False), ("ssd", True, False), thorough("host", False, True)]
 )
 def test_every_method_of_tensors(tmp_path: Path, states: str, grad: bool, data: bool, limit: int) -> None:
     """Results, weights after each, and weights after the next step are plain Lightning's."""
