@@ -45,6 +45,8 @@ class LargestBatchPlanner(SwapPlanner):
         batches: those of the training.
     """
 
+    _logs_metrics = False  # users who add no planner get no columns of it
+
     def __init__(self, gpu_memory: int, batches: SeenBatches) -> None:
         super().__init__(gpu_memory=gpu_memory, warm_up=1)
         self._batches = batches

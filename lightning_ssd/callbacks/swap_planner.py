@@ -120,6 +120,9 @@ class SwapPlanner(StepProfiling):
         ValueError: an argument is out of range, the plan is not one for the model, or the model is compiled.
     """
 
+    _logs_metrics = True
+    """Whether the loggers get metrics."""
+
     def __init__(
         self,
         planner: Literal["holistic", "lohan", "fuyou", "ssdtrain"] = "holistic",
@@ -501,7 +504,7 @@ class SwapPlanner(StepProfiling):
                 "predicted_device_bytes": predicted.gpu_peak_bytes,
                 "measured_device_bytes": comparison.gpu_peak_bytes,
             }
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if self._logs_metrics else ():
             logger.log_metrics(
                 {f"SwapPlanner/{name}": value for name, value in metrics.items()},
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,

@@ -8,12 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import OffloadAll, OffloadExcess
-from lightning_ssd.callbacks import AutoPlanner
+from lightning_ssd.callbacks import AutoPlanner, swap_planner
 from lightning_ssd.callbacks.offloader import find_offloader
 from lightning_ssd.model_states import StatesConfig
 from tests.support.compare import assert_same
@@ -94,6 +95,39 @@ def test_numbers_are_plain_lightnings_in_each_outcome(
         assert all(see.hooks) and set(see.placements) == {OffloadExcess} and see.stats.stored
     # The planner is removed with the training.
     assert not any(isinstance(one, SwapPlanner) for one in see.trainer.callbacks)
+
+
+class Losses(TinyGPT):
+    """Logs its losses."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def test_loggers_get_no_metrics_that_plain_lightning_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(SHORT, monkeypatch)
+    monkeypatch.setattr(swap_planner, "MEDIAN_STEPS", 1)
+    compared: list[bool] = []
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            auto = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+            compared.append(auto.planner is not None and auto.planner.comparison is not None)
+
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(
+        tmp_path,
+        strategy=SSDOffloadStrategy(**BOTH),
+        max_steps=40,
+        log_every_n_steps=1,
+        callbacks=[Look()],
+        logger=logger,
+    )
+    trainer.fit(Losses("none"), DataLoader([torch.randn(2, 16) for _ in range(40)], batch_size=None))
+    assert compared == [True]
+    assert set(logger.experiment.metrics_keys) == {"loss", "epoch", "step"}
 
 
 class Lengths(torch.utils.data.Dataset[Tensor]):
