@@ -302,6 +302,15 @@ class Access:
             return cast(Tensor, _Values.apply(tensor, self._value(tensor)))  # type: ignore[no-untyped-call]
         return self._value(tensor)
 
+    def values(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+        """Returns the present values of `tensor`, which no operator may change: they are the resident ones, or a copy.
+
+        Raises:
+            RuntimeError: the step of its flat parameter has begun.
+        """
+        with self._values({id(tensor): tensor}, computing=False) as values:
+            return values[id(tensor)].detach()
+
     def base(self, source: Source) -> Tensor:
         """Returns the values of `source` for the running operator, whose writes to them are stored afterwards."""
         if id(source) not in self._bases:

@@ -160,7 +160,9 @@ class FlatParameter:
         return self._views[index].detach()
 
     def save(self, tensor: Tensor) -> SavedWeight:
-        """Returns the reference that autograd saves in place of `tensor`, a view of a parameter."""
+        """Returns the reference that autograd saves in place of `tensor`, a parameter or a view of one."""
+        if isinstance(tensor, nn.Parameter) and tensor.dtype != self.dtype:  # seen by code that knows its whole values
+            return _SavedWhole(self, tensor)
         offset = tensor.storage_offset() * tensor.itemsize // self.dtype.itemsize
         return _SavedView(self, bisect_right(self._starts, offset) - 1, tensor)
 
@@ -213,6 +215,22 @@ class _SavedView(SavedWeight):
         with torch._C.DisableTorchFunctionSubclass():
             check_version(flat.slices[self._index].parameter, self._version, self._dtype, self._size)
         return flat.load(self._dtype, self._offset, self._size, self._stride)
+
+
+class _SavedWhole(SavedWeight):
+    """A parameter with fewer bits on the device than in plain training, which a function of user code has saved."""
+
+    __slots__ = ("_flat", "_parameter", "_version")
+
+    def __init__(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
+        self._flat = flat
+        self._parameter = parameter
+        self._version = parameter._version
+
+    def load(self) -> Tensor:
+        self._flat.fetch()  # refuses weights whose step has begun
+        check_version(self._parameter, self._version, self._parameter.dtype, self._parameter.size())
+        return self._parameter.source.values(self._parameter)  # type: ignore[attr-defined,no-any-return]
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -376,6 +376,7 @@ class ModelStates:
 
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""
+        self._steps.check_may_drop(optimizer)
         self._grads.zero(self.groups, optimizer, set_to_none)
         self._decision.reset_checks()
 

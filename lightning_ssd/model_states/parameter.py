@@ -5,6 +5,7 @@ run directly. Every other operator on an offloaded parameter is run by its `Acce
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from types import FunctionType
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd.activations.record import check_version
+from lightning_ssd.activations.weights import SavedWeight, mark_offloaded
 
 if TYPE_CHECKING:
     from lightning_ssd.model_states.access import Access
@@ -64,7 +68,7 @@ class Kind(Enum):
     ADDRESS = auto()
     """Returns an address, which is valid only as long as the weights are resident."""
     FREEZE = auto()
-    """Sets whether autograd records operators on the tensor (`requires_grad_`)."""
+    """Sets whether autograd records operators on the tensor (`requires_grad`, `requires_grad_`)."""
 
 
 class TrainedParameter(nn.Parameter):
@@ -170,8 +174,13 @@ class OffloadedView(Tensor):
         view.source = source
         view.offset = offset
         view.versioned = versioned
-        source.aliases.add(view)
+        view._register()
         return view
+
+    def _register(self) -> None:
+        """Has the source know the view, and autograd save references to it, which has no memory."""
+        self.source.aliases.add(self)
+        mark_offloaded(self.untyped_storage(), _ViewReferences(self))
 
     @classmethod
     def __torch_function__(
@@ -208,8 +217,45 @@ class FollowedView(OffloadedView):
         view.source = source
         view.offset = offset
         view.versioned = versioned
-        source.aliases.add(view)
+        view._register()
         return view
+
+
+class _ViewReferences:
+    """Makes the references that autograd saves in place of a view.
+
+    Args:
+        view: the view, which is not kept alive: this object belongs to its storage.
+    """
+
+    def __init__(self, view: OffloadedView) -> None:
+        self._view = weakref.ref(view)
+
+    def save(self, tensor: Tensor) -> SavedWeight:
+        view = self._view()
+        if view is None or view is not tensor:
+            raise RuntimeError(
+                "autograd can't save a tensor that shares the memory of a view of offloaded weights, which has none. "
+                "Take a `.clone()` of the view first."
+            )
+        return _SavedOffloadedView(view)
+
+
+class _SavedOffloadedView(SavedWeight):
+    """A view that autograd has saved for a function of user code, and whose values backward needs."""
+
+    __slots__ = ("_counter", "_version", "_view")
+
+    def __init__(self, view: OffloadedView) -> None:
+        self._view = view
+        self._counter = view.source.counter if view.versioned else None
+        self._version = 0 if self._counter is None else self._counter._version
+
+    def load(self) -> Tensor:
+        view = self._view
+        if self._counter is not None:
+            check_version(self._counter, self._version, view.dtype, view.size())
+        return view.source.values(view)
 
 
 class _Hollow(torch.autograd.Function):
@@ -268,7 +314,7 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
                 return False
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
-        elif of is OffloadedView or ((of is list or of is tuple) and not _in_forward(value, kind)):
+        elif issubclass(of, OffloadedView) or ((of is list or of is tuple) and not _in_forward(value, kind)):
             return False
     return True
 
@@ -286,7 +332,7 @@ def kind_of(func: Callable[..., Any]) -> Kind:
         if name == "__get__":
             kind = _GETTERS.get(attribute, Kind.METADATA)
         else:
-            kind = {"data": Kind.SET_DATA, "grad": Kind.SET_GRAD}.get(attribute, Kind.METADATA)
+            kind = _SETTERS.get(attribute, Kind.METADATA)
     elif name in _EXPORTS:
         kind = Kind.EXPORT
     elif name in _ADDRESSES:
@@ -312,6 +358,8 @@ _GETTERS = {
     **dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Kind.COMPUTE),
 }
 """Attributes whose values depend on elements or on the dtype; all others are metadata."""
+
+_SETTERS = {"data": Kind.SET_DATA, "grad": Kind.SET_GRAD, "requires_grad": Kind.FREEZE}
 
 _EXPORTS = ("numpy", "__array__", "__dlpack__")
 _ADDRESSES = ("data_ptr", "storage", "_typed_storage")

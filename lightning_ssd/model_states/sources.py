@@ -42,6 +42,15 @@ class Source(ABC):
     def write(self, values: Tensor) -> None:
         """Stores `values`, a result of `read` that an operator has changed."""
 
+    @property
+    def counter(self) -> Tensor | None:
+        """Tensor whose version counter tells in-place changes; None: there is none."""
+        return None
+
+    def values(self, tensor: OffloadedParameter | OffloadedView) -> Tensor:
+        """Returns the values of `tensor`, which has this source, for a backward that needs them."""
+        return self.access.values(tensor)
+
     def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
         """Increments the version counter, by which autograd detects in-place changes."""
 
@@ -90,6 +99,15 @@ class Weights(Source):
             self.changed()  # a later backward needs the values that the forward has cast, which are gone
             if flat.resident:
                 flat.view(self.index).copy_(item.of(staged.masters))
+
+    @property
+    def counter(self) -> Tensor:
+        return self.item.parameter
+
+    def values(self, tensor: OffloadedParameter | OffloadedView) -> Tensor:
+        if not self.whole:
+            self.access.stream.check(self.flat)  # a step that has begun changes them
+        return super().values(tensor)
 
     def share(self) -> Tensor:
         """Returns the parameter's memory in plain training, which other tensors share from now on."""

@@ -150,6 +150,16 @@ class StepScheduler:
                 "it is used differently from step to step. Set `overlap='none'`."
             )
 
+    def check_may_drop(self, optimizer: Optimizer) -> None:
+        """Raises RuntimeError if a step of `optimizer` that has not ended uses gradients, which can't be dropped."""
+        with self._lock:
+            begun = [flat.name for flat in self._submitted if self._groups[flat][0] is optimizer]
+        if self.optimizer is optimizer and begun:
+            raise RuntimeError(
+                f"`zero_grad` drops gradients of {', '.join(begun)}, whose optimizer step has begun: `training_step` "
+                "has called `backward`, after which Lightning calls `zero_grad`. Set `overlap='none'`."
+            )
+
     def submit(self, flat: FlatParameter) -> None:
         """Submits the step of `flat`, whose gradient is complete.
 

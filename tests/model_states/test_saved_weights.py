@@ -1,0 +1,117 @@
+"""Weights and views of them that functions of user code get, save for backward, or make leaves of."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.access import PLACES, Toy, compare, fit
+
+
+class Multiply(torch.autograd.Function):
+    """A function of user code, which saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.float()
+        return gradient @ weight.float().t(), x.float().t() @ gradient
+
+
+class Given(nn.Module):
+    """A unit that is given a tensor beside its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, self.weight, bias)
+
+
+class Heads(Toy):
+    """Applies `use` to the blocks' result and the module."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(optimizer=torch.optim.AdamW, lr=0.01)
+        self.head = nn.Linear(8, 8)
+        self.given = Given()
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, super().forward(x))
+
+
+USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a view in the forward of another unit": lambda m, x: m.given(x, m.head.weight[0]),
+    "a function that saves a view": lambda m, x: Multiply.apply(x, m.head.weight.t()),
+    "a checkpoint of a view": lambda m, x: checkpoint(torch.matmul, x, m.head.weight.t(), use_reentrant=False),
+    "a reentrant checkpoint of a view": lambda m, x: checkpoint(torch.matmul, x, m.head.weight.t(), use_reentrant=True),
+    "a checkpoint of a weight": lambda m, x: checkpoint(F.linear, x, m.head.weight, m.head.bias, use_reentrant=False),
+    "a reentrant checkpoint of a weight": lambda m, x: checkpoint(
+        F.linear, x, m.head.weight, m.head.bias, use_reentrant=True
+    ),
+}
+
+
+@pytest.mark.parametrize("use", list(USES))
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("states", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.thorough)])
+def test_uses_of_weights_whose_backward_needs_them(tmp_path: Path, states: str, precision: str, use: str) -> None:
+    compare(tmp_path, lambda: Heads(USES[use]), states, precision=precision)
+
+
+def test_a_saved_view_whose_weights_are_changed_is_refused(tmp_path: Path) -> None:
+    class Changes(Heads):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            with torch.no_grad():
+                self.head.weight.add_(1)
+            return loss
+
+    for states in (None, "host"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            fit(tmp_path, Changes(USES["a function that saves a view"]), states)
+
+
+def test_an_alias_of_a_weight_is_no_leaf(tmp_path: Path) -> None:
+    """Its gradient would be lost."""
+
+    class Leaf(Toy):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            alias = self.blocks[0].up.weight.detach()
+            alias.requires_grad = True
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="Take a `.clone\\(\\)` of it first"):
+        fit(tmp_path, Leaf(), "host")
+
+
+@pytest.mark.parametrize("overlap", ["optimized", "none"])
+def test_gradients_that_lightning_drops_before_its_backward_are_not_stepped(tmp_path: Path, overlap: str) -> None:
+    """Those of a backward in `training_step`: Lightning calls `zero_grad` after it."""
+
+    class Backward(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 8)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.head(batch[0]).sum().backward()
+            return super().training_step(batch, batch_idx)
+
+    if overlap == "none":
+        compare(tmp_path, Backward, "host", strategy={"overlap": "none"})
+        return
+    with pytest.raises(RuntimeError, match="`zero_grad` drops gradients of head"):
+        fit(tmp_path, Backward(), "host")
