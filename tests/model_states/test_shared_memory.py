@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -187,12 +187,24 @@ def check(path: Path, program: Any, training: Any, places: tuple[str, ...]) -> N
         if isinstance(found, RuntimeError):
             refused = ("share memory", "modified by an inplace operation")  # the second in mixed precision
             assert isinstance(plain, RuntimeError) or any(text in str(found) for text in refused), (found, plain)
+        elif isinstance(plain, RuntimeError):
+            # Memory that is no longer the weight's: in plain torch its alias still has the weight's version counter.
+            assert "modified by an inplace operation" in str(plain), plain
         else:
             assert_same(found, plain)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, TRAININGS)
+@example(
+    {
+        "on_fit_start": [],
+        "on_train_batch_start": [],
+        "on_before_backward": [(write_tensor, 0, 0)],
+        "on_train_batch_end": [(alias, 2, 0), (assign, 2, 0)],
+    },
+    {"gradient_clip_val": None, "accumulate_grad_batches": 1, "precision": "32-true"},
+)
 def test_random_assignments(tmp_path: Path, program: Any, training: Any) -> None:
     """Parameters, and all tensors that share their memory, have the values of plain training after every statement."""
     check(tmp_path, program, training, ("host",))
