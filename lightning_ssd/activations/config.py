@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -71,7 +71,7 @@ class OffloadConfig:
         """Returns `offload` as a share of the bytes (`float`), bytes per micro-batch (`int`), or one of the words."""
         amount = OFFLOAD.parse(self.offload)
         if isinstance(amount, str):
-            return "auto" if amount == "auto" else "ssdtrain" if amount == "ssdtrain" else "none"
+            return cast(Literal["auto", "ssdtrain", "none"], amount)
         return amount
 
     def resolve(self, default_path: str | Path, processes: int = 1) -> "OffloadConfig":

@@ -33,6 +33,9 @@ FIRST_STEPS = 2
 PATIENCE = 2
 """Steps in a row in which kept tensors must be too many before the training is planned."""
 
+COMPILED = "`torch.compile` compiles a part of the training"
+"""The obstacle of trainings with compiled code."""
+
 DISTRUSTED = 4
 """Micro-batches unlike the planned ones before the training is planned again. It doubles with each plan."""
 
@@ -63,8 +66,9 @@ class LargestBatchPlanner(SwapPlanner):
 class AutoPlanner(pl.Callback):
     """Decides what `offload="auto"` does with saved tensors, from the memory of the first steps.
 
-    The first steps keep what has room and offload the rest (`OffloadExcess`), which is safe and not the fastest. After
-    two steps, or three where memory is short, the outcome is one of these:
+    In the first steps, saved tensors for which the device has room are kept and the others are offloaded
+    (`OffloadExcess`), which is safe but not the fastest choice. After two steps, or three where memory is short, the
+    outcome is one of these:
 
     - `"keep"`: all saved tensors have room, and a tenth more of them. They are kept, and saved-tensor hooks are
       disabled, so that a step is plain Lightning's, while batches are no larger than earlier ones. Hooks are enabled
@@ -73,8 +77,8 @@ class AutoPlanner(pl.Callback):
       plans which tensors are kept, offloaded and recomputed, and, with `states="auto"`, where offloaded model states
       are. Micro-batches that may need more memory than the planned one offload all saved tensors. If they are many,
       the training is planned again.
-    - `"offload"`: they have no room, and the training can't be planned, as parts of it are compiled or several
-      processes train. What has no room is offloaded, as in the first steps.
+    - `"offload"`: they have no room, and the training can't be planned, because parts of it are compiled or several
+      processes train. Saved tensors without room are offloaded, as in the first steps.
 
     A log line says which. The callback does nothing if `offload` is not `"auto"`, or if the user's callbacks profile
     the training. On a CPU there is no limit of device memory: all saved tensors are kept from the first step on.
@@ -105,8 +109,8 @@ class AutoPlanner(pl.Callback):
         """Whether saved tensors of a micro-batch of the present step had no room."""
         self._short_steps = 0
         """Steps in a row of which that is true."""
-        self._compiled = False
-        """Whether compiled code saved tensors for backward."""
+        self._obstacle: str | None = None
+        """A reason why the training can't be planned that lasts; `None`: none was found."""
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The plan's policy, while another one is in force for one micro-batch."""
@@ -171,8 +175,8 @@ class AutoPlanner(pl.Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self.planner is None and self._short and not self._compiled:
-            self._compiled = _has_compiled_nodes(loss)
+        if self.planner is None and self._short and self._obstacle is None and _has_compiled_nodes(loss):
+            self._obstacle = COMPILED
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -219,7 +223,7 @@ class AutoPlanner(pl.Callback):
     def _follow_limit(
         self, trainer: pl.Trainer, offloader: ActivationOffloader, guard: MemoryGuard, trained: tuple[bool, ...]
     ) -> None:
-        """Has the present micro-batch keep what has room, without hooks if that is everything."""
+        """Limits the saved tensors that the present micro-batch keeps, and disables hooks if all of them have room."""
         guard.begin(self._shape, trained)
         self._short |= guard.short
         decided = self._steps >= FIRST_STEPS
@@ -244,20 +248,23 @@ class AutoPlanner(pl.Callback):
             return
         if not movable and self._short_steps < (PATIENCE if self.outcome == "keep" else 1):
             return
-        obstacle = self._obstacle(trainer, pl_module)
+        obstacle = self._find_obstacle(trainer, pl_module)
         if obstacle is None:
             self._add_planner(trainer, pl_module, guard)
         elif self._short:
             self.outcome = "offload"
             self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
 
-    def _obstacle(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
-        """Returns why the training can't be planned."""
-        if self._compiled or compiled_frames() != self._frames:
-            return "`torch.compile` compiles a part of the training"
+    def _find_obstacle(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> str | None:
+        """Returns the reason why the training can't be planned; `None`: it can."""
+        if self._obstacle is None and compiled_frames() != self._frames:
+            self._obstacle = COMPILED
+        if self._obstacle is not None:
+            return self._obstacle
         if self._shape is None:
             return "batches have no tensors, by whose shapes a plan would know the batches that it is made for"
-        return obstacle_to_planning(trainer, pl_module)
+        self._obstacle = obstacle_to_planning(trainer, pl_module)
+        return self._obstacle
 
     def _add_planner(self, trainer: pl.Trainer, pl_module: pl.LightningModule, guard: MemoryGuard) -> None:
         self.outcome = "plan"

@@ -8,7 +8,7 @@ the way to the device.
 from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
 from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
 from lightning_ssd.device.cuda_events import Mark
-from lightning_ssd.device.futures import all_of, ended, error_of, finished, then
+from lightning_ssd.device.futures import all_of, ended, error_of, finished, pass_on, then
 from lightning_ssd.device.memory import (
     CUDAMemory,
     allocator_memory,
@@ -42,6 +42,7 @@ __all__ = [
     "h2d_and_release",
     "make_clock",
     "make_copy_engine",
+    "pass_on",
     "process_gpu_memory",
     "then",
     "usable_gpu_memory",

@@ -20,6 +20,14 @@ def error_of(future: "Future[Any]") -> BaseException | None:
     return CancelledError() if future.cancelled() else future.exception()
 
 
+def pass_on(done: "Future[T]", result: "Future[T]") -> None:
+    """Completes `result` with the result or error of `done`, a done future: a CancelledError if it was cancelled."""
+    if (error := error_of(done)) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(done.result())
+
+
 def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]":
     """Chains futures: calls `make` with the result of `first`; the returned future completes as the one from `make`.
 
@@ -27,15 +35,9 @@ def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]
     """
     result: Future[T] = Future()
 
-    def pass_on(future: "Future[T]") -> None:
-        if (error := error_of(future)) is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(future.result())
-
     def go(future: "Future[Any]") -> None:
         try:
-            make(future.result()).add_done_callback(pass_on)
+            make(future.result()).add_done_callback(lambda made: pass_on(made, result))
         except BaseException as error:
             result.set_exception(error)
 

@@ -90,7 +90,7 @@ class Stores:
 _NAMES = {"ordinary stores": False, "stores past the caches": True}
 
 STORES = Stores()
-"""Of this process."""
+"""The chooser of stores, shared by all steps of this process."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ssd.device import Worker, all_of, ended, error_of, finished, then
+from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
 from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Part
 from lightning_ssd.model_states.state_store import StagedState, StateStore
@@ -137,7 +137,8 @@ class OptimizerStep:
                 self._make(self.store.stage(step=True).result(), scale, "rest")
                 self._end(committed=True)
 
-            self.worker.submit(run_rest, priority=self.rest_priority).add_done_callback(lambda done: _copy(done, rest))
+            made = self.worker.submit(run_rest, priority=self.rest_priority)
+            made.add_done_callback(lambda done: pass_on(done, rest))
 
         weights = self._submit(run, [*after, self.scale])
         return weights, then(weights, lambda _: rest)
@@ -244,11 +245,3 @@ class OptimizerStep:
 
     def _has_grad(self) -> Sequence[bool]:
         return self.gradient.has_accum if self.arrived is None else self.arrived
-
-
-def _copy(done: "Future[None]", result: "Future[None]") -> None:
-    """Completes `result` as `done` was completed."""
-    if (error := error_of(done)) is not None:
-        result.set_exception(error)
-    else:
-        result.set_result(None)

@@ -68,8 +68,8 @@ def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
     host = free_host_bytes(model, hardware)
     layers = [lohan.Layer(item.flops, item.nbytes) for item in choices]
     flops = sum(layer.flops for layer in layers)
-    # Operators differ in FLOP/s. As in the paper, seconds of recomputation are taken as proportional to FLOP: the sum
-    # of the measured seconds is distributed over the FLOP.
+    # Operators differ in FLOP/s. As in the paper, each recomputation is assumed to take seconds in proportion to its
+    # FLOP, so that all of them together take the sum of the measured seconds.
     seconds = sum(item.seconds or 0.0 for item in choices)
 
     def iteration(swapped: float, recomputed: float) -> float:

@@ -1,4 +1,4 @@
-"""Saved tensors of a device that is behind the host: what is still under way when it is wanted, or dropped."""
+"""Saved tensors on a device that is behind the host: copies that are in flight when their data is needed or freed."""
 
 from collections.abc import Iterator
 from pathlib import Path

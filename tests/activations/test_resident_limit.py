@@ -30,7 +30,7 @@ def limited(memory: Allocator) -> SSDTrainAuto:
 def test_never_exceeds_the_limit_if_offloading_everything_fits(
     training: Training, room: float, speed: int, events: list[str]
 ) -> None:
-    """From the second micro-batch on: in the first one nobody knows what backward allocates."""
+    """Holds from the second micro-batch on: the memory of backward is unknown in the first one."""
     least = max(training.run(None, Allocator(), 8))
     memory = Allocator()
     memory.most = least * room

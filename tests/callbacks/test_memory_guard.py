@@ -166,7 +166,7 @@ def train_by_default(training: Training, memory: Allocator, micros: list[Micro],
 def test_never_exceeds_the_limit_if_offloading_everything_fits(
     training: Training, room: float, events: list[str], plannable: bool
 ) -> None:
-    """From the second micro-batch on: in the first one nobody knows what backward allocates.
+    """Holds from the second micro-batch on: the memory of backward is unknown in the first one.
 
     `ResidentLimit` has a tolerance. Gradients that were not allocated in the measured micro-batch may exceed the limit.
     """

@@ -32,6 +32,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.profiling import model as profiler
 from tests.support.compare import assert_same
+from tests.support.meter import Meter
 from tests.support.models import Model
 from tests.support.parity import BATCHES, SharedStorages, TinyGPT, train
 from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
@@ -497,7 +498,7 @@ def test_a_measured_peak_corrects_the_profile_whether_or_not_the_duration_is_exp
 
 
 class SlowerThanPredicted(TinyGPT):
-    """Steps take 1.3 times what was predicted for the plan when it was applied."""
+    """Each step takes 1.3 times the prediction that its plan had when it was applied."""
 
     def __init__(self, planner: SwapPlanner, time: Clock) -> None:
         super().__init__("none")
@@ -537,27 +538,18 @@ def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: C
     assert corrected.step_seconds == pytest.approx(1.3 * another.predicted, rel=0.1)
 
 
-class Fragmented:
+class Fragmented(Meter):
     """An allocator without room for an allocation of each step, while plans may use more than `enough` bytes."""
 
     def __init__(self, planner: SwapPlanner, enough: float) -> None:
+        super().__init__(most=enough, highest=0)
         self._planner = planner
-        self._enough = enough
         self._step = self._count = 0
-
-    def allocated(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 0
-
-    def reset_peak(self) -> None:
-        pass
 
     def retries(self) -> int:
         runner = self._planner.runner
         assert runner is not None and runner.hardware is not None
-        if runner.hardware.gpu_bytes > self._enough:
+        if runner.hardware.gpu_bytes > self.most:
             self._count += runner.num_steps
         return self._count
 

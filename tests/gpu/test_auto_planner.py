@@ -81,7 +81,7 @@ class See(pl.Callback):
 
 
 def fit(root: Path, strategy: str, lengths: Sequence[int], compiled: bool = False) -> tuple[list[float], See]:
-    """Trains on batches of so many tokens a sample, and returns losses and what was seen."""
+    """Trains on one batch for each length, in tokens a sample; returns losses, and records of each micro-batch."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -58,6 +58,17 @@ def test_a_planner_plans_within_the_cap(capped: torch.device, tmp_path: Path) ->
     assert first.hardware is not None and 0.9 * (CAP - FRAGMENTS) < first.hardware.gpu_bytes <= CAP - FRAGMENTS
 
 
+def train_a_step(path: Path, module: pl.LightningModule, callback: pl.Callback) -> None:
+    trainer = quiet_trainer(
+        accelerator="gpu",
+        max_steps=1,
+        strategy=SSDOffloadStrategy(tier="host"),
+        callbacks=[callback],
+        default_root_dir=path,
+    )
+    trainer.fit(module, DataLoader([torch.randn(2, 16)], batch_size=None))
+
+
 def test_states_are_offloaded_from_a_capped_gpu(capped: torch.device, tmp_path: Path) -> None:
     """AdamW's states, gradients and weights of 64M parameters take 1 GiB."""
 
@@ -72,14 +83,7 @@ def test_states_are_offloaded_from_a_capped_gpu(capped: torch.device, tmp_path: 
         def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
             offloaded.append(trainer.strategy.model_states is not None)
 
-    trainer = quiet_trainer(
-        accelerator="gpu",
-        max_steps=1,
-        strategy=SSDOffloadStrategy(tier="host"),
-        callbacks=[Look()],
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(Large(), DataLoader([torch.randn(2, 16)], batch_size=None))
+    train_a_step(tmp_path, Large(), Look())
     assert offloaded == [True]
 
 
@@ -93,14 +97,7 @@ def test_segments_expand_during_a_training_only(tmp_path: Path) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = len(torch.cuda.memory_snapshot())
-    trainer = quiet_trainer(
-        accelerator="gpu",
-        max_steps=1,
-        strategy=SSDOffloadStrategy(tier="host"),
-        callbacks=[Look()],
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(TinyGPT("none"), DataLoader([torch.randn(2, 16)], batch_size=None))
+    train_a_step(tmp_path, TinyGPT("none"), Look())
     assert sum(kinds) > 0 and len(kinds) - sum(kinds) <= before
     gc.collect()
     torch.cuda.empty_cache()

@@ -42,12 +42,16 @@ class OwnStep(Toy):
         optimizer.step()
 
 
-class Sharpness(Toy):
-    """SAM: weights are moved along the gradient, and the gradient there is the step's."""
+class Manual(Toy):
+    """Optimizes manually."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.automatic_optimization = False
+
+
+class Sharpness(Manual):
+    """SAM: weights are moved along the gradient, and the gradient there is the step's."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
@@ -67,12 +71,8 @@ class Sharpness(Toy):
         self.seen += [loss.item(), float(norm)]
 
 
-class Surgery(Toy):
+class Surgery(Manual):
     """Gradients of two losses are kept, projected and assigned; one parameter has none."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
@@ -119,12 +119,8 @@ class Hooked(Toy):
         parameter.grad.mul_(0.5)
 
 
-class Assigned(Toy):
+class Assigned(Manual):
     """Gradients are assigned before a backward that adds to them, assigned without one, and dropped before clipping."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()

@@ -124,7 +124,7 @@ class HeldSteps:
         def submitted(worker: Worker, *arguments: Any, **options: Any) -> Any:
             done = submit(worker, *arguments, **options)
             if worker._thread.name == "lightning_ssd-cpu-optimizer" and threading.current_thread() != worker._thread:
-                begun.wait(timeout=0.05)  # the worker begins what is submitted first
+                begun.wait(timeout=0.05)  # a job that may begin before later ones are submitted does so
             return done
 
         def held(step: OptimizerStep, staged: Any, scale: float, part: str = "whole") -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_ssd.model_states import buffers
 from lightning_ssd.model_states.buffers import SpareMemory, SSDBuffer
 from lightning_ssd.model_states.state_storage import make_buffer
-from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.state_store import StagedState, StateStore
 from lightning_ssd.storage import StorageError, StorageFullError
 from lightning_ssd.storage.slab import Slab
 from tests.support.faults import FaultyBackend, GatedBackend
@@ -27,7 +27,11 @@ pytestmark = pytest.mark.timeout(60)
 
 def step(store: StateStore, weights: list[Tensor]) -> None:
     """Makes a step whose new master weights are `weights`, and does not commit it."""
-    staged = store.stage(step=True).result(timeout=60)
+    step_staged(store, store.stage(step=True).result(timeout=60), weights)
+
+
+def step_staged(store: StateStore, staged: StagedState, weights: list[Tensor]) -> None:
+    """Makes the same step with values that are staged for it."""
     masters = torch.zeros(store.flat.numel)
     for item, values in zip(store.flat.slices, weights, strict=True):
         item.of(masters).copy_(values)
@@ -234,11 +238,7 @@ def test_values_are_read_after_they_were_written(tmp_path: Path) -> None:
         backend.release()
         values = staged.result(timeout=60)
         backend.hold()
-        masters = torch.zeros(layout.flat.numel)
-        for item, value in zip(layout.flat.slices, new, strict=True):
-            item.of(masters).copy_(value)
-        values.set_masters(masters)
-        store.unstage(values, changed=True, step=True)
+        step_staged(store, values, new)
         backend.wait_for_arrival()  # the write stands at the gate
         again = store.stage()
         assert not again.done() and backend.served == []
@@ -272,11 +272,7 @@ def test_a_prefetch_reads_weights_after_they_were_written(tmp_path: Path, monkey
     with open_store(tmp_path, ("ssd", "ssd"), layout, backend) as (store, scratch):
         values = store.stage(step=True).result(timeout=60)
         backend.hold()
-        masters = torch.zeros(layout.flat.numel)
-        for item, value in zip(layout.flat.slices, new, strict=True):
-            item.of(masters).copy_(value)
-        values.set_masters(masters)
-        store.unstage(values, changed=True, step=True)
+        step_staged(store, values, new)
         begun = Begun(monkeypatch)
         issued = store.prefetch_to(target, None)
         scratch.params._worker.submit(lambda: None).result(timeout=60)  # jobs that are ready have run

@@ -7,23 +7,15 @@ from hypothesis import strategies as st
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
 from lightning_ssd.activations.placement import SSDTrainAuto
+from tests.support.meter import Meter
 
 
-class Allocator:
+class Allocator(Meter):
     """Counts bytes as torch's allocator does."""
 
     def __init__(self) -> None:
-        self.most = 0.0
-        self.level = self.highest = self.highest_of_micro_batch = self.resets = 0
-
-    def limit(self) -> float:
-        return self.most
-
-    def allocated(self) -> int:
-        return self.level
-
-    def peak(self) -> int:
-        return self.highest
+        super().__init__(most=0.0, highest=0)
+        self.highest_of_micro_batch = self.resets = 0
 
     def reset_peak(self) -> None:
         self.highest = self.level
