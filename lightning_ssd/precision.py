@@ -12,21 +12,21 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import ModelStates
 
 
-def streaming_precision(precision: pl.plugins.Precision, states: ModelStates) -> pl.plugins.Precision:
+def offload_precision(precision: pl.plugins.Precision, states: ModelStates) -> pl.plugins.Precision:
     """Returns the plugin that does the same as `precision` for the gradients of `states`.
 
     Args:
         precision: the Trainer's plugin, of a class that `autocast_dtype` accepts.
         states: model states with the offloaded gradients.
     """
-    streaming: _StreamingPrecision
+    streaming: _OffloadPrecision
     if isinstance(precision, pl.plugins.MixedPrecision):
         mixed: Literal["16-mixed", "bf16-mixed"] = "bf16-mixed" if precision.precision == "bf16-mixed" else "16-mixed"
-        streaming = _StreamingMixedPrecision(mixed, precision.device, precision.scaler)
+        streaming = _OffloadMixedPrecision(mixed, precision.device, precision.scaler)
     elif isinstance(precision, pl.plugins.HalfPrecision):
-        streaming = _StreamingHalfPrecision("bf16-true")
+        streaming = _OffloadHalfPrecision("bf16-true")
     else:
-        streaming = _StreamingPrecision()
+        streaming = _OffloadPrecision()
     streaming.states = states
     return streaming
 
@@ -56,7 +56,7 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: boo
     )
 
 
-class _StreamingPrecision(pl.plugins.Precision):
+class _OffloadPrecision(pl.plugins.Precision):
     states: ModelStates
 
     @override
@@ -73,11 +73,11 @@ class _StreamingPrecision(pl.plugins.Precision):
         self.states.clip(optimizer, clip_val, "norm")
 
 
-class _StreamingHalfPrecision(_StreamingPrecision, pl.plugins.HalfPrecision):
+class _OffloadHalfPrecision(_OffloadPrecision, pl.plugins.HalfPrecision):
     pass
 
 
-class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
+class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {}  # Lightning would save it under the name of this class, where plain Lightning finds no scaler
@@ -100,11 +100,11 @@ class _StreamingMixedPrecision(_StreamingPrecision, pl.plugins.MixedPrecision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         # As in Lightning's, but that the step begins before backward, and that gradients are unscaled where they are.
         torch_optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
-        if not self.states.hold:
+        if not self.states.defer_to_user_hooks:
             self.states.begin_step(torch_optimizer)
         result = closure()
         skipped = result is None and model.automatic_optimization
-        if not skipped and self.states.hold:
+        if not skipped and self.states.defer_to_user_hooks:
             with self.states.full_grads():
                 self.scaler.unscale_(torch_optimizer)
         elif not skipped:

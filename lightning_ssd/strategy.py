@@ -31,6 +31,7 @@ from lightning_ssd.model_states import (
     bytes_on_device,
     find_replaced,
     is_sharded,
+    load_lazy,
     load_sharded,
     loading_to_meta,
     make_model_states,
@@ -43,14 +44,13 @@ from lightning_ssd.model_states import (
     save,
     save_sharded,
     steps_whole,
-    take_in,
     take_initial_values,
     zeroes_otherwise,
 )
 from lightning_ssd.out_of_memory import explain_out_of_memory
 from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_visit
-from lightning_ssd.precision import autocast_dtype, streaming_precision
+from lightning_ssd.precision import autocast_dtype, offload_precision
 from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import check_choice, parse_bytes
 from lightning_ssd.storage import Backend
@@ -227,7 +227,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._precision: pl.plugins.Precision | None = None
         """The Trainer's own plugin, while it is replaced by ours."""
         self._leaving: set[torch.nn.Parameter] = set()
-        self._unborn = MetaTensors(set(), set())
+        self._uninitialized = MetaTensors(set(), set())
         self._grouping: list[list[list[int]]] = []
         """The optimizers' parameter groups that `model_states` were made for."""
         self._setup: Setup | None = None
@@ -273,11 +273,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             materialize_on(self.model, self.root_device, self._values())
             self.model.to(self.root_device)
             return
-        self._unborn = meta_to_placeholder(self.model)
+        self._uninitialized = meta_to_placeholder(self.model)
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         self._leaving = self._parameters_to_offload(fitting=fitting)
-        held = self._leaving | self._unborn.parameters
+        held = self._leaving | self._uninitialized.parameters
         self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
         for module in self.model.modules():  # as `to` does, besides moving tensors
             if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
@@ -358,7 +358,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 gc.collect()  # optimizers of an earlier fit, in cycles with their schedulers, still own SSD space
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
             whole = self._optimizers_stepped_whole() if fitting else []
-            hold = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
+            defer_to_user_hooks = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
             self._setup = Setup(
                 config=config,
                 storage=self._budgets,
@@ -366,7 +366,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 autocast=autocast,
                 clip_norm=bool(trainer.gradient_clip_val) and algorithm == "norm",
                 clip_value=trainer.gradient_clip_val if algorithm == "value" else None,
-                hold=hold or bool(whole) or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers),
+                defer_to_user_hooks=defer_to_user_hooks
+                or bool(whole)
+                or any(zeroes_otherwise(optimizer) for optimizer in self.optimizers),
                 whole=whole,
                 settings=self._settings(trainer) if fitting and config.recover else Settings.none(),
                 start_over=self._starts_from_checkpoint,
@@ -375,7 +377,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 self.model,
                 self.optimizers if fitting else [],
                 self._leaving,
-                self._unborn,
+                self._uninitialized,
                 self.root_device,
                 self._setup,
                 given=None if user_plan is None else _placed_states(user_plan),
@@ -384,7 +386,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._has_left = True
         finally:
             self._leaving = set()
-            self._unborn = MetaTensors(set(), set())
+            self._uninitialized = MetaTensors(set(), set())
         if not fitting:
             return
         if self.states_config.recover:
@@ -432,7 +434,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model_states is not None and self._precision is not None and self._setup is not None
         self._grouping = _grouping(self.optimizers)
         self._update_wrappers()
-        self.precision_plugin = streaming_precision(self._precision, self.model_states)
+        self.precision_plugin = offload_precision(self._precision, self.model_states)
 
     def _update_wrappers(self) -> None:
         """Copies to Lightning's wrappers the optimizer attributes that model states have replaced or restored."""
@@ -574,7 +576,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         elif storage_options is None and self._owns_files(filepath) and not self._saving_is_replaced():
             self._save(checkpoint, filepath)
         else:
-            super().save_checkpoint(take_in(checkpoint), filepath, storage_options)
+            super().save_checkpoint(load_lazy(checkpoint), filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

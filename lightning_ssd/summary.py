@@ -52,7 +52,7 @@ def describe_states(states: ModelStates, module: nn.Module, device: torch.device
     for store in states.stores.values():
         layout = store.layout
         masters |= layout.whole_master or layout.split
-        offloaded.update(view.parameter for view in store.flat.slices)
+        offloaded.update(view.parameter for view in store.flat.param_views)
         of_weights, of_rest = store.tiers
         weights[of_weights] += store.flat.nbytes
         rest[of_rest] += layout.opt_state_bytes
@@ -91,7 +91,7 @@ def describe_drives(
     offloader: ActivationOffloader, states: ModelStates | None, config: OffloadConfig, default: str
 ) -> str | None:
     """Returns a clause that names the directories of the scratch files and the backend, or None without files."""
-    store = None if states is None or states.scratch is None else states.scratch.store
+    store = None if states is None or states.staging is None else states.staging.store
     if isinstance(tier := offloader.tiers.get("ssd"), SSDTierBase):
         store = tier.blobs
     if store is None:

@@ -153,9 +153,9 @@ class OffloadMonitor(pl.Callback):
 
     def _metrics(self, offloader: ActivationOffloader, states: ModelStates | None) -> dict[str, float]:
         totals = self._offloaders.add(offloader, _totals(offloader))
-        if states is not None and states.scratch is not None and (io := states.io_stats()) is not None:
+        if states is not None and states.staging is not None and (io := states.io_stats()) is not None:
             of_states = {"states_ssd_bytes_written": io.bytes_written, "states_ssd_bytes_read": io.bytes_read}
-            self._stores.add(states.scratch.store, of_states)
+            self._stores.add(states.staging.store, of_states)
         totals |= self._stores.totals
         delta = {name: total - self._last.get(name, 0.0) for name, total in totals.items()}
         self._last = totals

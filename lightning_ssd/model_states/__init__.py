@@ -5,7 +5,7 @@ from lightning_ssd.model_states.compile import is_compiled
 from lightning_ssd.model_states.config import GPU_SHARE, Setup, StatesConfig
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.journal import CommitRecord
-from lightning_ssd.model_states.lazy import LazyTensor, save, take_in
+from lightning_ssd.model_states.lazy import LazyTensor, load_lazy, save
 from lightning_ssd.model_states.loaded import Loaded, exact_value, loading_to_meta, recording_loads, take_initial_values
 from lightning_ssd.model_states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.model_states.model_states import ModelStates
@@ -50,7 +50,7 @@ __all__ = [
     "save",
     "save_sharded",
     "steps_whole",
-    "take_in",
+    "load_lazy",
     "take_initial_values",
     "meta_to_placeholder",
     "zeroes_otherwise",

@@ -49,7 +49,7 @@ class Access:
 
     Args:
         stores: stores of the flat parameters.
-        stream: prefetches their weights.
+        prefetcher: prefetches their weights.
         staged: stages their values on the host.
         begin_change: called before weights of a flat parameter change; raises RuntimeError if they may not.
         grad_of: returns a parameter's gradient as `Tensor.grad` in plain training.
@@ -61,7 +61,7 @@ class Access:
     def __init__(
         self,
         stores: Mapping[FlatParameter, StateStore],
-        stream: ParamPrefetcher,
+        prefetcher: ParamPrefetcher,
         staged: StagedFlats,
         *,
         begin_change: Callable[[FlatParameter], None],
@@ -70,7 +70,7 @@ class Access:
         add_grad: Callable[[FlatParameter, int, Tensor], None],
         watched: Callable[[], None],
     ) -> None:
-        self.stream = stream
+        self.prefetcher = prefetcher
         self.staged = staged
         self.begin_change = begin_change
         self._grad_of = grad_of
@@ -85,12 +85,12 @@ class Access:
         """Values that the running operator reads, by identity of the source, which several tensors may share."""
         self._flats = list(stores)
         # `torch.utils.swap_tensors` would replace parameters unnoticed. It refuses tensors that have weak references.
-        self._unswappable = [weakref.ref(item.parameter) for flat in stores for item in flat.slices]
+        self._unswappable = [weakref.ref(item.parameter) for flat in stores for item in flat.param_views]
 
     def open(self) -> None:
-        """Makes the parameters of the flats `OffloadedParameter` objects."""
+        """Makes the parameters of the flat parameters `OffloadedParameter` objects."""
         for flat in self._flats:
-            for index, item in enumerate(flat.slices):
+            for index, item in enumerate(flat.param_views):
                 item.parameter.__class__ = OffloadedParameter
                 assert isinstance(item.parameter, OffloadedParameter)
                 item.parameter.flat = flat
@@ -99,7 +99,7 @@ class Access:
     def close(self) -> None:
         """Makes the parameters ordinary ones, without values, which the caller restores."""
         for flat in self._flats:
-            for item in flat.slices:
+            for item in flat.param_views:
                 del item.parameter.flat, item.parameter.source  # type: ignore[attr-defined]
                 item.parameter.__class__ = nn.Parameter
 
@@ -133,20 +133,20 @@ class Access:
             with torch.no_grad():
                 weights.write(weights.read())
 
-    def begin_forward(self, flats: Iterable[FlatParameter]) -> None:
-        """Begins a forward that is given the compute weights of `flats`."""
-        for flat in flats:
+    def begin_forward(self, flat_params: Iterable[FlatParameter]) -> None:
+        """Begins a forward that is given the compute weights of `flat_params`."""
+        for flat in flat_params:
             if flat.users == 1 and not flat.mixed:
                 self._versions[flat] = flat.versions()
 
-    def end_forward(self, flats: Iterable[FlatParameter]) -> None:
-        """Adopts what the forward has written to views of the compute weights of `flats`.
+    def end_forward(self, flat_params: Iterable[FlatParameter]) -> None:
+        """Adopts what the forward has written to views of the compute weights of `flat_params`.
 
         Such views are ordinary tensors, if autograd follows them. Those that outlive the forward share memory with
         their parameters from now on; a recomputation in backward has others, which autograd unpacks and drops.
         """
         recomputing = torch._C._current_graph_task_id() != -1
-        for flat in flats:
+        for flat in flat_params:
             if flat.users or (before := self._versions.pop(flat, None)) is None:
                 continue
             with torch.inference_mode(False), torch.no_grad():
@@ -154,10 +154,10 @@ class Access:
                     if version != before[index] and flat.memory(index) is None:
                         Weights(self, flat, index).write(flat.view(index))
             if flat.aliased and not recomputing:
-                for index in range(len(flat.slices)):
+                for index in range(len(flat.param_views)):
                     if flat.memory(index) is None:
                         flat.shared[index] = SharedMemory(flat.view(index))
-                self.stream.release(flat)  # the storage is left to the views
+                self.prefetcher.evict(flat)  # the storage is left to the views
 
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.
@@ -281,7 +281,7 @@ class Access:
                 held[source.flat] = None
         before, self._bases = self._bases, {}
         try:
-            with self.stream.hold(held, record=computing):
+            with self.prefetcher.resident(held, record=computing):
                 yield {key: self._stand_in(tensor, computing, matmul) for key, tensor in found.items()}
         finally:
             self._bases = before
@@ -407,7 +407,7 @@ class Access:
         self.begin_change(source.flat)
         with torch.inference_mode(False), torch.no_grad():
             if source.aliases:
-                with self.stream.hold([] if source.whole else [source.flat], record=False):
+                with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
                     replaced = Replaced(source)
                 for alias in list(source.aliases):
                     alias.source = replaced
@@ -432,7 +432,7 @@ class Access:
         before = self._bases
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(source, Weights):
-                with self.stream.hold([] if source.whole else [source.flat], record=False):
+                with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
                     self._bases = {id(source): source.share()}
             else:
                 self._bases = {id(source): source.read()}
@@ -555,7 +555,7 @@ def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _offset(value: Tensor, base: Tensor) -> int | None:
-    """Returns the offset of `value` in `base` in bytes, or None if it is not in `base` (flats share a storage)."""
+    """Returns the offset of `value` in `base` in bytes, or None if it lies elsewhere in their storage."""
     offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)
     same = value.untyped_storage()._cdata == base.untyped_storage()._cdata
     return offset if same and 0 <= offset < max(1, base.nbytes) else None

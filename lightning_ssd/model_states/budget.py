@@ -48,7 +48,7 @@ class MemoryPlan:
     seconds: int
 
 
-def choose_places(
+def plan_memory(
     layouts: Sequence[Layout],
     states: Literal["host", "ssd", "auto"],
     budget: int | None,

@@ -219,7 +219,7 @@ class SSDBuffer(StateBuffer):
 class SpareMemory:
     """Host memory that second versions may take: those of flat parameters that are in host memory as a whole.
 
-    Threads: any; the lock guards `taken`.
+    Threads: any; the lock guards `reserved`.
 
     Args:
         nbytes: bytes that they may take together.
@@ -230,20 +230,20 @@ class SpareMemory:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.taken = 0
+        self.reserved = 0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int) -> bool:
         """Takes bytes, and returns whether there were as many."""
         with self._lock:
-            enough = self.taken + nbytes <= self.nbytes
-            self.taken += nbytes * enough
+            enough = self.reserved + nbytes <= self.nbytes
+            self.reserved += nbytes * enough
             return enough
 
-    def give_back(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Returns bytes that were taken."""
         with self._lock:
-            self.taken -= nbytes
+            self.reserved -= nbytes
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,9 @@ class StateStaging:
             pools = _make_pools(param_staging, staging, pin=pin)
             for pool in pools:
                 undo.callback(pool.close)
-            scratch = cls(store, StagedReader(pools[0], "param-reader"), StagedReader(pools[1], "state-reader"))
+            made = cls(store, StagedReader(pools[0], "param-reader"), StagedReader(pools[1], "state-reader"))
             undo.pop_all()
-        return scratch
+        return made
 
     def resize(self, param_staging: int, staging: int, *, pin: bool) -> None:
         """Replaces the memory, which is not in use, by memory of other sizes. Arguments as in `make`."""

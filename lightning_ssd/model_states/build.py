@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd.device import CopyEngine, make_copy_engine
-from lightning_ssd.model_states.budget import MemoryPlan, choose_places
+from lightning_ssd.model_states.budget import MemoryPlan, plan_memory
 from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
@@ -22,15 +22,15 @@ from lightning_ssd.model_states.gradient import GradientPool
 from lightning_ssd.model_states.grouping import (
     FLAT_ELEMENTS,
     STAGED_FLAT_ELEMENTS,
-    LaidOut,
+    FlatSpec,
     flat_groups,
-    lay_out,
-    make_flats,
+    make_flat_params,
+    make_spec,
 )
 from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.loaded import Loaded, exact_value
 from lightning_ssd.model_states.masters import MasterWeights
-from lightning_ssd.model_states.materialize import MetaTensors, born_together, materialize, materialize_buffers
+from lightning_ssd.model_states.materialize import MetaTensors, init_groups, materialize, materialize_buffers
 from lightning_ssd.model_states.model_states import ModelStates, OffloadedModel, StateBytes
 from lightning_ssd.model_states.optimizers import Groups, groups_of
 from lightning_ssd.model_states.residency import (
@@ -41,7 +41,7 @@ from lightning_ssd.model_states.residency import (
     residents_within,
 )
 from lightning_ssd.model_states.shared_memory import check_apart
-from lightning_ssd.model_states.state_storage import KilledRun, make_scratch, make_store
+from lightning_ssd.model_states.state_storage import KilledRun, make_staging, make_store
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.units import Unit, find_units
 from lightning_ssd.storage import StorageFullError
@@ -52,7 +52,7 @@ def make_model_states(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     offloaded: set[nn.Parameter],
-    unborn: MetaTensors,
+    uninitialized: MetaTensors,
     device: torch.device,
     setup: Setup,
     *,
@@ -64,11 +64,11 @@ def make_model_states(
     After an error, the parameters are whole on the CPU, and everything else is freed.
 
     Args:
-        module: the model. The parameters to offload are whole, on any device, or placeholders of `unborn`.
+        module: the model. The parameters to offload are whole, on any device, or placeholders of `uninitialized`.
         optimizers: optimizers of the model, none of which has stepped; empty if the model is only evaluated.
         offloaded: parameters to offload, as `offloaded_parameters` returns them. Parameters that require a gradient and
             are in no optimizer, or in two, are moved to the device and kept there.
-        unborn: parameters and buffers that were built on `meta`; they are initialized here.
+        uninitialized: parameters and buffers that were built on `meta`; they are initialized here.
         device: device of the model's computation.
         setup: settings of the training.
         given: tiers of each unit, if a plan has them.
@@ -91,41 +91,41 @@ def make_model_states(
         copies = make_copy_engine(device)
         undo.callback(copies.close)
         max_elements = FLAT_ELEMENTS if setup.config.states == "host" else STAGED_FLAT_ELEMENTS
-        of_units = make_flats(module, units, offloaded, groups, device, setup.autocast, max_elements)
-        flats = [flat for _, flats in of_units for flat in flats]
-        check_flats_apart(flats, device)
+        of_units = make_flat_params(module, units, offloaded, groups, device, setup.autocast, max_elements)
+        flat_params = [flat for _, flat_params in of_units for flat in flat_params]
+        check_flats_apart(flat_params, device)
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
-        laid_out = [lay_out(flat, groups, setup, two_versions=two_versions) for flat in flats]
+        specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         tiers = None
         if given is not None:
             tiers = [off_device(given[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own]
-        space = _reserve(laid_out, tiers, device, setup, recover=recover)
+        space = _reserve(specs, tiers, device, setup, recover=recover)
         recovered = space.recovered
-        if space.scratch is not None:
-            undo.callback(space.scratch.close, remove=recovered is None)
+        if space.staging is not None:
+            undo.callback(space.staging.close, remove=recovered is None)
         stores = _make_stores(space, copies, undo)
-        _fill(module, units, of_units, stores, unborn, loaded, device, recovered)
-        rules = {item.flat: item.rule for item in space.laid_out if item.rule is not None}
+        _fill(module, units, of_units, stores, uninitialized, loaded, device, recovered)
+        flat_optimizers = {item.flat: item.flat_optimizer for item in space.specs if item.flat_optimizer is not None}
         if recovered is not None:
-            for rule, kept in zip(rules.values(), recovered.rules, strict=True):
-                rule.take_over(kept)
+            for flat_optimizer, kept in zip(flat_optimizers.values(), recovered.flat_optimizers, strict=True):
+                flat_optimizer.set_extra_state(kept)
         journal: Journal | None = None
-        if recover and space.scratch is not None:
-            journal = Journal(stores, rules, space.scratch.store, setup.settings)
+        if recover and space.staging is not None:
+            journal = Journal(stores, flat_optimizers, space.staging.store, setup.settings)
             undo.callback(journal.close)
         # Parameters that are resident for other reasons have no masters: the user's optimizer steps them as they are.
         exact = {parameter: exact_value(parameter, loaded) for parameter in needs_master(resident, groups)}
         states = assemble(
             module,
             optimizers,
-            OffloadedModel(of_units, stores, rules, flat_groups(flats, groups), copies, space.scratch),
+            OffloadedModel(of_units, stores, flat_optimizers, flat_groups(flat_params, groups), copies, space.staging),
             list(exact),
             {p: value.to(p.device, torch.float32, copy=True) for p, value in exact.items() if value is not None},
-            space.places,
+            space.memory_plan,
             setup,
             undo,
             device_bytes=prefetch_bytes,
-            ssd_bytes=space.places.ssd,
+            ssd_bytes=space.memory_plan.ssd,
             spare=space.spare,
             journal=journal,
             recovered=recovered,
@@ -140,7 +140,7 @@ def assemble(
     offloaded: OffloadedModel,
     mastered: Sequence[nn.Parameter],
     masters: Mapping[nn.Parameter, Tensor],
-    places: MemoryPlan,
+    memory_plan: MemoryPlan,
     setup: Setup,
     undo: contextlib.ExitStack,
     *,
@@ -158,33 +158,33 @@ def assemble(
         offloaded: flat parameters of the model, whose stores are filled.
         mastered: parameters on the device that have master weights there.
         masters: existing master weights; the others are made from the parameters.
-        places: tiers of the flat parameters.
+        memory_plan: tiers of the flat parameters.
         setup: settings of the training.
         undo: receives callbacks that free the objects made here.
         device_bytes: budget of device memory for prefetched weights, bytes.
         ssd_bytes: allocated scratch space, bytes.
-        spare: host memory for second versions that `places` does not count.
+        spare: host memory for second versions that `memory_plan` does not count.
         journal: as in `ModelStates`.
         recovered: as in `ModelStates`.
     """
     weights = MasterWeights(mastered, optimizers, masters)
     undo.callback(weights.close)
     pool: GradientPool | None = None
-    if setup.shares_gradients and places.ssd and places.gradients:
-        pool = GradientPool(places.gradients, pin=offloaded.copies.device.type == "cuda")
+    if setup.shares_gradients and memory_plan.ssd and memory_plan.gradients:
+        pool = GradientPool(memory_plan.gradients, pin=offloaded.copies.device.type == "cuda")
         undo.callback(pool.close)
     if setup.lazy_seconds:
         for store in offloaded.stores.values():
             store.spare = spare
-    nbytes = StateBytes(device_bytes, places.host, spare, ssd_bytes)
+    nbytes = StateBytes(device_bytes, memory_plan.host, spare, ssd_bytes)
     return ModelStates(module, offloaded, weights, pool, setup.terms, nbytes, journal=journal, recovered=recovered)
 
 
 def check_flats_apart(
-    flats: Iterable[FlatParameter], device: torch.device, *, known: Container[nn.Parameter] = ()
+    flat_params: Iterable[FlatParameter], device: torch.device, *, known: Container[nn.Parameter] = ()
 ) -> None:
     """Raises an error if parameters of flat parameters share memory. Parameters in `known` are not checked again."""
-    items = (item for flat in flats for item in flat.slices if item.parameter not in known)
+    items = (item for flat in flat_params for item in flat.param_views if item.parameter not in known)
     check_apart(((item.name, item.parameter) for item in items), device)
 
 
@@ -203,9 +203,13 @@ def _choose_residents(
     budget = config.budget(device)
     if given is not None:
         host_alone = setup.storage.tier == "host"
-        return planned_residents(given, units, offloaded, hold=setup.hold, host_alone=host_alone), budget
+        return planned_residents(
+            given, units, offloaded, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
+        ), budget
     if config.states == "auto" and config.gpu_memory != "auto" and not recover:
-        resident, taken = residents_within(units, offloaded, groups, budget, setup.autocast, hold=setup.hold)
+        resident, taken = residents_within(
+            units, offloaded, groups, budget, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
+        )
         return resident, budget - taken
     return set(), budget
 
@@ -215,22 +219,22 @@ class _Space:
     """Flat parameters, their tiers, and the scratch space for them.
 
     Attributes:
-        laid_out: the flat parameters.
-        places: tiers of the flat parameters.
-        scratch: scratch space of the flat parameters on SSDs.
-        spare: host memory for second versions that `places` does not count.
+        specs: the flat parameters.
+        memory_plan: tiers of the flat parameters.
+        staging: scratch space of the flat parameters on SSDs.
+        spare: host memory for second versions that `memory_plan` does not count.
         recovered: record of the killed run whose files the scratch space has adopted.
     """
 
-    laid_out: Sequence[LaidOut]
-    places: MemoryPlan
+    specs: Sequence[FlatSpec]
+    memory_plan: MemoryPlan
     spare: SpareMemory
-    scratch: StateStaging | None
+    staging: StateStaging | None
     recovered: CommitRecord | None
 
 
 def _reserve(
-    laid_out: Sequence[LaidOut],
+    specs: Sequence[FlatSpec],
     tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None,
     device: torch.device,
     setup: Setup,
@@ -243,28 +247,28 @@ def _reserve(
     """
     killed = None
     if recover:
-        killed = KilledRun([item.layout for item in laid_out], setup.settings, start_over=setup.start_over)
+        killed = KilledRun([item.layout for item in specs], setup.settings, start_over=setup.start_over)
 
-    def attempt(laid_out: Sequence[LaidOut]) -> _Space:
+    def attempt(specs: Sequence[FlatSpec]) -> _Space:
         budget = setup.host_budget()
-        places = choose_places(
-            [item.layout for item in laid_out],
+        memory_plan = plan_memory(
+            [item.layout for item in specs],
             "ssd" if recover else setup.kind,
             budget,
             shared=setup.shares_gradients,
             given=tiers,
             lazy_seconds=setup.lazy_seconds,
         )
-        spare = setup.spare_memory(places, budget)
-        scratch = make_scratch(places, setup.storage, setup.default_path, device, killed=killed)
-        return _Space(laid_out, places, spare, scratch, None if killed is None else killed.record)
+        spare = setup.spare_memory(memory_plan, budget)
+        staging = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=killed)
+        return _Space(specs, memory_plan, spare, staging, None if killed is None else killed.record)
 
     try:
-        return attempt(laid_out)
+        return attempt(specs)
     except (ValueError, StorageFullError):
-        if recover or setup.config.clip == "speculative" or all(item.layout.versions == 1 for item in laid_out):
+        if recover or setup.config.clip == "speculative" or all(item.layout.versions == 1 for item in specs):
             raise
-    return attempt([replace(item, layout=replace(item.layout, versions=1)) for item in laid_out])
+    return attempt([replace(item, layout=replace(item.layout, versions=1)) for item in specs])
 
 
 def _make_stores(space: _Space, copies: CopyEngine, undo: contextlib.ExitStack) -> dict[FlatParameter, StateStore]:
@@ -272,9 +276,9 @@ def _make_stores(space: _Space, copies: CopyEngine, undo: contextlib.ExitStack) 
     blobs = None if space.recovered is None else iter(space.recovered.kept.blobs)
     stores: dict[FlatParameter, StateStore] = {}
     for item, of_weights, of_opt_state in zip(
-        space.laid_out, space.places.weights, space.places.opt_state, strict=True
+        space.specs, space.memory_plan.weights, space.memory_plan.opt_state, strict=True
     ):
-        store = make_store(item.layout, (of_weights, of_opt_state), space.scratch, copies, undo, blobs=blobs)
+        store = make_store(item.layout, (of_weights, of_opt_state), space.staging, copies, undo, blobs=blobs)
         stores[item.flat] = store
         undo.callback(store.restore_to_cpu)
     return stores
@@ -285,7 +289,7 @@ def _fill(
     units: Sequence[Unit],
     of_units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]],
     stores: Mapping[FlatParameter, StateStore],
-    unborn: MetaTensors,
+    uninitialized: MetaTensors,
     loaded: Loaded,
     device: torch.device,
     recovered: CommitRecord | None,
@@ -295,10 +299,10 @@ def _fill(
     Units are initialized one after the other (units that share modules together), so that host memory need not have
     room for the whole model.
     """
-    versions = {} if recovered is None else dict(zip(stores, recovered.slots, strict=True))
-    offloaded = {item.parameter for flat in stores for item in flat.slices}
-    for together in born_together(module, units):
-        materialize(module, [units[index] for index in together], unborn, device, loaded)
+    versions = {} if recovered is None else dict(zip(stores, recovered.versions, strict=True))
+    offloaded = {item.parameter for flat in stores for item in flat.param_views}
+    for together in init_groups(module, units):
+        materialize(module, [units[index] for index in together], uninitialized, device, loaded)
         for index in together:
             for _, parameter in units[index].parameters:
                 if parameter not in offloaded:
@@ -308,4 +312,4 @@ def _fill(
                     stores[flat].adopt(versions[flat])
                 else:
                     stores[flat].fill(loaded)
-    materialize_buffers(module, unborn)
+    materialize_buffers(module, uninitialized)

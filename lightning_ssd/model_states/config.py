@@ -109,7 +109,7 @@ class Setup:
         autocast: dtype of matrix products under autocast; None: without autocast.
         clip_norm: whether gradients are clipped by their norm.
         clip_value: as in `StepTerms`.
-        hold: as in `StepTerms`.
+        defer_to_user_hooks: as in `StepTerms`.
         settings: settings of the training, if it is recorded.
         start_over: whether training starts from a checkpoint although a killed run has left a record.
         whole: as in `StepTerms`.
@@ -121,7 +121,7 @@ class Setup:
     autocast: torch.dtype | None
     clip_norm: bool
     clip_value: float | None
-    hold: bool
+    defer_to_user_hooks: bool
     settings: Settings = field(default_factory=Settings.none)
     start_over: bool = False
     whole: Sequence[Optimizer] = ()
@@ -135,7 +135,7 @@ class Setup:
             clip_value=self.clip_value,
             loss_scaled=self.loss_scaled,
             clip=self.config.clip,
-            hold=self.hold,
+            defer_to_user_hooks=self.defer_to_user_hooks,
             whole=self.whole,
         )
 
@@ -152,7 +152,7 @@ class Setup:
     @property
     def shares_gradients(self) -> bool:
         """Whether gradients may share host memory. If steps wait for all gradients, each needs memory of its own."""
-        return not self.needs_norm and not self.hold and self.config.overlap == "optimized"
+        return not self.needs_norm and not self.defer_to_user_hooks and self.config.overlap == "optimized"
 
     @property
     def kind(self) -> Literal["host", "ssd", "auto"]:
@@ -164,17 +164,19 @@ class Setup:
 
     @property
     def lazy_seconds(self) -> bool:
-        """As in `choose_places`: with "auto", steps that are not speculated need no second version."""
+        """As in `plan_memory`: with "auto", steps that are not speculated need no second version."""
         return self.config.clip == "auto"
 
-    def spare_memory(self, places: MemoryPlan, budget: int | None) -> SpareMemory:
+    def spare_memory(self, memory_plan: MemoryPlan, budget: int | None) -> SpareMemory:
         """Returns the host memory for second versions that a memory plan leaves unused.
 
         Args:
-            places: the memory plan.
+            memory_plan: the memory plan.
             budget: result of `host_budget` before the plan's memory was allocated.
         """
-        return SpareMemory(max(0, min(places.seconds, (usable_memory() if budget is None else budget) - places.host)))
+        return SpareMemory(
+            max(0, min(memory_plan.seconds, (usable_memory() if budget is None else budget) - memory_plan.host))
+        )
 
     def host_budget(self) -> int | None:
         """Returns the bytes of host memory for model states; None: unlimited."""

@@ -80,14 +80,14 @@ class FlatParameter:
         self.name = name
         self.dtype = dtype
         self.device = device
-        self.slices: list[ParamView] = []
+        self.param_views: list[ParamView] = []
         self.numel = 0
         for qualified_name, parameter in parameters:
             shape, stride = parameter.shape, _dense_stride(parameter)
-            self.slices.append(ParamView(qualified_name, parameter, self.numel, parameter.dtype, shape, stride))
+            self.param_views.append(ParamView(qualified_name, parameter, self.numel, parameter.dtype, shape, stride))
             self.numel += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
         self.nbytes = self.numel * dtype.itemsize
-        self.mixed = any(item.dtype != dtype for item in self.slices)
+        self.mixed = any(item.dtype != dtype for item in self.param_views)
         """Whether a parameter had another dtype than the compute weights when the model was built."""
         self.attached = False
         """Whether the parameters are views of the flat parameter."""
@@ -99,9 +99,9 @@ class FlatParameter:
         """Whether the parameters are temporarily plain tensors (`whole_weights`, `load_state_dict`)."""
         self.shared: dict[int, SharedMemory] = {}
         """Memory that user code may share with parameters, by index of the parameter."""
-        self.fetch: Callable[[], None] = self.refuse_fetch
+        self.unshard: Callable[[], None] = self.refuse_unshard
         """Makes the flat resident for backward or for an operator; set by the owner of the flat."""
-        self._starts = [item.start for item in self.slices]
+        self._starts = [item.start for item in self.param_views]
         self._make_storage()
 
     def allocate(self) -> Tensor:
@@ -110,7 +110,7 @@ class FlatParameter:
         self.resident = True
         return self._bytes
 
-    def release(self) -> None:
+    def evict(self) -> None:
         """Frees the storage's memory. Kernels on the compute stream that still read it run before its next owner's."""
         self.resident = False
         if not self.aliased:
@@ -124,18 +124,18 @@ class FlatParameter:
     @property
     def aliased(self) -> bool:
         """Whether a tensor of other code refers to the storage."""
-        own = self._references + (len(self.slices) if self.attached else 0)
+        own = self._references + (len(self.param_views) if self.attached else 0)
         return torch._C._storage_Use_Count(self._storage._cdata) > own
 
     def versions(self) -> list[int]:
         """Returns the version counters of the parameters, which their views share."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [item.parameter._version for item in self.slices]
+            return [item.parameter._version for item in self.param_views]
 
     def attach(self) -> None:
         """Makes the parameters views of the flat parameter."""
         with torch._C.DisableTorchFunctionSubclass():
-            for item, view in zip(self.slices, self._views, strict=True):
+            for item, view in zip(self.param_views, self._views, strict=True):
                 item.parameter.data = view
         self.attached = True
 
@@ -144,8 +144,8 @@ class FlatParameter:
 
         Memory of the parameters that tensors of user code still reference becomes shared memory.
         """
-        memories = {index: SharedMemory(item.parameter) for index, item in enumerate(self.slices)}
-        before = {index: item.parameter.device for index, item in enumerate(self.slices)}
+        memories = {index: SharedMemory(item.parameter) for index, item in enumerate(self.param_views)}
+        before = {index: item.parameter.device for index, item in enumerate(self.param_views)}
         self.attach()
         self.shared = {
             index: memory for index, memory in memories.items() if before[index] == self.device and memory.referenced
@@ -176,7 +176,7 @@ class FlatParameter:
         # Dispatch modes of user code must not see these operators, nor inference mode make tensors of inference.
         with torch._C._DisableTorchDispatch(), torch.inference_mode(False):
             weights = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            self._views = [item.of(weights) for item in self.slices]
+            self._views = [item.of(weights) for item in self.param_views]
             self._storage = weights.untyped_storage()
             self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self._storage)
             del weights
@@ -185,7 +185,7 @@ class FlatParameter:
         self._storage.resize_(0)
         mark_offloaded(self._storage, self)
 
-    def refuse_fetch(self) -> None:
+    def refuse_unshard(self) -> None:
         """Raises RuntimeError, because the training of the flat parameter has ended."""
         raise RuntimeError(
             f"backward wants the weights of {self.name} after the training that they were offloaded in has ended. Call "
@@ -207,13 +207,13 @@ class _SavedView(SavedWeight):
         self._stride = tensor.stride()
         # The parameter's version: tensors that share its memory need not share its counter (`.data`).
         with torch._C.DisableTorchFunctionSubclass():
-            self._version = flat.slices[index].parameter._version
+            self._version = flat.param_views[index].parameter._version
 
     def load(self) -> Tensor:
         flat = self._flat
-        flat.fetch()
+        flat.unshard()
         with torch._C.DisableTorchFunctionSubclass():
-            check_version(flat.slices[self._index].parameter, self._version, self._dtype, self._size)
+            check_version(flat.param_views[self._index].parameter, self._version, self._dtype, self._size)
         return flat.load(self._dtype, self._offset, self._size, self._stride)
 
 
@@ -228,7 +228,7 @@ class _SavedWhole(SavedWeight):
         self._version = parameter._version
 
     def load(self) -> Tensor:
-        self._flat.fetch()  # refuses weights whose step has begun
+        self._flat.unshard()  # refuses weights whose step has begun
         check_version(self._parameter, self._version, self._parameter.dtype, self._parameter.size())
         return self._parameter.source.values(self._parameter)  # type: ignore[attr-defined,no-any-return]
 

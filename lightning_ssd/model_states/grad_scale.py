@@ -71,13 +71,14 @@ class GradScaleDecision:
         self._speculated = 1.0
         self._miss_rate = 1.0  # the scale of the first steps is seldom the speculated one
 
-    def begin(self, *, hold: bool) -> None:
+    def begin(self, *, defer_to_user_hooks: bool) -> None:
         """Begins a step.
 
         Args:
-            hold: gradients are clipped and unscaled in `Tensor.grad`, before any job begins: the scale is 1.
+            defer_to_user_hooks: whether gradients are clipped and unscaled in `Tensor.grad`, before any job begins. The
+                scale is 1 then.
         """
-        self._decided = not self.needs_norm or hold
+        self._decided = not self.needs_norm or defer_to_user_hooks
         self.scale = finished(1.0) if self._decided else Future()
 
     @property

@@ -104,12 +104,12 @@ class Gradient:
             self._use(slab.tensor, slab.close)
         self.accum: Tensor | None = None
         self.consumed: Future[None] = finished(None)
-        self.arrived = [False] * len(flat.slices)
+        self.arrived = [False] * len(flat.param_views)
         self.num_arrived = 0
-        self.has_accum = [False] * len(flat.slices)
+        self.has_accum = [False] * len(flat.param_views)
         self.accumulating = False
         self.mark: Mark = None
-        self.states = [GradientState.NONE] * len(flat.slices)
+        self.states = [GradientState.NONE] * len(flat.param_views)
         self.kept = False
         self.assigned: dict[int, Tensor] = {}
 
@@ -135,7 +135,7 @@ class Gradient:
         if self.assigned:
             self.consumed.result()
             for index, gradient in self.assigned.items():
-                self._flat.slices[index].of(self.accumulated()).copy_(gradient.detach())
+                self._flat.param_views[index].of(self.accumulated()).copy_(gradient.detach())
                 self.has_accum[index] = True
             self.assigned.clear()
             self.accumulating = True
@@ -154,14 +154,14 @@ class Gradient:
 
     def target(self, index: int) -> Tensor:
         """Returns the bytes of `host_grad` that the gradient of parameter `index` is copied to."""
-        item = self._flat.slices[index]
+        item = self._flat.param_views[index]
         size = self._flat.dtype.itemsize
         return self._bytes[item.start * size : (item.start + item.numel) * size]
 
     def add(self, arrived: list[bool]) -> None:
         """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""
         whole = self.accumulated()
-        for index, item in enumerate(self._flat.slices):
+        for index, item in enumerate(self._flat.param_views):
             if arrived[index]:
                 accum, gradient = item.of(whole), item.of(self.host_grad)
                 if self.has_accum[index]:

@@ -29,7 +29,7 @@ class GradientSource(Source):
         self._gradients = gradients
         self._flat = flat
         self._index = index
-        self.item: ParamView = flat.slices[index]
+        self.item: ParamView = flat.param_views[index]
         self.name = f"the gradient of {self.item.name}"
         self.own: Tensor | None = None
         self.view: weakref.ref[OffloadedView] | None = None
@@ -97,7 +97,7 @@ class GradientAccess:
 
     def get(self, flat: FlatParameter, index: int) -> Tensor | None:
         """Returns the gradient of a parameter, as `Tensor.grad` does."""
-        own: Tensor | None = flat.slices[index].parameter.grad
+        own: Tensor | None = flat.param_views[index].parameter.grad
         if own is not None or self._hidden or flat not in self._gradients:
             return own
         gradient = self._gradients[flat]
@@ -121,7 +121,7 @@ class GradientAccess:
         Raises:
             RuntimeError: its shape, dtype or device is not the parameter's.
         """
-        item = flat.slices[index]
+        item = flat.param_views[index]
         if flat not in self._gradients:
             item.parameter.grad = values
             return
@@ -153,11 +153,11 @@ class GradientAccess:
         """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights."""
         gradient = self._gradients.get(flat)
         if gradient is None:
-            raise RuntimeError(f"{flat.slices[index].name} has a gradient, and is in no optimizer.")
+            raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
         self._resume_accumulation(flat, index)
         self._accumulate_arrived(flat)
         gradient.fold()
-        accum = flat.slices[index].of(gradient.accumulated())
+        accum = flat.param_views[index].of(gradient.accumulated())
         if gradient.has_accum[index]:
             accum.add_(values.detach().to("cpu"))
         else:
@@ -187,8 +187,8 @@ class GradientAccess:
         gradient = self._gradients[flat]
         if gradient.states[index] is GradientState.STEPPED and not gradient.kept:
             raise RuntimeError(
-                f"the gradient of {flat.slices[index].name} was used by its optimizer step, which runs as soon as the "
-                "gradient is complete, and is gone. Read or change it in `on_after_backward` or "
+                f"the gradient of {flat.param_views[index].name} was used by its optimizer step, which runs as soon as "
+                "the gradient is complete, and is gone. Read or change it in `on_after_backward` or "
                 "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
             )
 
@@ -206,7 +206,7 @@ class GradientAccess:
             if not none and present:
                 gradient.consumed.result()
                 for index in present:
-                    flat.slices[index].of(gradient.accumulated()).zero_()
+                    flat.param_views[index].of(gradient.accumulated()).zero_()
                     gradient.has_accum[index] = True
                     gradient.states[index] = GradientState.PRESENT
                     self.changed(flat, index)

@@ -112,7 +112,7 @@ class GradientOffloader:
 
     def complete(self, flat: FlatParameter) -> bool:
         """Returns True if the running backward is known to accumulate no further gradient of `flat`."""
-        if self._gradients[flat].num_arrived != len(flat.slices):  # most calls: one for each gradient
+        if self._gradients[flat].num_arrived != len(flat.param_views):  # most calls: one for each gradient
             return False
         required = _requires_grad(flat)
         # Backward may need the weights of a parameter that was frozen since the forward, until its end.
@@ -122,7 +122,7 @@ class GradientOffloader:
             return self._expected[flat, required] == sum(required)
         # In the first backward, the end of backward decides; with a shared pool that would be too late. A weight that
         # one forward of its unit uses gets one gradient.
-        return self._pool is not None and self._prefetcher.entered_once(flat)
+        return self._pool is not None and self._prefetcher.has_one_forward(flat)
 
     def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
         """Computes the norm of a new gradient, or whether it is finite, on the device, for the scale decision.
@@ -141,7 +141,7 @@ class GradientOffloader:
     def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
         """Copies a gradient to the host. The compute stream waits for older copies above `MAX_IN_FLIGHT_BYTES`."""
         gradient = self._gradients[flat]
-        data = flat.slices[index].flatten(grad.detach()).view(torch.uint8)
+        data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
         gradient.mark = self._copies.d2h(data, gradient.target(index), self._copies.mark(), awaited=True)
         self.keep_alive(data, gradient.mark)
         while self._in_flight_bytes > self.MAX_IN_FLIGHT_BYTES and len(self._in_flight) > 1:
@@ -177,12 +177,12 @@ class GradientOffloader:
             return
         if not gradient.kept:
             raise RuntimeError(
-                f"a gradient of {flat.slices[index].name} is added to the one that the last step has used, which is "
-                "gone. Call `optimizer.zero_grad()` between a step and the next backward."
+                f"a gradient of {flat.param_views[index].name} is added to the one that the last step has used, "
+                "which is gone. Call `optimizer.zero_grad()` between a step and the next backward."
             )
         if self._recorded:
             raise RuntimeError(
-                f"a gradient of {flat.slices[index].name} is added to the one that the last step has used, which "
+                f"a gradient of {flat.param_views[index].name} is added to the one that the last step has used, which "
                 "`recover=True` does not record. Call `optimizer.zero_grad()` between a step and the next backward, or "
                 "set `recover=False`."
             )
@@ -198,13 +198,13 @@ class GradientOffloader:
             `Gradient.consumed`, done when they are in `Gradient.accum` and their norms are known.
         """
         gradient = self._gradients[flat]
-        arrived, gradient.arrived = gradient.arrived, [False] * len(flat.slices)
+        arrived, gradient.arrived = gradient.arrived, [False] * len(flat.param_views)
         norms = self.norms if self._decision.needs_norm else None
 
         def run() -> None:  # on the worker's thread
             gradient.add(arrived)
             if norms is not None:
-                for index in range(len(flat.slices)):
+                for index in range(len(flat.param_views)):
                     _measure_accumulated(gradient, flat, index, norms)
 
         gradient.accumulating = True
@@ -223,10 +223,10 @@ class GradientOffloader:
             return
         gradient = self._gradients[flat]
         gradient.fold()
-        self.norms.pop(flat.slices[index].parameter, None)
+        self.norms.pop(flat.param_views[index].parameter, None)
         _measure_accumulated(gradient, flat, index, self.norms)
 
-    def take_waited(self) -> float:
+    def pop_waited(self) -> float:
         """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""
         waited, self._waited = self._waited, 0.0
         return waited
@@ -247,7 +247,7 @@ class GradientOffloader:
         gradient = self._gradients[flat]
         if gradient.accumulating:
             return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
-        arrived, gradient.arrived = gradient.arrived, [False] * len(flat.slices)
+        arrived, gradient.arrived = gradient.arrived, [False] * len(flat.param_views)
         return self._on_host(gradient), arrived
 
     @contextlib.contextmanager
@@ -259,7 +259,7 @@ class GradientOffloader:
         parameters = [
             (item, gradient, index)
             for flat, gradient in self._gradients.items()
-            for index, item in enumerate(flat.slices)
+            for index, item in enumerate(flat.param_views)
         ]
         for gradient in self._gradients.values():
             gradient.fold()
@@ -295,11 +295,11 @@ class GradientOffloader:
 def _measure_accumulated(
     gradient: Gradient, flat: FlatParameter, index: int, norms: dict[nn.Parameter, Tensor]
 ) -> None:
-    item = flat.slices[index]
+    item = flat.param_views[index]
     if gradient.has_accum[index]:
         norms[item.parameter] = torch._foreach_norm([item.of(gradient.accumulated())])[0]
 
 
 def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(item.parameter.requires_grad for item in flat.slices)
+        return tuple(item.parameter.requires_grad for item in flat.param_views)

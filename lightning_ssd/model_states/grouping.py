@@ -20,7 +20,7 @@ STAGED_FLAT_ELEMENTS = 2**24
 """`FLAT_ELEMENTS` for flat parameters that may be on SSDs, smaller because staging memory holds several at once."""
 
 
-def make_flats(
+def make_flat_params(
     module: nn.Module,
     units: Sequence[Unit],
     offloaded: set[nn.Parameter],
@@ -50,31 +50,31 @@ def make_flats(
                 # Frozen parameters are separate: backward may need them while a step of the others runs.
                 kind = dtypes[parameter], id(optimizer), number, parameter.requires_grad
                 members.setdefault(kind, []).append((name, parameter))
-        flats: list[FlatParameter] = []
+        flat_params: list[FlatParameter] = []
         for chosen in members.values():
             for part in _parts(chosen, max_elements):
-                name = unit.name if not flats else f"{unit.name} (part {len(flats) + 1})"
-                flats.append(FlatParameter(name, part, dtypes[part[0][1]], device))
-        of_units.append((unit.modules, flats))
+                name = unit.name if not flat_params else f"{unit.name} (part {len(flat_params) + 1})"
+                flat_params.append(FlatParameter(name, part, dtypes[part[0][1]], device))
+        of_units.append((unit.modules, flat_params))
     return of_units
 
 
-def flat_groups(flats: Iterable[FlatParameter], groups: Groups) -> dict[FlatParameter, tuple[Optimizer, int]]:
+def flat_groups(flat_params: Iterable[FlatParameter], groups: Groups) -> dict[FlatParameter, tuple[Optimizer, int]]:
     """Returns the optimizer and group index of the flat parameters that are stepped."""
-    return {flat: groups[first] for flat in flats if (first := flat.slices[0].parameter) in groups}
+    return {flat: groups[first] for flat in flat_params if (first := flat.param_views[0].parameter) in groups}
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class FlatSpec:
     """A flat parameter, how its values lie in memory, and how it is stepped.
 
     Attributes:
         layout: layout of the flat parameter's values.
-        rule: its optimizer; None: it is not stepped.
+        flat_optimizer: its optimizer; None: it is not stepped.
     """
 
     layout: Layout
-    rule: FlatOptimizer | None
+    flat_optimizer: FlatOptimizer | None
 
     @property
     def flat(self) -> FlatParameter:
@@ -82,7 +82,7 @@ class LaidOut:
         return self.layout.flat
 
 
-def lay_out(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions: bool) -> LaidOut:
+def make_spec(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions: bool) -> FlatSpec:
     """Returns the layout and the optimizer of a new flat parameter.
 
     Args:
@@ -94,19 +94,22 @@ def lay_out(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions: 
     Raises:
         ValueError: `recover=True` can't record its optimizer.
     """
-    group = groups.get(flat.slices[0].parameter)
-    rule = None if group is None else make_flat_optimizer(group[0], flat, setup.whole)
-    names = () if rule is None or group is None else rule.state_names(group[0].param_groups[group[1]])
+    group = groups.get(flat.param_views[0].parameter)
+    flat_optimizer = None if group is None else make_flat_optimizer(group[0], flat, setup.whole)
+    names = (
+        () if flat_optimizer is None or group is None else flat_optimizer.state_names(group[0].param_groups[group[1]])
+    )
     split = setup.config.state_format == "split" and flat.dtype == torch.bfloat16
-    elementwise = isinstance(rule, ElementwiseOptimizer)
-    if setup.config.recover and rule is not None and not elementwise:
+    elementwise = isinstance(flat_optimizer, ElementwiseOptimizer)
+    if setup.config.recover and flat_optimizer is not None and not elementwise:
         assert group is not None
         raise ValueError(
             f"`recover=True` needs optimizer states that are on SSDs, and those of {type(group[0]).__name__} are in "
             "memory. Take AdamW, Adam or SGD, or set `recover=False`."
         )
-    return LaidOut(
-        Layout(flat, split, names, rule is not None, versions=2 if two_versions and elementwise else 1), rule
+    return FlatSpec(
+        Layout(flat, split, names, flat_optimizer is not None, versions=2 if two_versions and elementwise else 1),
+        flat_optimizer,
     )
 
 

@@ -32,8 +32,8 @@ class CommitRecord:
     Attributes:
         identity: description of the flat parameters, which the next run must share.
         kept: files and blobs that the next run's scratch space adopts.
-        slots: number of the committed version of each flat parameter.
-        rules: for each flat parameter that is stepped, the state that its optimizer has in memory.
+        versions: number of the committed version of each flat parameter.
+        flat_optimizers: for each flat parameter that is stepped, the state that its optimizer has in memory.
         settings: settings of the training, which the next run must share.
         rest: all other state of the training, with tensors on the CPU.
         file: path of the record's file, for messages.
@@ -41,8 +41,8 @@ class CommitRecord:
 
     identity: object
     kept: Kept
-    slots: Sequence[int]
-    rules: Sequence[object]
+    versions: Sequence[int]
+    flat_optimizers: Sequence[object]
     settings: Settings
     rest: Mapping[str, Any]
     file: str
@@ -163,7 +163,7 @@ def identity_of(layouts: Sequence[Layout]) -> object:
             layout.split,
             list(layout.state_names),
             layout.versions,
-            [[item.name, item.start, list(item.parameter.shape)] for item in layout.flat.slices],
+            [[item.name, item.start, list(item.parameter.shape)] for item in layout.flat.param_views],
         ]
         for layout in layouts
     ]
@@ -179,7 +179,7 @@ class Journal:
 
     Args:
         stores: stores of all flat parameters, on SSDs; not owned.
-        rules: optimizers of the flat parameters that are stepped.
+        flat_optimizers: optimizers of the flat parameters that are stepped.
         blob_store: scratch space of the stores.
         settings: settings of the training.
     """
@@ -187,12 +187,12 @@ class Journal:
     def __init__(
         self,
         stores: Mapping[FlatParameter, StateStore],
-        rules: Mapping[FlatParameter, FlatOptimizer],
+        flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
         blob_store: BlobStore,
         settings: Settings,
     ) -> None:
         self._stores = stores
-        self._rules = rules
+        self._flat_optimizers = flat_optimizers
         self._blob_store = blob_store
         self._settings = settings
         self._worker = Worker("journal")
@@ -215,7 +215,7 @@ class Journal:
                 "identity": identity_of([store.layout for store in stores]),
                 "kept": _kept_as_data(self._blob_store.kept([blob for store in stores for blob in store.blobs()])),
                 "slots": [store.version for store in stores],
-                "rules": [rule.kept() for rule in self._rules.values()],
+                "rules": [flat_optimizer.get_extra_state() for flat_optimizer in self._flat_optimizers.values()],
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
             }
             self._replace(to_bytes({"journal": encode(own, "the journal"), "training": rest()}))

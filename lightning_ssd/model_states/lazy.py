@@ -37,7 +37,7 @@ class LazyTensor(Tensor):
         tensor._read = read
         return tensor
 
-    def take_in(self) -> Tensor:
+    def load(self) -> Tensor:
         """Reads the values unless they were read before, and returns an ordinary tensor over them."""
         with torch._C.DisableTorchFunctionSubclass():
             plain = self.as_subclass(Tensor)
@@ -48,7 +48,7 @@ class LazyTensor(Tensor):
 
     def values(self) -> Tensor:
         """Returns the values without storing them in the tensor."""
-        return self.take_in() if self._read is None else self._read()
+        return self.load() if self._read is None else self._read()
 
     @classmethod
     def __torch_function__(
@@ -59,7 +59,7 @@ class LazyTensor(Tensor):
         if shown in _CONVERSIONS and _changes_nothing(*args, **(kwargs or {})):
             return args[0]
         if shown not in _SHAPES:
-            args, kwargs = apply_to_collection((args, dict(kwargs or {})), LazyTensor, LazyTensor.take_in)
+            args, kwargs = apply_to_collection((args, dict(kwargs or {})), LazyTensor, LazyTensor.load)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -105,7 +105,7 @@ class LazyTensors:
             key: identity of the values. In one `making` context, equal keys give the same tensor, so that tied weights
                 are in a file once.
             like: a tensor of the same shape and dtype.
-            read: returns the values, until `take_in` has read them.
+            read: returns the values, until `load` has read them.
         """
         if (made := self._made.get(key)) is not None:
             return made
@@ -114,16 +114,16 @@ class LazyTensors:
         self._made[key] = tensor
         return tensor
 
-    def take_in(self) -> None:
+    def load_all(self) -> None:
         """Reads the values of all lazy tensors, before the stored values change."""
         for tensor in list(self._alive):
-            tensor.take_in()
+            tensor.load()
         self._alive.clear()
 
 
-def take_in(checkpoint: Any) -> Any:
+def load_lazy(checkpoint: Any) -> Any:
     """Returns `checkpoint` with ordinary tensors for the lazy ones."""
-    return apply_to_collection(checkpoint, LazyTensor, LazyTensor.take_in)
+    return apply_to_collection(checkpoint, LazyTensor, LazyTensor.load)
 
 
 def save(checkpoint: Any, path: str | Path) -> None:
@@ -148,7 +148,7 @@ def save(checkpoint: Any, path: str | Path) -> None:
         if tensor in stand_ins:
             return stand_ins[tensor]
         if tensor._read is None or tensor.nbytes < _MARK_BYTES:
-            return tensor.take_in()
+            return tensor.load()
         with torch._C.DisableTorchFunctionSubclass():
             plain = torch.empty(tensor.shape, dtype=tensor.dtype)
             mark = secrets.token_bytes(_MARK_BYTES)

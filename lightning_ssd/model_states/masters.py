@@ -89,22 +89,22 @@ class MasterWeights:
         values: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         known = values or {}
-        self.of = {
+        self.by_param = {
             parameter: nn.Parameter(known[parameter] if parameter in known else parameter.detach().float())
             for parameter in parameters
         }
-        self._parameter_of = {master: parameter for parameter, master in self.of.items()}
+        self._parameter_of = {master: parameter for parameter, master in self.by_param.items()}
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
         """Versions of each parameter and of its master when the parameter last equalled the rounded master."""
         self._optimizers = optimizers
         self._summoned = False
-        self._handles = [hook_gradient(parameter, add_gradient) for parameter in self.of]
+        self._handles = [hook_gradient(parameter, add_gradient) for parameter in self.by_param]
         for optimizer in optimizers:
-            self._put_in(optimizer, self.of)
-            _pass_on_states(optimizer, self.of)
+            self._put_in(optimizer, self.by_param)
+            _pass_on_states(optimizer, self.by_param)
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        for parameter, master in self.of.items():
+        for parameter, master in self.by_param.items():
             parameter.__class__ = MasteredParameter
             assert isinstance(parameter, MasteredParameter)
             parameter.master, parameter.exposed, parameter.assigned = master, False, None
@@ -120,9 +120,9 @@ class MasterWeights:
         if self._summoned:
             return
         changed = []
-        for parameter in self.of if parameters is None else parameters:
+        for parameter in self.by_param if parameters is None else parameters:
             own, of_master = self._versions[parameter]
-            if self.of[parameter]._version != of_master:
+            if self.by_param[parameter]._version != of_master:
                 if parameter._version != own:
                     raise RuntimeError(
                         f"a bf16 parameter of shape {list(parameter.shape)} and its fp32 master in the optimizer's "
@@ -140,13 +140,13 @@ class MasterWeights:
         """
         if self._summoned:
             return
-        chosen = list(self.of if parameters is None else parameters)
+        chosen = list(self.by_param if parameters is None else parameters)
         self.follow(chosen)
         for parameter in chosen:
             assert isinstance(parameter, MasteredParameter)
             if parameter._version != self._versions[parameter][0] or parameter.exposed:
                 with torch.no_grad():
-                    _write(self.of[parameter], _data(parameter))
+                    _write(self.by_param[parameter], _data(parameter))
                 self._note(parameter)
 
     @contextlib.contextmanager
@@ -157,16 +157,16 @@ class MasterWeights:
             return
         self.adopt()
         self._summoned = True
-        rounded = {parameter: _data(parameter) for parameter in self.of}
+        rounded = {parameter: _data(parameter) for parameter in self.by_param}
         try:
-            for parameter, master in self.of.items():
+            for parameter, master in self.by_param.items():
                 _set_data(parameter, master.data)
             yield
         finally:
             self._summoned = False
             for parameter, weights in rounded.items():
                 _set_data(parameter, weights)
-            self._round(list(self.of))
+            self._round(list(self.by_param))
 
     def close(self) -> None:
         """Restores the parameters in the optimizers' groups and states."""
@@ -176,7 +176,7 @@ class MasterWeights:
         for optimizer in self._optimizers:
             self._put_in(optimizer, self._parameter_of)
             _pass_on_states(optimizer, self._parameter_of)
-        for parameter in self.of:
+        for parameter in self.by_param:
             assert isinstance(parameter, MasteredParameter)
             del parameter.master, parameter.exposed, parameter.assigned
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -206,7 +206,11 @@ class MasterWeights:
         for parameter in stepped:
             assert isinstance(parameter, MasteredParameter)
             assigned, parameter.assigned = parameter.assigned, None
-            if assigned is not None and assigned[0]._version != assigned[1] and self.of[parameter].grad is not None:
+            if (
+                assigned is not None
+                and assigned[0]._version != assigned[1]
+                and self.by_param[parameter].grad is not None
+            ):
                 raise RuntimeError(
                     f"the {assigned[0].dtype} tensor that was assigned to `.grad` of a bf16 parameter of shape "
                     f"{list(parameter.shape)} was changed afterwards, and the gradient is an fp32 copy of it. Change "
@@ -223,12 +227,14 @@ class MasterWeights:
 
     def _round(self, parameters: list[nn.Parameter]) -> None:
         if parameters:
-            torch._foreach_copy_(list(map(_data, parameters)), [self.of[parameter].data for parameter in parameters])
+            torch._foreach_copy_(
+                list(map(_data, parameters)), [self.by_param[parameter].data for parameter in parameters]
+            )
         for parameter in parameters:
             self._note(parameter)
 
     def _note(self, parameter: nn.Parameter) -> None:
-        self._versions[parameter] = (parameter._version, self.of[parameter]._version)
+        self._versions[parameter] = (parameter._version, self.by_param[parameter]._version)
 
     @staticmethod
     def _put_in(optimizer: Optimizer, instead: "dict[nn.Parameter, nn.Parameter]") -> None:

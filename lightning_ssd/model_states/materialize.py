@@ -45,7 +45,7 @@ def meta_to_placeholder(module: nn.Module) -> MetaTensors:
     return MetaTensors(parameters, buffers)
 
 
-def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
+def init_groups(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
     """Groups the indices of units that must be initialized together, in the order of initialization.
 
     A module initializes all its own parameters at once, and these may be in several units if one of them is tied.
@@ -62,7 +62,7 @@ def born_together(root: nn.Module, units: Sequence[Unit]) -> list[list[int]]:
 
 
 def materialize(
-    root: nn.Module, units: Sequence[Unit], unborn: MetaTensors, device: torch.device, loaded: Loaded
+    root: nn.Module, units: Sequence[Unit], uninitialized: MetaTensors, device: torch.device, loaded: Loaded
 ) -> None:
     """Initializes the parameters and buffers of `units` that are not initialized yet.
 
@@ -71,17 +71,22 @@ def materialize(
 
     Args:
         root: the model.
-        units: a group of units that `born_together` has returned.
-        unborn: uninitialized tensors of the model; parameters of `units` are removed from it.
+        units: a group of units that `init_groups` has returned.
+        uninitialized: uninitialized tensors of the model; parameters of `units` are removed from it.
         device: device with room for the units.
         loaded: checkpoint values, which have priority over an initialization.
 
     Raises:
         ValueError: no module initializes a parameter; the message names the remedy.
     """
-    mine = {parameter: name for unit in units for name, parameter in unit.parameters if parameter in unborn.parameters}
-    unborn.parameters.difference_update(mine)
-    buffers = {owner for owner, _ in unborn.buffers}
+    mine = {
+        parameter: name
+        for unit in units
+        for name, parameter in unit.parameters
+        if parameter in uninitialized.parameters
+    }
+    uninitialized.parameters.difference_update(mine)
+    buffers = {owner for owner, _ in uninitialized.buffers}
     if all(parameter in loaded for parameter in mine) and not any(
         module in buffers for unit in units for owner in unit.modules for module in owner.modules()
     ):
@@ -116,28 +121,28 @@ def materialize_on(root: nn.Module, device: torch.device, loaded: Loaded) -> Non
     Raises:
         ValueError: as in `materialize`.
     """
-    unborn = meta_to_placeholder(root)
-    if unborn.parameters or unborn.buffers:
+    uninitialized = meta_to_placeholder(root)
+    if uninitialized.parameters or uninitialized.buffers:
         units = find_units(root)
-        for group in born_together(root, units):
+        for group in init_groups(root, units):
             born = [parameter for index in group for _, parameter in units[index].parameters]
-            born = [parameter for parameter in born if parameter in unborn.parameters]
-            materialize(root, [units[index] for index in group], unborn, device, loaded)
+            born = [parameter for parameter in born if parameter in uninitialized.parameters]
+            materialize(root, [units[index] for index in group], uninitialized, device, loaded)
             for parameter in born:
                 parameter.data = parameter.data.to(device, copy=parameter in loaded)
-        materialize_buffers(root, unborn)
+        materialize_buffers(root, uninitialized)
 
 
-def materialize_buffers(root: nn.Module, unborn: MetaTensors) -> None:
+def materialize_buffers(root: nn.Module, uninitialized: MetaTensors) -> None:
     """Initializes buffers of modules without parameters of their own; `materialize` has initialized the others.
 
     Raises:
         ValueError: no module initializes a buffer.
     """
-    for module in dict.fromkeys(owner for owner, name in unborn.buffers if _has_no_value(owner, name)):
+    for module in dict.fromkeys(owner for owner, name in uninitialized.buffers if _has_no_value(owner, name)):
         if not list(module.parameters(recurse=False)):
             _give_values(root, module, set(), {})
-    for owner, name in unborn.buffers:
+    for owner, name in uninitialized.buffers:
         if _has_no_value(owner, name):
             raise ValueError(
                 f"buffer {name!r} of {type(owner).__name__} was built on `meta`, and nothing gave it values. Set it in "

@@ -35,7 +35,6 @@ from lightning_ssd.model_states.gradient import Gradient, GradientPool
 from lightning_ssd.model_states.gradient_access import GradientAccess
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import CommitRecord, Journal
-from lightning_ssd.model_states.left import LeftStates
 from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad
 from lightning_ssd.model_states.optimizer_state import check_state, guard_state
@@ -43,6 +42,7 @@ from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
 from lightning_ssd.model_states.parameter import hook_gradient
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.restorer import ModelRestorer
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.state_store import StateStore
@@ -63,18 +63,18 @@ class OffloadedModel:
     Attributes:
         units: for each unit, the modules whose forward needs its weights, and its flat parameters.
         stores: where the values of each flat parameter are stored.
-        rules: how each flat parameter is stepped; those without gradients have none.
-        groups: for each flat parameter with a rule, its optimizer and the index of its parameter group.
+        flat_optimizers: how each flat parameter is stepped; those without gradients have none.
+        groups: for each flat parameter with a flat optimizer, its optimizer and the index of its parameter group.
         copies: copies of the device.
-        scratch: memory and threads for values on SSDs; None where there are none.
+        staging: memory and threads for values on SSDs; None where there are none.
     """
 
     units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]]
     stores: Mapping[FlatParameter, StateStore]
-    rules: Mapping[FlatParameter, FlatOptimizer]
+    flat_optimizers: Mapping[FlatParameter, FlatOptimizer]
     groups: Mapping[FlatParameter, tuple[Optimizer, int]]
     copies: CopyEngine
-    scratch: StateStaging | None
+    staging: StateStaging | None
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ class ModelStates:
     ) -> None:
         self.units = offloaded.units
         self.stores = offloaded.stores
-        self.rules = offloaded.rules
+        self.flat_optimizers = offloaded.flat_optimizers
         self.groups = offloaded.groups
-        self.scratch = offloaded.scratch
+        self.staging = offloaded.staging
         self.weight_room_bytes = nbytes.device
         self._nbytes = nbytes
         self.ssd_bytes = nbytes.ssd
@@ -145,12 +145,12 @@ class ModelStates:
         self._pool = pool
         self._clip_value = terms.clip_value
         self._flat_of = {
-            item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.slices)
+            item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.param_views)
         }
         self._optimizers = list({id(optimizer): optimizer for optimizer, _ in self.groups.values()}.values())
         self._summoned = False
         self._closed = False
-        self._left = LeftStates(self.stores, self.rules, self.groups)
+        self._left = ModelRestorer(self.stores, self.flat_optimizers, self.groups)
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -162,7 +162,7 @@ class ModelStates:
             arrived=lambda flat: self._prefetcher.wait(flat),
         )
         self._prefetcher = ParamPrefetcher(
-            [flats for _, flats in self.units],
+            [flat_params for _, flat_params in self.units],
             self.stores,
             copies,
             nbytes.device,
@@ -170,7 +170,7 @@ class ModelStates:
             self._staged.pull,
         )
         pin = copies.device.type == "cuda"
-        gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in self.rules}
+        gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in self.flat_optimizers}
         self._decision = GradScaleDecision(
             copies, clip=terms.clip, needs_norm=terms.needs_norm, loss_scaled=terms.loss_scaled
         )
@@ -180,14 +180,14 @@ class ModelStates:
         )
         self._steps = StepScheduler(
             self.stores,
-            self.rules,
+            self.flat_optimizers,
             self.groups,
             self._gradients,
             self._prefetcher,
             self._staged,
             self._decision,
             worker,
-            {flat: index for index, (_, flats) in enumerate(self.units) for flat in flats},
+            {flat: index for index, (_, flat_params) in enumerate(self.units) for flat in flat_params},
             terms,
             journal,
         )
@@ -204,7 +204,7 @@ class ModelStates:
             grad_of=self._grads.get,
             set_grad=self._grads.set,
             add_grad=self._grads.add,
-            watched=self._steps.hold_next,
+            watched=self._steps.defer_next,
         )
         self._grads.access = self._access
         self._hook_model(module)
@@ -213,16 +213,16 @@ class ModelStates:
         self.state_dicts = StateDicts(
             module,
             self._staged,
-            self.rules,
+            self.flat_optimizers,
             self._flat_of,
             masters,
             stepped_flat,
-            release=self._prefetcher.release,
+            release=self._prefetcher.evict,
             changing=self._steps.drop_record,
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)
-        stepped = {item.parameter for flat in self.rules for item in flat.slices}
+        stepped = {item.parameter for flat in self.flat_optimizers for item in flat.param_views}
         self._undo += [guard_state(optimizer, stepped) for optimizer in stepped_flat]
         for flat in self.stores:  # memory that user code shares with parameters has the values of before the loading
             self._staged.push(flat)
@@ -232,7 +232,7 @@ class ModelStates:
     def _hook_model(self, module: nn.Module) -> None:
         """Hooks forwards and gradients."""
         for flat in self.stores:
-            flat.fetch = partial(self._prefetcher.unshard, flat)
+            flat.unshard = partial(self._prefetcher.unshard, flat)
         if is_compiled(module) and self.stores:
             log.warning(
                 "%s is compiled as a whole, so that all its weights are fetched together. To have a few on the device "
@@ -245,14 +245,14 @@ class ModelStates:
 
         for region in compiled_regions(module):
             self._undo += hook_compiled_region(
-                region, self._flat_of, self._masters.of, self._prefetcher, self._access, summoned
+                region, self._flat_of, self._masters.by_param, self._prefetcher, self._access, summoned
             )
-        for index, (modules, flats) in enumerate(self.units):
-            if flats:
-                self._undo += hook_unit(index, modules, flats, self._prefetcher, self._access, summoned)
+        for index, (modules, flat_params) in enumerate(self.units):
+            if flat_params:
+                self._undo += hook_unit(index, modules, flat_params, self._prefetcher, self._access, summoned)
         for flat in self.stores:
-            for index, item in enumerate(flat.slices):
-                if flat in self.rules:
+            for index, item in enumerate(flat.param_views):
+                if flat in self.flat_optimizers:
                     hook = partial(self._post_accumulate_grad, flat, index)
                 else:
                     hook = partial(self._check_not_added, item.name)
@@ -291,9 +291,9 @@ class ModelStates:
             and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
             and self._gradients.complete(flat)
         )
-        self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.hold)
+        self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
         if complete:
-            self._prefetcher.retire(flat)
+            self._prefetcher.retire_for_step(flat)
         self._gradients.offload(flat, index, grad)
         if complete:
             self._steps.submit(flat)
@@ -317,9 +317,9 @@ class ModelStates:
     # ---- an optimizer step ----
 
     @property
-    def hold(self) -> bool:
+    def defer_to_user_hooks(self) -> bool:
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
-        return self._steps.hold
+        return self._steps.defer_to_user_hooks
 
     @property
     def stepping(self) -> bool:
@@ -358,8 +358,8 @@ class ModelStates:
             algorithm: "norm" or "value".
         """
         clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_
-        in_jobs = self._steps.optimizer is optimizer and not self.hold
-        if optimizer not in self._optimizers and not self._masters.of:
+        in_jobs = self._steps.optimizer is optimizer and not self.defer_to_user_hooks
+        if optimizer not in self._optimizers and not self._masters.by_param:
             # None of its parameters is offloaded: frozen weights of others would be staged and stored for nothing.
             clip(parameters_of(optimizer), limit)
         elif in_jobs and algorithm == "norm" and self._decision.needs_norm:
@@ -409,7 +409,7 @@ class ModelStates:
         self._staged.pull_all()
         self.state_dicts.before_change()
         self.drain()
-        self._prefetcher.release_all()
+        self._prefetcher.evict_all()
         summoned = {flat: SummonedWeights(flat, store.checkout()) for flat, store in self.stores.items()}
         self._summoned = True
         try:
@@ -456,7 +456,7 @@ class ModelStates:
     @property
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Master weights of resident 16-bit parameters."""
-        return self._masters.of
+        return self._masters.by_param
 
     @property
     def accumulating(self) -> bool:
@@ -466,7 +466,7 @@ class ModelStates:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are taken, those of second versions included."""
-        return self._nbytes.host + self._nbytes.spare.taken
+        return self._nbytes.host + self._nbytes.spare.reserved
 
     @property
     def host_limit(self) -> int:
@@ -475,7 +475,7 @@ class ModelStates:
 
     def io_stats(self) -> IOStats | None:
         """Returns the bytes written to SSDs and read from them; None if no values are there."""
-        return None if self.scratch is None else self.scratch.store.stats()
+        return None if self.staging is None else self.staging.store.stats()
 
     def stepped(self) -> WorkCounter:
         """Returns the parameters that the CPU has stepped, and the seconds it took."""
@@ -560,17 +560,19 @@ class ModelStates:
         self._staged.pull_all()
         self.drain()
         self.state_dicts.before_change()
-        self._prefetcher.release_all()
+        self._prefetcher.evict_all()
         self._masters.adopt()
         for store in self.stores.values():
             store.drop_second()
-        masters = {parameter: master.data for parameter, master in self._masters.of.items()}
+        masters = {parameter: master.data for parameter, master in self._masters.by_param.items()}
         ending = Ending()
         ending.run(self._end)
         if ending.failure is not None:
             self._restore_model(ending)
         ending.raise_failure()
-        return OffloadedModel(self.units, self.stores, self.rules, self.groups, self._copies, self.scratch), masters
+        return OffloadedModel(
+            self.units, self.stores, self.flat_optimizers, self.groups, self._copies, self.staging
+        ), masters
 
     def _end(self) -> None:
         """Ends threads and hooks, and frees all memory but the stored values.
@@ -584,7 +586,7 @@ class ModelStates:
         for handle in self._handles:
             handle.remove()
         for flat in self.stores:
-            flat.fetch = flat.refuse_fetch
+            flat.unshard = flat.refuse_unshard
         self._access.close()
         for undo in reversed(self._undo):  # some wrap the same attribute
             undo()
@@ -593,7 +595,7 @@ class ModelStates:
         ending.run(self._steps.close_journal)
         ending.run(self._steps.close)
         for flat in self.stores:
-            ending.run(self._prefetcher.release, flat)
+            ending.run(self._prefetcher.evict, flat)
         ending.run(self._gradients.free)  # before the whole weights need room
         if self._pool is not None:
             ending.run(self._pool.close)
@@ -609,5 +611,5 @@ class ModelStates:
         if self.recorded:
             self._left.hand_over(kept=kept)
         ending.run(self._copies.close)
-        if self.scratch is not None:
-            ending.run(self._left.close_scratch, self.scratch, kept=kept)
+        if self.staging is not None:
+            ending.run(self._left.close_scratch, self.staging, kept=kept)

@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_ssd.device import usable_memory
-from lightning_ssd.model_states.budget import MemoryPlan, choose_places
+from lightning_ssd.model_states.budget import MemoryPlan, plan_memory
 from lightning_ssd.model_states.buffers import StateStaging
 from lightning_ssd.model_states.build import assemble, check_flats_apart
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, LaidOut, flat_groups, lay_out, make_flats
+from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, FlatSpec, flat_groups, make_flat_params, make_spec
 from lightning_ssd.model_states.model_states import ModelStates, OffloadedModel
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Groups, WholeOptimizer, groups_of
 from lightning_ssd.model_states.residency import MASTERED_DTYPES, UnitTiers, needs_master, off_device, planned_residents
-from lightning_ssd.model_states.state_storage import make_buffer, make_scratch, make_store
+from lightning_ssd.model_states.state_storage import make_buffer, make_staging, make_store
 from lightning_ssd.model_states.state_store import StagedState, StateStore
 from lightning_ssd.model_states.units import find_units
 from lightning_ssd.storage import StorageFullError
@@ -73,24 +73,28 @@ def move_model_states(
     units = find_units(module, setup.config.units)
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items()}
-    movable = {item.parameter for flat in states.stores for item in flat.slices}
+    movable = {item.parameter for flat in states.stores for item in flat.param_views}
     movable |= {
         parameter
         for parameter in offloadable
         if parameter not in twice and (parameter in groups or not parameter.requires_grad)
     }
     host_alone = setup.storage.tier == "host"
-    resident = planned_residents(given, units, movable, hold=setup.hold, host_alone=host_alone)
-    wanted: list[list[_Placed]] = []
-    for unit, (_, flats) in zip(units, states.units, strict=True):
+    resident = planned_residents(
+        given, units, movable, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
+    )
+    wanted: list[list[_TieredSpec]] = []
+    for unit, (_, flat_params) in zip(units, states.units, strict=True):
         offloaded = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
-        laid_out: list[LaidOut] = []
-        if offloaded and flats:
-            laid_out = [LaidOut(states.stores[flat].layout, states.rules.get(flat)) for flat in flats]
+        specs: list[FlatSpec] = []
+        if offloaded and flat_params:
+            specs = [FlatSpec(states.stores[flat].layout, states.flat_optimizers.get(flat)) for flat in flat_params]
         elif offloaded:
-            of_unit = make_flats(module, [unit], offloaded, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
-            laid_out = [_lay_out(flat, groups, setup, states) for flat in of_unit]
-        wanted.append([_Placed(item.layout, item.rule, *off_device(given[unit.name])) for item in laid_out])
+            of_unit = make_flat_params(module, [unit], offloaded, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[
+                0
+            ][1]
+            specs = [_make_spec(flat, groups, setup, states) for flat in of_unit]
+        wanted.append([_TieredSpec(item.layout, item.flat_optimizer, *off_device(given[unit.name])) for item in specs])
     return _remake(states, module, optimizers, groups, movable, wanted, device, setup)
 
 
@@ -123,23 +127,25 @@ def regroup_model_states(
     """
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items() if master in groups}
-    offloaded = {item.parameter: item.name for flat in states.stores for item in flat.slices}
+    offloaded = {item.parameter: item.name for flat in states.stores for item in flat.param_views}
     if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
         raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
-    wanted: list[list[_Placed]] = []
-    for unit, (_, flats) in zip(find_units(module, setup.config.units), states.units, strict=True):
-        now = [_placed(states.stores[flat], states.rules.get(flat)) for flat in flats]
-        if all(_stepped_alike(states, flat, groups) for flat in flats):
+    wanted: list[list[_TieredSpec]] = []
+    for unit, (_, flat_params) in zip(find_units(module, setup.config.units), states.units, strict=True):
+        now = [_present_spec(states.stores[flat], states.flat_optimizers.get(flat)) for flat in flat_params]
+        if all(_stepped_alike(states, flat, groups) for flat in flat_params):
             wanted.append(now)
         else:
-            own = {item.parameter for flat in flats for item in flat.slices}
-            with _as_built(flats):
-                made = make_flats(module, [unit], own, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
+            own = {item.parameter for flat in flat_params for item in flat.param_views}
+            with _as_built(flat_params):
+                made = make_flat_params(module, [unit], own, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
             tier = now[0].weights
-            laid_out = [_lay_out(flat, groups, setup, states) for flat in made]
-            wanted.append([_Placed(item.layout, item.rule, tier, tier) for item in laid_out])
+            specs = [_make_spec(flat, groups, setup, states) for flat in made]
+            wanted.append([_TieredSpec(item.layout, item.flat_optimizer, tier, tier) for item in specs])
     gradients: dict[nn.Parameter, Tensor] = {}
-    unstepped = [item.parameter for flat in states.stores if flat not in states.rules for item in flat.slices]
+    unstepped = [
+        item.parameter for flat in states.stores if flat not in states.flat_optimizers for item in flat.param_views
+    ]
     if states.accumulating or any(parameter.grad is not None for parameter in unstepped):
         with states.full_grads():
             gradients = {p: p.grad.float().cpu() for p in offloaded if p.grad is not None and p in groups}
@@ -157,7 +163,7 @@ def regroup_model_states(
 
 
 @dataclass(frozen=True)
-class _Placed(LaidOut):
+class _TieredSpec(FlatSpec):
     """A flat parameter and its tiers.
 
     Attributes:
@@ -169,39 +175,39 @@ class _Placed(LaidOut):
     opt_state: OffloadTierName
 
 
-def _placed(store: StateStore, rule: FlatOptimizer | None) -> _Placed:
-    return _Placed(store.layout, rule, *store.tiers)
+def _present_spec(store: StateStore, flat_optimizer: FlatOptimizer | None) -> _TieredSpec:
+    return _TieredSpec(store.layout, flat_optimizer, *store.tiers)
 
 
 @contextlib.contextmanager
-def _as_built(flats: Sequence[FlatParameter]) -> Iterator[None]:
+def _as_built(flat_params: Sequence[FlatParameter]) -> Iterator[None]:
     """Makes the parameters have the dtypes with which the model was built, without values, within the context."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            for flat in flats:
-                for item in flat.slices:
+            for flat in flat_params:
+                for item in flat.param_views:
                     item.parameter.data = torch.zeros((), dtype=item.dtype).expand(item.parameter.shape)
         yield
     finally:
-        for flat in flats:
+        for flat in flat_params:
             flat.attach()
 
 
 def _stepped_alike(states: ModelStates, flat: FlatParameter, groups: Groups) -> bool:
     """Returns whether all parameters of a flat parameter still have the optimizer and group for which it was made."""
-    return all(groups.get(item.parameter) == states.groups.get(flat) for item in flat.slices)
+    return all(groups.get(item.parameter) == states.groups.get(flat) for item in flat.param_views)
 
 
-def _lay_out(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates) -> LaidOut:
+def _make_spec(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates) -> FlatSpec:
     """Returns the layout of a new flat parameter, with two versions if others have two."""
     two_versions = any(store.layout.versions == 2 for store in states.stores.values())
-    return lay_out(flat, groups, setup, two_versions=two_versions)
+    return make_spec(flat, groups, setup, two_versions=two_versions)
 
 
-def _choose_places(wanted: Sequence[Sequence[_Placed]], budget: int | None, setup: Setup) -> MemoryPlan:
+def _plan_memory(wanted: Sequence[Sequence[_TieredSpec]], budget: int | None, setup: Setup) -> MemoryPlan:
     every = [item for of_unit in wanted for item in of_unit]
     tiers = [(item.weights, item.opt_state) for item in every]
-    return choose_places(
+    return plan_memory(
         [item.layout for item in every],
         "auto",
         budget,
@@ -217,7 +223,7 @@ def _remake(
     optimizers: Sequence[Optimizer],
     groups: Groups,
     movable: set[nn.Parameter],
-    wanted: Sequence[Sequence[_Placed]],
+    wanted: Sequence[Sequence[_TieredSpec]],
     device: torch.device,
     setup: Setup,
 ) -> ModelStates:
@@ -226,42 +232,42 @@ def _remake(
     available = (usable_memory() if budget is None else budget) + states.host_bytes  # which can be used again
     if budget is not None and setup.storage.host_memory == "auto":
         budget = available
-    places = _choose_places(wanted, budget, setup)
-    offloaded = {item.parameter for flat in states.stores for item in flat.slices}
+    memory_plan = _plan_memory(wanted, budget, setup)
+    offloaded = {item.parameter for flat in states.stores for item in flat.param_views}
     check_flats_apart((item.flat for of_unit in wanted for item in of_unit), device, known=offloaded)
     states.drain()
-    scratch = states.scratch
+    staging = states.staging
     with contextlib.ExitStack() as undo:
-        if scratch is None:
-            scratch = make_scratch(places, setup.storage, setup.default_path, device, killed=None)
-            if scratch is not None:
-                undo.callback(scratch.close)
-        elif places.ssd:
-            scratch.store.reserve(places.ssd)
+        if staging is None:
+            staging = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=None)
+            if staging is not None:
+                undo.callback(staging.close)
+        elif memory_plan.ssd:
+            staging.store.reserve(memory_plan.ssd)
         model, masters = states.dissolve()
         undo.pop_all()
     with contextlib.ExitStack() as undo:
-        move = _Move(model, masters, scratch, groups, device, undo)
-        if scratch is not None and places.staging > scratch.states.pool.budget:
-            move.resize_staging(places.staging)
+        move = _Move(model, masters, staging, groups, device, undo)
+        if staging is not None and memory_plan.staging > staging.states.pool.budget:
+            move.resize_staging(memory_plan.staging)
         move.regroup(wanted)
         move.relocate(wanted)
-        places = _choose_places(move.flats, None, setup)
-        moved = move.finish(places)
-        in_flats = {item.parameter for flat in moved.stores for item in flat.slices}
+        memory_plan = _plan_memory(move.flat_params, None, setup)
+        moved = move.finish(memory_plan)
+        in_flats = {item.parameter for flat in moved.stores for item in flat.param_views}
         states = assemble(
             module,
             optimizers,
             moved,
             needs_master(movable - in_flats, groups_of(optimizers)[0]),
             move.masters,
-            places,
+            memory_plan,
             setup,
             undo,
             device_bytes=setup.config.budget(device),
             # Files never shrink.
-            spare=setup.spare_memory(places, available if budget is None else budget),
-            ssd_bytes=0 if moved.scratch is None else max(places.ssd, moved.scratch.store.size),
+            spare=setup.spare_memory(memory_plan, available if budget is None else budget),
+            ssd_bytes=0 if moved.staging is None else max(memory_plan.ssd, moved.staging.store.size),
         )
         undo.pop_all()
     return states
@@ -281,13 +287,13 @@ class _Move:
     Args:
         model: the flat parameters before the move.
         masters: master weights of resident 16-bit parameters.
-        scratch: scratch space of flat parameters on SSDs; owned.
+        staging: scratch space of flat parameters on SSDs; owned.
         groups: parameter groups.
         device: device that the model computes on.
         undo: restores the parameters, and frees everything.
 
     Attributes:
-        flats: for each unit, its flat parameters and their tiers at present.
+        flat_params: for each unit, its flat parameters and their tiers at present.
         masters: master weights of 16-bit parameters on the device at present.
     """
 
@@ -295,7 +301,7 @@ class _Move:
         self,
         model: OffloadedModel,
         masters: Mapping[nn.Parameter, Tensor],
-        scratch: StateStaging | None,
+        staging: StateStaging | None,
         groups: Groups,
         device: torch.device,
         undo: contextlib.ExitStack,
@@ -305,12 +311,13 @@ class _Move:
         self._stores = dict(model.stores)
         self._owners = {flat: optimizer for flat, (optimizer, _) in model.groups.items()}
         """Optimizer of each flat parameter, which holds its states while it is on the device."""
-        self.flats = [
-            [_placed(self._stores[flat], model.rules.get(flat)) for flat in flats] for _, flats in model.units
+        self.flat_params = [
+            [_present_spec(self._stores[flat], model.flat_optimizers.get(flat)) for flat in flat_params]
+            for _, flat_params in model.units
         ]
-        self._scratch = scratch
+        self._staging = staging
         for store in self._stores.values():
-            store.scratch = scratch
+            store.staging = staging
         self._groups = groups
         self._device = device
         self._pin = device.type == "cuda"
@@ -318,20 +325,20 @@ class _Move:
 
     def resize_staging(self, staging: int, window: int = 0) -> None:
         """Replaces the staging memory and the memory of prefetched weights by other sizes (bytes). None is in use."""
-        if self._scratch is not None:
-            self._scratch.resize(window, staging, pin=self._pin)
+        if self._staging is not None:
+            self._staging.resize(window, staging, pin=self._pin)
 
-    def regroup(self, wanted: Sequence[Sequence[_Placed]]) -> None:
+    def regroup(self, wanted: Sequence[Sequence[_TieredSpec]]) -> None:
         """Regroups the parameters of units into other flat parameters, through host memory."""
         device, self._device = self._device, torch.device("cpu")
         for number, of_unit in enumerate(wanted):
-            now = [item.flat for item in self.flats[number]]
+            now = [item.flat for item in self.flat_params[number]]
             if now and of_unit and now != [item.flat for item in of_unit]:
                 self._to_device(number, [])
                 self._from_device(number, of_unit)
         self._device = device
 
-    def relocate(self, wanted: Sequence[Sequence[_Placed]]) -> None:
+    def relocate(self, wanted: Sequence[Sequence[_TieredSpec]]) -> None:
         """Moves all units, those first that free memory. If memory runs out, the remaining units keep their tiers."""
         to_ssd, to_host = partial(self._to_tier, tier="ssd"), partial(self._to_tier, tier="host")
         try:
@@ -341,39 +348,39 @@ class _Move:
         except (torch.OutOfMemoryError, MemoryError, StorageFullError) as error:
             log.warning("not all model states could be moved, which does not affect results: %s", error)
 
-    def finish(self, places: MemoryPlan) -> OffloadedModel:
+    def finish(self, memory_plan: MemoryPlan) -> OffloadedModel:
         """Returns the moved flat parameters.
 
         Args:
-            places: tiers and memory of the flat parameters.
+            memory_plan: tiers and memory of the flat parameters.
         """
-        self.resize_staging(places.staging, places.param_staging)
-        if self._scratch is not None and not places.ssd:
-            self._scratch.close()
-            self._scratch = None
+        self.resize_staging(memory_plan.staging, memory_plan.param_staging)
+        if self._staging is not None and not memory_plan.ssd:
+            self._staging.close()
+            self._staging = None
             for store in self._stores.values():
-                store.scratch = None
-        every = [item for of_unit in self.flats for item in of_unit]
+                store.staging = None
+        every = [item for of_unit in self.flat_params for item in of_unit]
         return OffloadedModel(
             [
                 (modules, [item.flat for item in of_unit])
-                for (modules, _), of_unit in zip(self._model.units, self.flats, strict=True)
+                for (modules, _), of_unit in zip(self._model.units, self.flat_params, strict=True)
             ],
             {item.flat: self._stores[item.flat] for item in every},
-            {item.flat: item.rule for item in every if item.rule is not None},
+            {item.flat: item.flat_optimizer for item in every if item.flat_optimizer is not None},
             flat_groups((item.flat for item in every), self._groups),
             self._model.copies,
-            self._scratch,
+            self._staging,
         )
 
-    def _to_tier(self, number: int, wanted: Sequence[_Placed], tier: OffloadTierName) -> None:
+    def _to_tier(self, number: int, wanted: Sequence[_TieredSpec], tier: OffloadTierName) -> None:
         """Moves to `tier` the values of a unit that are wanted there."""
-        if not wanted or not self.flats[number]:
+        if not wanted or not self.flat_params[number]:
             return
-        for index, (now, then) in enumerate(zip(self.flats[number], wanted, strict=True)):
+        for index, (now, then) in enumerate(zip(self.flat_params[number], wanted, strict=True)):
             layout, store = now.layout, self._stores[now.flat]
             with contextlib.ExitStack() as undo:
-                make = partial(make_buffer, tier=tier, scratch=self._scratch, undo=undo, versions=layout.versions)
+                make = partial(make_buffer, tier=tier, staging=self._staging, undo=undo, versions=layout.versions)
                 weights = opt_state = None
                 if then.weights == tier != now.weights:
                     weights = make(layout.flat.nbytes, pin=self._pin)
@@ -382,52 +389,52 @@ class _Move:
                 if weights is not None or opt_state is not None:
                     store.move(weights, opt_state)
                 undo.pop_all()
-            self.flats[number][index] = _placed(store, now.rule)
+            self.flat_params[number][index] = _present_spec(store, now.flat_optimizer)
 
-    def _from_device(self, number: int, wanted: Sequence[_Placed]) -> None:
+    def _from_device(self, number: int, wanted: Sequence[_TieredSpec]) -> None:
         """Offloads a unit that is on the device, if its flat parameters are wanted."""
-        if self.flats[number] or not wanted:
+        if self.flat_params[number] or not wanted:
             return
         stores: dict[FlatParameter, StateStore] = {}
         with contextlib.ExitStack() as undo:
             for item in wanted:
                 tiers = (item.weights, item.opt_state)
-                stores[item.flat] = make_store(item.layout, tiers, self._scratch, self._model.copies, undo)
+                stores[item.flat] = make_store(item.layout, tiers, self._staging, self._model.copies, undo)
             for item in wanted:
-                self._fill(stores[item.flat], item.rule)
+                self._fill(stores[item.flat], item.flat_optimizer)
             undo.pop_all()
         for item in wanted:
-            for slice_ in item.flat.slices:
+            for slice_ in item.flat.param_views:
                 parameter = slice_.parameter
                 parameter.grad = None
                 self.masters.pop(parameter, None)
-                if parameter in self._groups and not isinstance(item.rule, WholeOptimizer):
+                if parameter in self._groups and not isinstance(item.flat_optimizer, WholeOptimizer):
                     self._groups[parameter][0].state.pop(parameter, None)
             item.flat.adopt()
         self._stores |= stores
-        self.flats[number] = list(wanted)
+        self.flat_params[number] = list(wanted)
 
-    def _fill(self, store: StateStore, rule: FlatOptimizer | None) -> None:
+    def _fill(self, store: StateStore, flat_optimizer: FlatOptimizer | None) -> None:
         """Copies a flat parameter's values from the device to its empty store, and waits for it."""
-        parameters = [slice_.parameter for slice_ in store.flat.slices]
+        parameters = [slice_.parameter for slice_ in store.flat.param_views]
 
         def load_states(values: StagedState) -> None:
             for index, parameter in enumerate(parameters):
-                if rule is not None and not isinstance(rule, WholeOptimizer):
+                if flat_optimizer is not None and not isinstance(flat_optimizer, WholeOptimizer):
                     state = self._groups[parameter][0].state.get(parameter, {})
-                    rule.load_state(index, _copy_state(state, torch.device("cpu")), values)
+                    flat_optimizer.load_state(index, _copy_state(state, torch.device("cpu")), values)
 
         store.assign([self.masters.get(parameter, parameter.data) for parameter in parameters], load_states)
         store.drain()
 
-    def _to_device(self, number: int, wanted: Sequence[_Placed]) -> None:
+    def _to_device(self, number: int, wanted: Sequence[_TieredSpec]) -> None:
         """Moves a unit to the device, with its optimizer states."""
-        if not self.flats[number] or wanted:
+        if not self.flat_params[number] or wanted:
             return
-        for item in self.flats[number]:
+        for item in self.flat_params[number]:
             _check_moves(item.flat)
-        loaded = [self._bring(item) for item in self.flats[number]]  # all of it, or nothing
-        for item, (weights, masters, states) in zip(self.flats[number], loaded, strict=True):
+        loaded = [self._bring(item) for item in self.flat_params[number]]  # all of it, or nothing
+        for item, (weights, masters, states) in zip(self.flat_params[number], loaded, strict=True):
             flat = item.flat
             for index, (parameter, values) in enumerate(weights.items()):
                 memory = flat.memory(index)
@@ -437,10 +444,10 @@ class _Move:
             self.masters |= masters
             flat.attached = False
             self._stores.pop(flat).free()
-        self.flats[number] = []
+        self.flat_params[number] = []
 
     def _bring(
-        self, item: _Placed
+        self, item: _TieredSpec
     ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor], dict[nn.Parameter, dict[str, Any]]]:
         """Returns copies of a flat parameter's weights, master weights and optimizer states on the device."""
         weights: dict[nn.Parameter, Tensor] = {}
@@ -450,12 +457,12 @@ class _Move:
         staged = store.stage().result()
         try:
             whole = staged.masters()
-            for index, slice_ in enumerate(store.flat.slices):
+            for index, slice_ in enumerate(store.flat.param_views):
                 parameter, values = slice_.parameter, slice_.of(whole)
                 weights[parameter] = values.to(self._device, slice_.dtype, copy=True)
                 if slice_.dtype in MASTERED_DTYPES and parameter in self._groups:
                     masters[parameter] = values.to(self._device, copy=True)
-                if item.rule is not None and (state := item.rule.state_of(index, staged)):
+                if item.flat_optimizer is not None and (state := item.flat_optimizer.state_of(index, staged)):
                     optimizer, group = self._groups.get(parameter, (None, 0))
                     options = {} if optimizer is None else optimizer.param_groups[group]
                     states[parameter] = self._state_on_device(state, options)
@@ -473,8 +480,8 @@ class _Move:
     def _restore(self) -> None:
         """Makes the parameters whole on the CPU, and frees everything."""
         with contextlib.ExitStack() as stack:
-            if self._scratch is not None:
-                stack.callback(self._scratch.close)
+            if self._staging is not None:
+                stack.callback(self._staging.close)
             stack.callback(self._model.copies.close)
             for store in self._stores.values():
                 stack.callback(store.free)
@@ -485,7 +492,7 @@ def _check_moves(flat: FlatParameter) -> None:
     for index, shared in flat.shared.items():
         if shared.foreign:
             raise RuntimeError(
-                f"{flat.slices[index].name} shares memory with other code than torch's, and can't be moved to the "
+                f"{flat.param_views[index].name} shares memory with other code than torch's, and can't be moved to the "
                 "device, or to another parameter group, meanwhile. Set its `.data` to a `.clone()`."
             )
 

@@ -87,12 +87,12 @@ class FlatOptimizer(ABC):
         """Rolls the last `commit` back, if a step can be rolled back."""
         return None
 
-    def kept(self) -> object:
-        """Returns data that `take_over` needs, to resume with the stored values."""
+    def get_extra_state(self) -> object:
+        """Returns data that `set_extra_state` needs, to resume with the stored values."""
         raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
 
-    def take_over(self, kept: object) -> None:
-        """Resumes with data that `kept` has returned in another process."""
+    def set_extra_state(self, state: object) -> None:
+        """Resumes with data that `get_extra_state` has returned in another process."""
         raise NotImplementedError(f"{type(self).__name__} keeps states in memory")
 
     @abstractmethod
@@ -117,7 +117,7 @@ class ElementwiseOptimizer(FlatOptimizer):
 
     def __init__(self, flat: FlatParameter) -> None:
         super().__init__(flat)
-        self._steps = [0] * len(flat.slices)
+        self._steps = [0] * len(flat.param_views)
         self._steps_before = self._steps
         self._device = flat.device
 
@@ -153,11 +153,11 @@ class ElementwiseOptimizer(FlatOptimizer):
             return options
         return {**options, "fused": True, "foreach": False, "capturable": False, "differentiable": False}
 
-    def kept(self) -> list[int]:
+    def get_extra_state(self) -> list[int]:
         return list(self._steps)
 
-    def take_over(self, kept: Any) -> None:
-        self._steps = list(kept)
+    def set_extra_state(self, state: Any) -> None:
+        self._steps = list(state)
 
     def revert(self) -> None:
         self._steps = self._steps_before
@@ -169,11 +169,11 @@ class ElementwiseOptimizer(FlatOptimizer):
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:
         if self._steps[index] == 0:
             return {}
-        item = self.flat.slices[index]
+        item = self.flat.param_views[index]
         return self._step_state(self._steps[index]) | {name: item.of(row) for name, row in staged.states.items()}
 
     def load_state(self, index: int, state: Mapping[str, Any], staged: StagedState) -> None:
-        item = self.flat.slices[index]
+        item = self.flat.param_views[index]
         for name, row in staged.states.items():
             if (value := state.get(name)) is not None:
                 item.of(row).copy_(value)
@@ -198,7 +198,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         """
         assert part == "whole", "torch's kernels make whole steps"
         out = staged.out
-        for item in (self.flat.slices[index] for index in parameters):
+        for item in (self.flat.param_views[index] for index in parameters):
             for low in range(item.start, item.start + item.numel, self.CHUNK):
                 chunk = slice(low, min(low + self.CHUNK, item.start + item.numel))
                 piece = gradient[chunk].float()
@@ -263,7 +263,7 @@ class AdamOptimizer(ElementwiseOptimizer):
             return
         key = kernel, tuple(parameters)
         if key not in self._items:
-            slices = (self.flat.slices[index] for index in parameters)
+            slices = (self.flat.param_views[index] for index in parameters)
             self._items = {key: kernel.items((item.start, item.numel) for item in slices)}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
         kernel.step(name, self._items[key], (*values, gradient), settings, _parts(part, staged))
@@ -352,7 +352,7 @@ class GenericOptimizer(FlatOptimizer):
 
     def __init__(self, flat: FlatParameter, optimizer: Optimizer) -> None:
         super().__init__(flat)
-        self._parameters = [nn.Parameter(torch.empty(0, dtype=torch.float32)) for _ in flat.slices]
+        self._parameters = [nn.Parameter(torch.empty(0, dtype=torch.float32)) for _ in flat.param_views]
         # Not a copy: `Optimizer.__getstate__` would leave out what subclasses keep.
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(optimizer.__dict__)
@@ -375,7 +375,7 @@ class GenericOptimizer(FlatOptimizer):
         part: Part = "whole",
     ) -> None:
         masters = staged.masters()
-        for item, parameter, has_gradient in zip(self.flat.slices, self._parameters, has_grad, strict=True):
+        for item, parameter, has_gradient in zip(self.flat.param_views, self._parameters, has_grad, strict=True):
             parameter.data = item.of(masters)
             parameter.grad = item.of(gradient).float() * scale if has_gradient else None
         if self._on_gpu and "capturable" in options:  # it is for parameters on a GPU

@@ -10,7 +10,7 @@ only for steps, reads and copies, whose threads never take it.
 
 Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
 which the compute stream waits for before a use; then to the running operations, which `users` and `_nodes` count;
-and to `release` after that.
+and to `evict` after that.
 """
 
 import contextlib
@@ -49,8 +49,8 @@ class ParamPrefetcher:
         pull: Callable[[FlatParameter], None],
     ) -> None:
         self._units = units
-        self._unit_of = {flat: index for index, flats in enumerate(units) for flat in flats}
-        self._nbytes = [sum(flat.nbytes for flat in flats) for flats in units]
+        self._unit_of = {flat: index for index, flat_params in enumerate(units) for flat in flat_params}
+        self._nbytes = [sum(flat.nbytes for flat in flat_params) for flat_params in units]
         self._stores = stores
         self._copies = copies
         self._budget = budget
@@ -58,7 +58,7 @@ class ParamPrefetcher:
         self._pull = pull
         self._loads: dict[FlatParameter, _Load] = {}
         """Loads of the resident flat parameters."""
-        self._entered = [0] * len(units)
+        self._forwards = [0] * len(units)
         """Forwards of each unit in this micro-batch; recomputation in backward is not counted."""
         self._nodes: dict[int, _RunningNode] = {}
         """The autograd node that each thread in backward runs."""
@@ -80,7 +80,7 @@ class ParamPrefetcher:
                 self._expected[self._kind] = self._uses
             self._kind = kind
             self.in_micro_batch = kind == "train"
-            self._entered = [0] * len(self._units)
+            self._forwards = [0] * len(self._units)
             self._nodes.clear()
             self._uses = []
             self._cursor = 0
@@ -91,7 +91,7 @@ class ParamPrefetcher:
             for flat in self._units[unit]:
                 flat.users += 1
                 self._pull(flat)
-            self._entered[unit] += torch._C._current_graph_task_id() == -1
+            self._forwards[unit] += torch._C._current_graph_task_id() == -1
             self._use(unit)
 
     def post_forward(self, unit: int) -> None:
@@ -101,11 +101,11 @@ class ParamPrefetcher:
                 flat.users -= 1
 
     @contextlib.contextmanager
-    def hold(self, flats: Iterable[FlatParameter], *, record: bool) -> Iterator[None]:
+    def resident(self, flat_params: Iterable[FlatParameter], *, record: bool) -> Iterator[None]:
         """Keeps flat parameters of any units resident while an operator outside of their forwards runs.
 
         Args:
-            flats: the flat parameters, which are made resident.
+            flat_params: the flat parameters, which are made resident.
             record: whether the use is recorded, so that the next micro-batch prefetches them.
 
         Raises:
@@ -114,7 +114,7 @@ class ParamPrefetcher:
         held: list[FlatParameter] = []
         try:
             with self._lock:
-                for flat in flats:
+                for flat in flat_params:
                     flat.users += 1
                     held.append(flat)
                 for flat in held:
@@ -124,16 +124,16 @@ class ParamPrefetcher:
                     if record:
                         self._use(unit)
                     else:
-                        self._hold_resident(unit)
+                        self._make_resident(unit)
             yield
         finally:
             with self._lock:
                 for flat in held:
                     flat.users -= 1
 
-    def entered_once(self, flat: FlatParameter) -> bool:
+    def has_one_forward(self, flat: FlatParameter) -> bool:
         """Whether the unit of `flat` has had one forward in this micro-batch."""
-        return self._entered[self._unit_of[flat]] == 1
+        return self._forwards[self._unit_of[flat]] == 1
 
     def unshard(self, flat: FlatParameter) -> None:
         """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.
@@ -163,13 +163,13 @@ class ParamPrefetcher:
                 "the same backward: by a hook, or where no gradient flows (detached). Set `overlap='none'`."
             )
 
-    def retire(self, flat: FlatParameter) -> None:
-        """Evicts `flat`, whose step begins, and excludes it from prefetching until `renew`."""
+    def retire_for_step(self, flat: FlatParameter) -> None:
+        """Evicts `flat`, whose step begins, and excludes it from prefetching until `reset`."""
         with self._lock:
             self._retired.add(flat)
-            self.release(flat)
+            self.evict(flat)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Ends a step: retired flat parameters may be prefetched again, each once its step is done."""
         with self._lock:
             self._retired.clear()
@@ -179,7 +179,7 @@ class ParamPrefetcher:
         with self._lock:
             self._prefetch(self._lookahead())
 
-    def release(self, flat: FlatParameter) -> None:
+    def evict(self, flat: FlatParameter) -> None:
         """Evicts `flat`. A later prefetch copies the values that are stored then."""
         with self._lock:
             load = self._loads.pop(flat, None)
@@ -187,13 +187,13 @@ class ParamPrefetcher:
                 try:
                     load.wait()
                 finally:
-                    flat.release()
+                    flat.evict()
 
-    def release_all(self) -> None:
+    def evict_all(self) -> None:
         """Evicts all flat parameters, none of which may be in use."""
         with self._lock:
             for flat in list(self._loads):
-                self.release(flat)
+                self.evict(flat)
 
     def wait(self, flat: FlatParameter) -> None:
         """Orders the compute stream after the prefetch of `flat`, if it is resident."""
@@ -201,13 +201,13 @@ class ParamPrefetcher:
             if flat in self._loads:
                 self._loads[flat].wait()
 
-    def _hold_resident(self, unit: int) -> None:
+    def _make_resident(self, unit: int) -> None:
         """Makes `unit` resident, and evicts units that are not expected soon."""
         if any(flat not in self._loads for flat in self._units[unit]):
             expected = self._lookahead()
             for flat in [flat for flat in self._loads if self._is_evictable(flat, expected)]:
-                self.release(flat)
-            self._fetch(unit)
+                self.evict(flat)
+            self._prefetch_unit(unit)
         for flat in self._units[unit]:
             self.wait(flat)
 
@@ -217,12 +217,12 @@ class ParamPrefetcher:
             expected = self._expected[self._kind]
             if unit in expected[self._cursor :]:
                 self._cursor = expected.index(unit, self._cursor) + 1
-            wanted = self._lookahead()
-            for flat in [flat for flat in self._loads if self._is_evictable(flat, wanted)]:
-                self.release(flat)
-            self._prefetch(wanted)  # `unit` is the first of them
+            expected = self._lookahead()
+            for flat in [flat for flat in self._loads if self._is_evictable(flat, expected)]:
+                self.evict(flat)
+            self._prefetch(expected)  # `unit` is the first of them
         else:
-            self._fetch(unit)
+            self._prefetch_unit(unit)
         for flat in self._units[unit]:
             self.wait(flat)
 
@@ -240,11 +240,11 @@ class ParamPrefetcher:
             units[unit] = None
         return list(units)
 
-    def _prefetch(self, wanted: Sequence[int]) -> None:
-        for unit in wanted:
-            self._fetch(unit)
+    def _prefetch(self, expected: Sequence[int]) -> None:
+        for unit in expected:
+            self._prefetch_unit(unit)
 
-    def _fetch(self, unit: int) -> None:
+    def _prefetch_unit(self, unit: int) -> None:
         for flat in self._units[unit]:
             if flat not in self._loads and flat not in self._retired:
                 self._unstage()
@@ -253,11 +253,11 @@ class ParamPrefetcher:
                 arrived = self._stores[flat].prefetch_to(target, self._copies.mark())
                 self._loads[flat] = _Load(arrived, self._copies)
 
-    def _is_evictable(self, flat: FlatParameter, wanted: Sequence[int]) -> bool:
+    def _is_evictable(self, flat: FlatParameter, expected: Sequence[int]) -> bool:
         unit = self._unit_of[flat]
         in_use = flat.users or any(unit in running.units for running in self._nodes.values())
         # A load that is not issued yet would write the memory after another owner has got it.
-        return not in_use and unit not in wanted and self._loads[flat].issued
+        return not in_use and unit not in expected and self._loads[flat].issued
 
 
 class _RunningNode(NamedTuple):

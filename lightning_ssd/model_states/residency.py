@@ -67,7 +67,7 @@ def residents_within(
     budget: int,
     autocast: torch.dtype | None,
     *,
-    hold: bool,
+    defer_to_user_hooks: bool,
 ) -> tuple[set[nn.Parameter], int]:
     """Returns parameters of whole units that fit on the device together with prefetched weights, and their bytes.
 
@@ -80,7 +80,7 @@ def residents_within(
         groups: parameter groups; others need no gradients and states.
         budget: bytes of the device.
         autocast: dtype that matrix products compute in; None: that of the weights.
-        hold: as in `whole_units`.
+        defer_to_user_hooks: as in `whole_units`.
     """
 
     def own(unit: Unit) -> list[nn.Parameter]:
@@ -100,7 +100,7 @@ def residents_within(
     resident: set[nn.Parameter] = set()
     for unit in units:
         needed = sum(resident_bytes(parameter) * parameter.numel() for parameter in own(unit))
-        if hold and not whole_units([unit], offloaded, hold=True):
+        if defer_to_user_hooks and not whole_units([unit], offloaded, defer_to_user_hooks=True):
             continue
         if taken + needed > most:
             break
@@ -110,7 +110,7 @@ def residents_within(
 
 
 def planned_residents(
-    tiers: UnitTiers, units: Sequence[Unit], movable: set[nn.Parameter], *, hold: bool, host_alone: bool
+    tiers: UnitTiers, units: Sequence[Unit], movable: set[nn.Parameter], *, defer_to_user_hooks: bool, host_alone: bool
 ) -> set[nn.Parameter]:
     """Returns the parameters that a plan keeps on the device.
 
@@ -118,7 +118,7 @@ def planned_residents(
         tiers: the plan.
         units: units of the model.
         movable: parameters that may be offloaded.
-        hold: as in `whole_units`.
+        defer_to_user_hooks: as in `whole_units`.
         host_alone: whether `tier="host"` excludes SSDs.
 
     Raises:
@@ -126,21 +126,22 @@ def planned_residents(
     """
     _check_plan(tiers, units, movable, host_alone=host_alone)
     chosen = [unit for unit in units if tiers.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
-    return whole_units(chosen, movable, hold=hold)
+    return whole_units(chosen, movable, defer_to_user_hooks=defer_to_user_hooks)
 
 
-def whole_units(units: Sequence[Unit], movable: set[nn.Parameter], *, hold: bool) -> set[nn.Parameter]:
+def whole_units(units: Sequence[Unit], movable: set[nn.Parameter], *, defer_to_user_hooks: bool) -> set[nn.Parameter]:
     """Returns the parameters of units that may be kept on the device as a whole.
 
     Args:
         units: units to choose from.
         movable: parameters to choose from.
-        hold: whether user code may read gradients: those of units with 16-bit parameters would be fp32 there.
+        defer_to_user_hooks: whether user code may read gradients: on the device, those of units with 16-bit parameters
+            would be fp32.
     """
     chosen: set[nn.Parameter] = set()
     for unit in units:
         own = {parameter for _, parameter in unit.parameters if parameter in movable}
-        if not hold or all(parameter.dtype == torch.float32 for parameter in own):
+        if not defer_to_user_hooks or all(parameter.dtype == torch.float32 for parameter in own):
             chosen |= own
     return chosen
 

@@ -63,7 +63,7 @@ class Weights(Source):
         self.access = access
         self.flat = flat
         self.index = index
-        self.item = flat.slices[index]
+        self.item = flat.param_views[index]
         self.name = self.item.name
 
     @property
@@ -90,7 +90,7 @@ class Weights(Source):
             self.access.staged.pull(flat)
             return
         self.access.begin_change(flat)
-        self.access.stream.wait(flat)  # a running copy to the device reads the host memory that is written here
+        self.access.prefetcher.wait(flat)  # a running copy to the device reads the host memory that is written here
         values = values.detach().to("cpu")
         staged = self.access.staged.stage(flat)
         staged.changed = True
@@ -106,7 +106,7 @@ class Weights(Source):
 
     def values(self, tensor: OffloadedParameter | OffloadedView) -> Tensor:
         if not self.whole:
-            self.access.stream.check(self.flat)  # a step that has begun changes them
+            self.access.prefetcher.check(self.flat)  # a step that has begun changes them
         return super().values(tensor)
 
     def share(self) -> Tensor:

@@ -117,12 +117,12 @@ class StagedFlats:
         staged.changed = True
         with _plain_operators():
             for index, tensor in changed.items():
-                masters = flat.slices[index].of(staged.masters)
+                masters = flat.param_views[index].of(staged.masters)
                 write_changed(masters, tensor.to("cpu"))
                 if flat.resident:
                     flat.view(index).copy_(masters)
                 if flat.mixed:  # a later backward needs the values that the forward has cast, which are gone
-                    torch.autograd.graph.increment_version(flat.slices[index].parameter)
+                    torch.autograd.graph.increment_version(flat.param_views[index].parameter)
 
     def differing(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> dict[int, Tensor]:
         """Returns, by parameter index, memory shared with user code whose values differ from the master weights."""
@@ -130,7 +130,7 @@ class StagedFlats:
         found: dict[int, Tensor] = {}
         with _plain_operators():
             for index in flat.shared:
-                tensor, item = flat.memory(index), flat.slices[index]
+                tensor, item = flat.memory(index), flat.param_views[index]
                 if tensor is not None and not same_bits(tensor.to("cpu"), item.of(masters).to(item.dtype)):
                     found[index] = tensor
         return found
@@ -141,7 +141,7 @@ class StagedFlats:
             return
         masters = self._stage(flat).masters
         with _plain_operators():
-            for index, item in enumerate(flat.slices):
+            for index, item in enumerate(flat.param_views):
                 if (tensor := flat.memory(index)) is not None:
                     tensor.copy_(item.of(masters))
 

@@ -30,7 +30,7 @@ class StateDicts:
     Args:
         module: the model.
         staged: stages the model's flat parameters on the host.
-        rules: optimizers of the flat parameters.
+        flat_optimizers: optimizers of the flat parameters.
         where: flat parameter of each offloaded parameter, and its index there.
         masters: master weights of parameters on the device.
         optimizers: optimizers that step flat parameters.
@@ -42,7 +42,7 @@ class StateDicts:
         self,
         module: nn.Module,
         staged: StagedFlats,
-        rules: Mapping[FlatParameter, FlatOptimizer],
+        flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
         where: Mapping[nn.Parameter, tuple[FlatParameter, int]],
         masters: MasterWeights,
         optimizers: list[Optimizer],
@@ -51,7 +51,7 @@ class StateDicts:
         changing: Callable[[], None],
     ) -> None:
         self._staged = staged
-        self._rules = rules
+        self._flat_optimizers = flat_optimizers
         self._where = where
         self._masters = masters
         self._summoned_masters = contextlib.ExitStack()
@@ -85,7 +85,7 @@ class StateDicts:
 
     def before_change(self) -> None:
         """Prepares a change of values: lazy tensors read theirs, and staged values are unstaged."""
-        self.lazy.take_in()
+        self.lazy.load_all()
         self._staged.unstage()
 
     def remove(self) -> None:
@@ -102,7 +102,7 @@ class StateDicts:
 
     def _mastered(self, owner: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters of `owner` itself that have master weights on the device, with their names in it."""
-        return _own_parameters(owner, self._masters.of)
+        return _own_parameters(owner, self._masters.by_param)
 
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         """Replaces compute weights in a state dict by master weights: copies of the offloaded ones."""
@@ -111,12 +111,12 @@ class StateDicts:
         self._masters.adopt(parameter for _, parameter in mastered)
         for name, parameter in mastered:
             if prefix + name in state:
-                state[prefix + name] = self._masters.of[parameter].detach()
+                state[prefix + name] = self._masters.by_param[parameter].detach()
         if self._without:
             for name, _ in offloaded:
                 state.pop(prefix + name, None)
             return
-        flats = {self._where[parameter][0] for _, parameter in offloaded}
+        flat_params = {self._where[parameter][0] for _, parameter in offloaded}
         for name, parameter in offloaded:
             if prefix + name not in state:
                 continue
@@ -124,7 +124,7 @@ class StateDicts:
             if flat.summoned:  # the parameter is whole: its own value is the one that counts
                 state[prefix + name] = parameter.detach()
                 continue
-            masters = flat.slices[index].of(self._staged.stage(flat, keep=flats).masters)
+            masters = flat.param_views[index].of(self._staged.stage(flat, keep=flat_params).masters)
             if self.lazy.wanted:
                 masters = self.lazy.make((flat, index), masters, self._reader(flat, index))
             else:
@@ -148,18 +148,18 @@ class StateDicts:
             )
         if self._mastered(owner):
             self._summoned_masters.enter_context(self._masters.summon())
-        flats = {self._where[parameter][0] for _, parameter in self._offloaded(owner)}
+        flat_params = {self._where[parameter][0] for _, parameter in self._offloaded(owner)}
         self._changing()
-        for flat in flats:
+        for flat in flat_params:
             if flat.summoned:
                 continue
-            self._staged.stage(flat, keep=flats)
+            self._staged.stage(flat, keep=flat_params)
             self._release(flat)
-            self._staged.summon(flat, keep=flats)
+            self._staged.summon(flat, keep=flat_params)
             self._loading.add(flat)
 
     def _after_load(self, owner: nn.Module, incompatible: object) -> None:
-        """Makes the parameters views of their flats again; their values are stored by the next `unstage`."""
+        """Makes the parameters views of their flat parameters again; their values are stored by the next `unstage`."""
         for flat in self._loading:
             self._staged.restore(flat)
         self._loading.clear()
@@ -170,7 +170,7 @@ class StateDicts:
         if self._without:
             return
         for number, flat, index in self._numbers(optimizer):
-            of_parameter = self._rules[flat].state_of(index, self._staged.stage(flat).values)
+            of_parameter = self._flat_optimizers[flat].state_of(index, self._staged.stage(flat).values)
             if of_parameter:
                 state["state"][number] = {
                     name: self._shown(value, flat, index, name) for name, value in of_parameter.items()
@@ -190,8 +190,8 @@ class StateDicts:
         def read() -> Tensor:
             values = self._staged.stage(flat)
             if state is None:
-                return flat.slices[index].of(values.masters)
-            found: Tensor = self._rules[flat].state_of(index, values.values)[state]
+                return flat.param_views[index].of(values.masters)
+            found: Tensor = self._flat_optimizers[flat].state_of(index, values.values)[state]
             return found
 
         return read
@@ -215,7 +215,7 @@ class StateDicts:
         """
         for optimizer in optimizers:
             for _, flat, index in self._numbers(optimizer):
-                state = optimizer.state.pop(flat.slices[index].parameter, None)
+                state = optimizer.state.pop(flat.param_views[index].parameter, None)
                 if state:
                     self._load_state(flat, index, state)
         self._staged.unstage()
@@ -223,7 +223,7 @@ class StateDicts:
     def _load_state(self, flat: FlatParameter, index: int, state: Mapping[str, Any]) -> None:
         staged = self._staged.stage(flat)
         staged.changed = True
-        self._rules[flat].load_state(index, state, staged.values)
+        self._flat_optimizers[flat].load_state(index, state, staged.values)
 
     def _numbers(self, optimizer: Optimizer) -> Iterator[tuple[int, FlatParameter, int]]:
         """Yields the number in the state dict, flat parameter and index of the optimizer's offloaded parameters."""

@@ -54,8 +54,8 @@ class KilledRun:
         return None if self.record is None else self.record.kept
 
 
-def make_scratch(
-    places: MemoryPlan,
+def make_staging(
+    memory_plan: MemoryPlan,
     storage: OffloadConfig,
     default_path: str | Path,
     device: torch.device,
@@ -65,7 +65,7 @@ def make_scratch(
     """Returns the scratch space, memory and threads of flat parameters on SSDs; None if there are none.
 
     Args:
-        places: tiers of the flat parameters.
+        memory_plan: tiers of the flat parameters.
         storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
         device: device that the model computes on.
@@ -74,7 +74,7 @@ def make_scratch(
     Raises:
         StorageError: host memory or scratch space can't be had.
     """
-    if places.ssd == 0 and killed is None:
+    if memory_plan.ssd == 0 and killed is None:
         return None
     with contextlib.ExitStack() as undo:
         store = BlobStore(
@@ -89,16 +89,16 @@ def make_scratch(
         is_new = killed is None or killed.record is None
         undo.callback(store.close, remove=is_new)
         if is_new:
-            store.reserve(places.ssd)
-        scratch = StateStaging.make(store, places.param_staging, places.staging, pin=device.type == "cuda")
+            store.reserve(memory_plan.ssd)
+        staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=device.type == "cuda")
         undo.pop_all()
-    return scratch
+    return staging
 
 
 def make_store(
     layout: Layout,
     tiers: tuple[OffloadTierName, OffloadTierName],
-    scratch: StateStaging | None,
+    staging: StateStaging | None,
     copies: CopyEngine,
     undo: contextlib.ExitStack,
     *,
@@ -109,7 +109,7 @@ def make_store(
     Args:
         layout: layout of its values.
         tiers: tier of the compute weights, and of the other values.
-        scratch: scratch space.
+        staging: scratch space.
         copies: copies of the device.
         undo: frees the buffers.
         blobs: blobs of a killed run, which are taken in order and have values.
@@ -119,18 +119,18 @@ def make_store(
     """
     pin = copies.device.type == "cuda"
     of_weights, of_opt_state = tiers
-    weights = make_buffer(layout.flat.nbytes, of_weights, scratch, undo, versions=layout.versions, pin=pin, blobs=blobs)
+    weights = make_buffer(layout.flat.nbytes, of_weights, staging, undo, versions=layout.versions, pin=pin, blobs=blobs)
     assert weights is not None
     opt_state = make_buffer(
-        layout.opt_state_bytes, of_opt_state, scratch, undo, versions=layout.versions, pin=False, blobs=blobs
+        layout.opt_state_bytes, of_opt_state, staging, undo, versions=layout.versions, pin=False, blobs=blobs
     )
-    return StateStore(layout, weights, opt_state, copies, scratch)
+    return StateStore(layout, weights, opt_state, copies, staging)
 
 
 def make_buffer(
     nbytes: int,
     tier: OffloadTierName,
-    scratch: StateStaging | None,
+    staging: StateStaging | None,
     undo: contextlib.ExitStack,
     *,
     versions: int,
@@ -144,8 +144,8 @@ def make_buffer(
     if tier == "host":
         buffer = HostBuffer(nbytes, versions=versions, pin=pin)
     else:
-        assert scratch is not None
+        assert staging is not None
         adopted = None if blobs is None else list(islice(blobs, versions))
-        buffer = SSDBuffer(nbytes, scratch.store, versions=versions, blobs=adopted)
+        buffer = SSDBuffer(nbytes, staging.store, versions=versions, blobs=adopted)
     undo.callback(buffer.free)
     return buffer

@@ -161,7 +161,7 @@ class StateStore:
         weights: buffer of the compute weights; owned.
         opt_state: buffer of all others; owned. None: there are none.
         copies: copies of the device.
-        scratch: memory and threads for values on SSDs; None if there are none.
+        staging: memory and threads for values on SSDs; None if there are none.
 
     Attributes:
         steps: steps that were committed.
@@ -178,11 +178,11 @@ class StateStore:
         weights: StateBuffer,
         opt_state: StateBuffer | None,
         copies: CopyEngine,
-        scratch: StateStaging | None,
+        staging: StateStaging | None,
     ) -> None:
         self.flat = layout.flat
         self.layout = layout
-        self.scratch = scratch
+        self.staging = staging
         self.steps = 0
         self.revertible = False
         self.spare: SpareMemory | None = None
@@ -215,8 +215,8 @@ class StateStore:
         def begin(_: object) -> "Future[Mark]":  # on the thread that completes the step, or the caller's
             if weights.staging_bytes == 0:
                 return finished(self._copies.h2d(weights.stage(None, read=True)[0], target, after))
-            assert self.scratch is not None
-            read = self.scratch.params.read(
+            assert self.staging is not None
+            read = self.staging.params.read(
                 weights.staging_bytes, lambda memory: weights.stage(memory, read=True)[1], [weights.write_done()]
             )
             return then(read, copy)
@@ -262,11 +262,11 @@ class StateStore:
             values.buffer = memory
             return finished(values)
 
-        assert self.scratch is not None
+        assert self.staging is not None
         needed = [buffer.write_done() for buffer in self._buffers]
         # A step that was not committed may still be written to the version that this one overwrites.
         needed += [ended(buffer.write_done(uncommitted=True)) for buffer in self._buffers]
-        read = self.scratch.states.read(self._staging_bytes, fill, needed, priority=priority)
+        read = self.staging.states.read(self._staging_bytes, fill, needed, priority=priority)
         return then(read, hand_over)
 
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
@@ -318,7 +318,7 @@ class StateStore:
         if all(buffer.has_second for buffer in buffers):
             return True
         nbytes = sum(buffer.nbytes for buffer in buffers)
-        if self.spare is not None and not self.spare.take(nbytes):
+        if self.spare is not None and not self.spare.reserve(nbytes):
             return False
         try:
             for buffer in buffers:
@@ -329,7 +329,7 @@ class StateStore:
             )
             self._drop_second(buffers)
             if self.spare is not None:
-                self.spare.give_back(nbytes)
+                self.spare.release(nbytes)
             return False
         return True
 
@@ -341,7 +341,7 @@ class StateStore:
         self._drop_second(buffers)
         self.revertible = False
         if self.spare is not None:
-            self.spare.give_back(sum(buffer.nbytes for buffer in buffers))
+            self.spare.release(sum(buffer.nbytes for buffer in buffers))
 
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""
@@ -389,7 +389,7 @@ class StateStore:
         Args:
             loaded: checkpoint values; they are the master weights of parameters that have them rounded.
         """
-        parameters = [item.parameter for item in self.flat.slices]
+        parameters = [item.parameter for item in self.flat.param_views]
         exact = [exact_value(parameter, loaded) for parameter in parameters]
         self.assign([p.data if value is None else value for p, value in zip(parameters, exact, strict=True)])
         self.flat.adopt()
@@ -404,7 +404,7 @@ class StateStore:
         staged = self.stage().result()
         masters = staged.master if staged.master is not None else torch.zeros(self.flat.numel, dtype=torch.float32)
         try:
-            for item, whole in zip(self.flat.slices, weights, strict=True):
+            for item, whole in zip(self.flat.param_views, weights, strict=True):
                 item.of(masters).copy_(whole)
             staged.set_masters(masters)
             if change is not None:
@@ -433,11 +433,11 @@ class StateStore:
             staged = self.stage().result()
         except Exception as error:
             log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, error)
-            for item in self.flat.slices:
+            for item in self.flat.param_views:
                 item.parameter.data = torch.full(item.parameter.shape, float("nan"), dtype=item.dtype)
             return error
         masters = staged.masters()
-        for index, item in enumerate(self.flat.slices):
+        for index, item in enumerate(self.flat.param_views):
             memory = self.flat.memory(index)
             if memory is not None and memory.device.type == "cpu":
                 item.parameter.data = memory.copy_(item.of(masters))
@@ -526,8 +526,8 @@ class StateStore:
         staging_bytes = max(old.staging_bytes, new.staging_bytes)
         memory = None
         if staging_bytes:
-            assert self.scratch is not None
-            memory = self.scratch.states.pool.acquire(staging_bytes)
+            assert self.staging is not None
+            memory = self.staging.states.pool.acquire(staging_bytes)
         try:
             tensor = None if memory is None else memory.tensor
             values, read = old.stage(tensor if old.staging_bytes else None, read=True)

@@ -39,7 +39,7 @@ class OptimizerStep:
 
     Attributes:
         store: where the flat parameter's values are stored.
-        rule: its optimizer.
+        flat_optimizer: its optimizer.
         options: options of its parameter group.
         gradient: its gradient.
         arrived: for each parameter, whether `gradient.host_grad` has its gradient; None: the step uses the accumulated
@@ -53,7 +53,7 @@ class OptimizerStep:
     """
 
     store: StateStore
-    rule: FlatOptimizer
+    flat_optimizer: FlatOptimizer
     options: Options
     gradient: Gradient
     arrived: Sequence[bool] | None
@@ -64,11 +64,13 @@ class OptimizerStep:
     priority: int
     rest_priority: int = 0
 
-    def speculative(self, guess: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> "Future[None]":
+    def speculative(
+        self, speculated: float, on_host: "Future[None]", ready: "Sequence[Future[None]]"
+    ) -> "Future[None]":
         """Makes the step with a speculated scale as soon as possible, and again if the scale is another.
 
         Args:
-            guess: the speculated scale.
+            speculated: the speculated scale.
             on_host: done when the gradient is on the host.
             ready: done when the values may be staged. Before that, staging memory must not be allocated: earlier steps,
                 which `ready` waits for, may need it.
@@ -76,13 +78,13 @@ class OptimizerStep:
         if not self.store.in_memory:
             # Reads begin before the gradient is on the host: they overlap with backward.
             staged = then(all_of(ready), lambda _: self.store.stage(step=True, priority=self.priority))
-            made = self._submit_on(staged, lambda: self._make(staged.result(), guess), [on_host])
-            return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(guess))
+            made = self._submit_on(staged, lambda: self._make(staged.result(), speculated), [on_host])
+            return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(speculated))
         used: float | None = None
 
         def run() -> None:  # on the worker's thread
             nonlocal used
-            used = self._scale_now(guess)
+            used = self._scale_now(speculated)
             if used is not None:
                 self._make(self.store.stage(step=True).result(), used)
 
@@ -126,7 +128,9 @@ class OptimizerStep:
             staged = self.store.stage(step=True).result()
             has_grad = self._has_grad()
             whole = self._gradient()
-            in_parts = self.limit is None and all(has_grad) and self.rule.has_parts(self.options, staged, whole)
+            in_parts = (
+                self.limit is None and all(has_grad) and self.flat_optimizer.has_parts(self.options, staged, whole)
+            )
             self._make(staged, scale, "weights" if in_parts else "whole")
             if not in_parts:
                 self._end(committed=True)
@@ -194,20 +198,20 @@ class OptimizerStep:
                 whole, scale = (whole.float() * scale).clamp_(-self.limit, self.limit), 1.0
             has_grad = self._has_grad()
             with span(OPTIMIZER + self.store.flat.name):
-                self.rule.step(self.options, staged, whole, has_grad, scale, part)
+                self.flat_optimizer.step(self.options, staged, whole, has_grad, scale, part)
             changed = True
             seconds = perf_counter() - begun
         finally:
             self.store.unstage(staged, changed=changed, step=True)
         if part != "weights":  # the rest moves about the bytes of a whole step: its rate is comparable
-            slices = zip(self.store.flat.slices, has_grad, strict=True)
+            slices = zip(self.store.flat.param_views, has_grad, strict=True)
             self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
 
-    def _scale_now(self, guess: float) -> float | None:
-        """Returns the scale that the step is made with now: the known one, or `guess`; None: it can't be made yet."""
+    def _scale_now(self, speculated: float) -> float | None:
+        """Returns the scale that the step is made with now: the known or the speculated one; None: not yet possible."""
         if self.scale.done():
             return self.scale.result()
-        return guess if self.store.add_second() else None
+        return speculated if self.store.add_second() else None
 
     def _commit_or_redo(self, used: float | None, *, drop_second: bool = False) -> "Future[None]":
         """Commits the step that was made with the scale `used` if that was right; else makes it now.
@@ -239,7 +243,7 @@ class OptimizerStep:
 
     def _end(self, *, committed: bool) -> None:
         if committed:
-            self.rule.commit(self._has_grad())
+            self.flat_optimizer.commit(self._has_grad())
             self.store.commit()
         self.gradient.has_accum = [False] * len(self.gradient.has_accum)
 

@@ -55,7 +55,7 @@ class StepScheduler:
 
     Args:
         stores: where each flat parameter's values are stored.
-        rules: the optimizer of each flat parameter that is stepped.
+        flat_optimizers: the optimizer of each flat parameter that is stepped.
         groups: its torch optimizer, and the index of its parameter group.
         gradients: their gradients.
         prefetcher: evicts the weights whose step begins.
@@ -70,7 +70,7 @@ class StepScheduler:
     def __init__(
         self,
         stores: Mapping[FlatParameter, StateStore],
-        rules: Mapping[FlatParameter, FlatOptimizer],
+        flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
         groups: Mapping[FlatParameter, tuple[Optimizer, int]],
         gradients: GradientOffloader,
         prefetcher: ParamPrefetcher,
@@ -82,7 +82,7 @@ class StepScheduler:
         journal: Journal | None,
     ) -> None:
         self._stores = stores
-        self._rules = rules
+        self._flat_optimizers = flat_optimizers
         self._groups = groups
         self._gradients = gradients
         self._prefetcher = prefetcher
@@ -93,9 +93,9 @@ class StepScheduler:
         self._overlap = terms.overlap
         self._clip_value = terms.clip_value
         self._journal = journal
-        self.hold = terms.hold
+        self.defer_to_user_hooks = terms.defer_to_user_hooks
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
-        self._hold_next = terms.hold
+        self._defer_next = terms.defer_to_user_hooks
         self._share = WeightsFirst(len(set(priorities.values())))
         self._waited = 0.0
         """Seconds that other code has waited for whole steps, since the last `end`."""
@@ -126,15 +126,15 @@ class StepScheduler:
 
     # ---- an optimizer step, from its begin to its end ----
 
-    def hold_next(self) -> None:
+    def defer_next(self) -> None:
         """Delays the next steps until `optimizer.step`, because user code has a hook that may read gradients."""
-        self._hold_next = True
+        self._defer_next = True
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`: flat parameters that backward completes from here on are stepped at once."""
-        self.hold = self._hold_next
+        self.defer_to_user_hooks = self._defer_next
         self.optimizer = optimizer
-        self._decision.begin(hold=self.hold)
+        self._decision.begin(defer_to_user_hooks=self.defer_to_user_hooks)
         scale = self._decision.scale
         self._released = finished(None) if scale.done() else self._worker.submit(_nothing, [scale])
 
@@ -146,8 +146,8 @@ class StepScheduler:
         """Raises RuntimeError if the step of `flat` was submitted without the gradient of parameter `index`."""
         if self._is_submitted(flat):
             raise RuntimeError(
-                f"a gradient of {flat.slices[index].name} arrived after the optimizer step of {flat.name} had begun: "
-                "it is used differently from step to step. Set `overlap='none'`."
+                f"a gradient of {flat.param_views[index].name} arrived after the optimizer step of {flat.name} had "
+                "begun: it is used differently from step to step. Set `overlap='none'`."
             )
 
     def check_may_drop(self, optimizer: Optimizer) -> None:
@@ -168,15 +168,17 @@ class StepScheduler:
         """
         gradient, store = self._gradients[flat], self._stores[flat]
         self._staged.unstage()
-        self._prefetcher.retire(flat)
+        self._prefetcher.retire_for_step(flat)
         options = self._options(flat)
         on_host, arrived = self._gradients.hand_over(flat)
         if arrived is None:
             with self._lock:
                 self._accumulations[flat] = on_host
-        limit = None if self.hold else self._clip_value
-        gradient.kept = arrived is None and (self.hold or (limit is None and not self._decision.needs_norm))
-        for index, item in enumerate(flat.slices):
+        limit = None if self.defer_to_user_hooks else self._clip_value
+        gradient.kept = arrived is None and (
+            self.defer_to_user_hooks or (limit is None and not self._decision.needs_norm)
+        )
+        for index, item in enumerate(flat.param_views):
             if gradient.states[index] is GradientState.PRESENT:
                 gradient.states[index] = GradientState.STEPPED
                 torch.autograd.graph.increment_version(item.parameter)  # as the optimizer does
@@ -191,7 +193,7 @@ class StepScheduler:
             )
         step = OptimizerStep(
             store,
-            self._rules[flat],
+            self._flat_optimizers[flat],
             options,
             gradient,
             arrived,
@@ -203,7 +205,7 @@ class StepScheduler:
             # The rest is made when all weights are, and first of the unit whose gradients arrive first.
             rest_priority=2 * len(self._priorities) - self._priorities[flat],
         )
-        guess = self._decision.speculated
+        speculated = self._decision.speculated
         # A step that is not committed must leave the values, and the gradient, as they are.
         revertible = self._decision.scale.done() or (store.layout.versions == 2 and arrived is not None)
         with self._lock:
@@ -211,8 +213,8 @@ class StepScheduler:
         weights: Future[None] | None = None
         if self._overlap == "naive":
             done = step.serial([on_host, *ready])
-        elif guess is not None and revertible:
-            done = step.speculative(guess, on_host, ready)
+        elif speculated is not None and revertible:
+            done = step.speculative(speculated, on_host, ready)
         elif self._overlap == "optimized" and store.in_memory and self._share.covers(self._priorities[flat]):
             weights, done = step.weights_first([on_host, *ready, self._released], drop_second=self._decision.given_up)
         else:
@@ -260,12 +262,12 @@ class StepScheduler:
             self._gradients.keep_alive(*in_flight)
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
-        self._share.note(self._gradients.take_waited() + self._waited)
+        self._share.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
         submitted = self._finish_step()
         self.optimizer = None
         self._gradients.reset_norms()
-        self._prefetcher.renew()
+        self._prefetcher.reset()
         if self._overlap == "none":
             for done in submitted.values():
                 wait_for(done, "the step")
@@ -314,7 +316,7 @@ class StepScheduler:
         }
 
     def _is_stepping(self, flat: FlatParameter) -> bool:
-        return self.optimizer is not None and not self.hold and self._groups[flat][0] is self.optimizer
+        return self.optimizer is not None and not self.defer_to_user_hooks and self._groups[flat][0] is self.optimizer
 
     def _is_submitted(self, flat: FlatParameter) -> bool:
         with self._lock:
@@ -327,10 +329,10 @@ class StepScheduler:
             if self._groups[flat][0] is optimizer:
                 for index, memory in flat.shared.items():
                     if gradient.states[index] is not GradientState.NONE:
-                        stepped.append((flat.slices[index].name, memory))
+                        stepped.append((flat.param_views[index].name, memory))
         if not stepped:
             return
-        offloaded = {item.parameter for flat in self._stores for item in flat.slices}
+        offloaded = {item.parameter for flat in self._stores for item in flat.param_views}
         for parameter in parameters_of(optimizer):
             if parameter not in offloaded and parameter.grad is not None:
                 stepped.append(("a parameter that is not offloaded", SharedMemory(parameter)))
@@ -466,15 +468,17 @@ class StepScheduler:
         for flat in committed:
             if flat not in ahead:
                 stores[flat].revert()
-                self._rules[flat].revert()
+                self._flat_optimizers[flat].revert()
         on_device = self._steps_on_device()
-        if len(ahead) == (len(steps_before) if ended else len(self._rules)) and on_device == (ended and on_device):
+        if len(ahead) == (len(steps_before) if ended else len(self._flat_optimizers)) and on_device == (
+            ended and on_device
+        ):
             return []  # committed everywhere; values that could not be written are lost
         return [flat.name for flat in ahead] + ["parameters that stay on the device"] * (ended and on_device)
 
     def _steps_on_device(self) -> bool:
         """Whether the user's optimizers step parameters on the device."""
-        offloaded: Collection[nn.Parameter] = {item.parameter for flat in self._stores for item in flat.slices}
+        offloaded: Collection[nn.Parameter] = {item.parameter for flat in self._stores for item in flat.param_views}
         optimizers = {id(optimizer): optimizer for optimizer, _ in self._groups.values()}.values()
         return any(
             parameter.requires_grad and parameter not in offloaded

@@ -27,7 +27,7 @@ class SummonedWeights:
         """Makes the parameters whole tensors."""
         flat = self._flat
         with torch._C.DisableTorchFunctionSubclass():
-            for index, item in enumerate(flat.slices):
+            for index, item in enumerate(flat.param_views):
                 memory, whole = flat.memory(index), item.of(self.masters)
                 if memory is not None and (memory.device, memory.dtype) == (whole.device, whole.dtype):
                     whole = memory
@@ -48,7 +48,7 @@ class SummonedWeights:
         try:
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
                 for index, whole in enumerate(self._summoned):
-                    data = flat.slices[index].parameter.data
+                    data = flat.param_views[index].parameter.data
                     if data.is_set_to(whole):
                         self._sync(index, whole)
                     else:
@@ -57,7 +57,7 @@ class SummonedWeights:
             flat.attach()
 
     def _sync(self, index: int, whole: Tensor) -> None:
-        flat, item = self._flat, self._flat.slices[index]
+        flat, item = self._flat, self._flat.param_views[index]
         masters, memory = item.of(self.masters), flat.memory(index)
         if index not in self._before:
             if not whole.is_set_to(masters):
@@ -72,7 +72,7 @@ class SummonedWeights:
 
     def _replace(self, index: int, data: Tensor) -> None:
         """Adopts a tensor that user code has set as `.data` of a parameter."""
-        flat, item = self._flat, self._flat.slices[index]
+        flat, item = self._flat, self._flat.param_views[index]
         if data.shape != item.shape or data.dtype not in (self.masters.dtype, item.dtype):
             raise RuntimeError(
                 f"`.data` of {item.name}, which is offloaded, was set to a tensor of {data.dtype} {list(data.shape)}: "

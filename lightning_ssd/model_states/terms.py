@@ -21,9 +21,9 @@ class StepTerms:
         loss_scaled: whether losses are scaled, and a step is skipped if a gradient is not finite.
         clip: "deferred": steps wait for their scale. "speculative": steps of flat parameters with two versions begin
             with the likely scale, and are made again if it was wrong. "auto": speculative while it is seldom wrong.
-        hold: whether user code may read gradients or options between backward and `optimizer.step`, so that no step
-            begins earlier.
-        whole: optimizers that are stepped whole (see `WholeStep`); `hold` is set if there are any.
+        defer_to_user_hooks: whether user code may read gradients or options between backward and `optimizer.step`, so
+            that no step begins earlier.
+        whole: optimizers that are stepped whole (see `WholeStep`); `defer_to_user_hooks` is set if there are any.
     """
 
     overlap: Overlap
@@ -31,5 +31,5 @@ class StepTerms:
     clip_value: float | None
     loss_scaled: bool
     clip: Clip
-    hold: bool
+    defer_to_user_hooks: bool
     whole: Sequence[Optimizer] = ()

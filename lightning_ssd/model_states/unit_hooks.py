@@ -15,7 +15,7 @@ from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 def hook_unit(
     index: int,
     modules: Sequence[nn.Module],
-    flats: Sequence[FlatParameter],
+    flat_params: Sequence[FlatParameter],
     prefetcher: ParamPrefetcher,
     access: Access,
     summoned: Callable[[], bool],
@@ -25,7 +25,7 @@ def hook_unit(
     Args:
         index: number of the unit.
         modules: modules whose forward needs its weights.
-        flats: its flat parameters.
+        flat_params: its flat parameters.
         prefetcher: makes them resident.
         access: adopts what a forward has written to views of the weights.
         summoned: returns whether all parameters are whole tensors at present, so that no weights are prefetched.
@@ -37,12 +37,12 @@ def hook_unit(
     def pre_forward() -> None:
         if not summoned():
             prefetcher.pre_forward(index)
-            access.begin_forward(flats)
+            access.begin_forward(flat_params)
 
     def post_forward() -> None:
         if not summoned():
             prefetcher.post_forward(index)
-            access.end_forward(flats)
+            access.end_forward(flat_params)
 
     return [around_calls(module, pre_forward, post_forward) for module in modules]
 
@@ -78,8 +78,8 @@ def hook_compiled_region(
     def before() -> None:
         with contextlib.ExitStack() as stack:
             if not summoned():
-                flats = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
-                stack.enter_context(prefetcher.hold(flats, record=True))
+                flat_params = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
+                stack.enter_context(prefetcher.resident(flat_params, record=True))
                 stack.enter_context(access.ordinary(offloaded))
                 stack.enter_context(ordinary(with_masters))
             running.append(stack.pop_all())

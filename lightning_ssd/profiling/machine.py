@@ -182,9 +182,9 @@ def adam_step(
     parameter = nn.Parameter(torch.empty(()).expand(numel))
     flat = FlatParameter("flat", [("weight", parameter)], torch.bfloat16, torch.device("cpu"))
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, fused=True)  # a GPU's optimizer is stepped by that kernel
-    rule = AdamOptimizer(flat, compiled=compiled)
+    flat_optimizer = AdamOptimizer(flat, compiled=compiled)
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    layout = Layout(flat, split, rule.state_names(options), steps=True, versions=1)
+    layout = Layout(flat, split, flat_optimizer.state_names(options), steps=True, versions=1)
 
     def make_version() -> StagedState:
         weights, opt_state = (Slab(size, pin=False).tensor.zero_() for size in (flat.nbytes, layout.opt_state_bytes))
@@ -193,4 +193,4 @@ def adam_step(
     staged = make_version()
     staged.uncommitted = make_version() if two_versions else None
     gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()
-    return lambda: rule.step(options, staged, gradient, [True], 1.0)
+    return lambda: flat_optimizer.step(options, staged, gradient, [True], 1.0)

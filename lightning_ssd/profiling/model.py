@@ -327,10 +327,10 @@ class Profiler:
         stores = {} if self._states is None else self._states.stores
         owned = {parameter for _, parameter in unit.parameters}
         for flat, store in stores.items():
-            members = {item.parameter for item in flat.slices} & owned
+            members = {item.parameter for item in flat.param_views} & owned
             if members:
                 owned -= members
-                trained += sum(item.numel for item in flat.slices) if store.layout.steps else 0
+                trained += sum(item.numel for item in flat.param_views) if store.layout.steps else 0
                 weights += flat.nbytes
                 gradients += store.layout.gradient_bytes
                 states += store.layout.opt_state_bytes
@@ -353,7 +353,7 @@ class Profiler:
         nbytes: dict[tuple[Tier, Tier], int] = defaultdict(int)
         owned = {parameter for _, parameter in unit.parameters}
         for flat, store in self._states.stores.items():
-            if any(item.parameter in owned for item in flat.slices):
+            if any(item.parameter in owned for item in flat.param_views):
                 nbytes[store.tiers] += flat.nbytes + store.layout.opt_state_bytes
         return max(nbytes, key=lambda tiers: nbytes[tiers]) if nbytes else ("gpu", "gpu")
 

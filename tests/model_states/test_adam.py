@@ -82,21 +82,21 @@ def test_a_step_in_two_parts_has_the_bits_of_a_whole_one(kind: str, optimizer: A
     layout = Layout(flat, kind == "split", ("exp_avg", "exp_avg_sq"), steps=True, versions=1)
     found: list[StagedState] = []
     for parts in (("whole",), ("weights", "rest")):
-        rule = AdamOptimizer(flat)
+        flat_optimizer = AdamOptimizer(flat)
         opt_state = torch.zeros(layout.opt_state_bytes, dtype=torch.uint8)
         staged = layout.views(torch.zeros(flat.nbytes, dtype=torch.uint8), opt_state)
         torch.manual_seed(0)
         staged.set_masters(torch.randn(flat.numel))
         for _ in range(3):
             gradient = torch.randn(flat.numel).to(dtype)
-            if len(parts) == 2 and not rule.has_parts(options, staged, gradient):
+            if len(parts) == 2 and not flat_optimizer.has_parts(options, staged, gradient):
                 assert optimizer is torch.optim.Adam and kind != "whole"  # the decay needs the old weights
                 return
             for part in parts:
-                rule.step(options, staged, gradient, [True, True], 0.5, cast(Part, part))
+                flat_optimizer.step(options, staged, gradient, [True, True], 0.5, cast(Part, part))
                 if part == "weights":
                     weights = staged.weights.clone()
-            rule.commit([True, True])
+            flat_optimizer.commit([True, True])
             assert len(parts) == 1 or torch.equal(weights, staged.weights)
         found.append(staged)
     whole, in_parts = found

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ssd.model_states.budget import AHEAD, _plan, choose_places
+from lightning_ssd.model_states.budget import AHEAD, _plan, plan_memory
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import Layout
 
@@ -34,10 +34,10 @@ def test_auto_keeps_its_budget_and_wastes_little(
     numels: list[int], slots: int, halves: bool, budget: int, shared: bool
 ) -> None:
     made = layouts(numels, slots, halves)
-    host, ssd = choose_places(made, "host", None, shared=shared), choose_places(made, "ssd", None, shared=shared)
+    host, ssd = plan_memory(made, "host", None, shared=shared), plan_memory(made, "ssd", None, shared=shared)
     assert host.ssd == host.param_staging == host.staging == 0
     try:
-        places = choose_places(made, "auto", budget, shared=shared)
+        places = plan_memory(made, "auto", budget, shared=shared)
     except ValueError as error:
         assert min(host.host, ssd.host) > budget and "`host_memory`" in str(error)
         return
@@ -55,7 +55,7 @@ def test_auto_keeps_its_budget_and_wastes_little(
 @given(numels=sizes, slots=st.sampled_from([1, 2]))
 def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -> None:
     made = layouts(numels, slots, False)
-    places = choose_places(made, "ssd", None, shared=False)
+    places = plan_memory(made, "ssd", None, shared=False)
     opened = sorted(
         -(-layout.flat.nbytes // 4096) * 4096 + -(-layout.opt_state_bytes // 4096) * 4096 for layout in made
     )
@@ -65,4 +65,4 @@ def test_staging_memory_holds_the_largest_flats(numels: list[int], slots: int) -
 
 def test_a_needed_budget_is_named() -> None:
     with pytest.raises(ValueError, match="`host_memory` of 1000 B is too small: with `states='host'` .*'auto'"):
-        choose_places(layouts([1000], 1, False), "host", 1000, shared=False)
+        plan_memory(layouts([1000], 1, False), "host", 1000, shared=False)

@@ -336,7 +336,7 @@ def test_lazy_tensors(tmp_path: Path) -> None:
     reads.clear()
     assert torch.equal(lazy[0] + 1, values[0] + 1) and torch.equal(lazy[0].T, values[0].T)
     assert reads == [0]
-    tensors.take_in()
+    tensors.load_all()
     values[3].zero_()
     assert lazy[3].sum() == 4950
 

@@ -36,7 +36,7 @@ class LateCopies(CPUCopyEngine):
 def opened(gate: GradScaleDecision, norm: float) -> "Future[float | None]":
     """Returns the factor of a step whose gradient has the given norm, clipped to 1."""
     parameter = torch.nn.Parameter(torch.zeros(1))
-    gate.begin(hold=False)
+    gate.begin(defer_to_user_hooks=False)
     gate.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0)
     gate.decide()
     return gate.scale
@@ -112,7 +112,7 @@ def test_a_scale_whose_copy_is_not_issued_fails_the_jobs_that_wait_for_it() -> N
     """Else the end of training would wait for these jobs forever."""
     decision = GradScaleDecision(RefusingCopies(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
     parameter = torch.nn.Parameter(torch.zeros(1))
-    decision.begin(hold=False)
+    decision.begin(defer_to_user_hooks=False)
     decision.clip([parameter], {parameter: torch.tensor(2.0)}, limit=1.0)
     with pytest.raises(RuntimeError, match="the device is lost"):
         decision.decide()
@@ -142,7 +142,7 @@ def steps_of(decision: GradScaleDecision, norms: list[float]) -> list[float | No
     found: list[float | None] = []
     for norm in norms:
         parameter = torch.nn.Parameter(torch.zeros(1))
-        decision.begin(hold=False)
+        decision.begin(defer_to_user_hooks=False)
         found.append(decision.speculated)
         decision.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0)
         decision.decide()
@@ -188,7 +188,7 @@ def test_norms_of_offloaded_and_resident_gradients_are_clipped_as_torch_does() -
     parameters[0].grad = None
     norms = {parameters[index]: gradients[index].norm() for index in (0, 2)}
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
-    decision.begin(hold=False)
+    decision.begin(defer_to_user_hooks=False)
     decision.clip(parameters, norms, 0.5)
     decision.decide()
     scale = decision.scale.result(timeout=60)
@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_that_has_it(bad: float | N
     scaler.scale(torch.zeros(1))  # which makes the scale
     scales = []
     for value in (1.0, bad, 1.0):
-        decision.begin(hold=False)
+        decision.begin(defer_to_user_hooks=False)
         if value is not None:
             decision.check(torch.tensor([0.5, value]))
         found: dict[torch.device, Tensor] = {}
@@ -221,7 +221,7 @@ def test_a_gradient_on_the_device_that_is_not_finite_skips_the_step_of_offloaded
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(1))  # which makes the scale
-    decision.begin(hold=False)
+    decision.begin(defer_to_user_hooks=False)
     decision.check(torch.tensor([0.5]))
     decision.unscale(scaler, {CPU: torch.ones(1)})
     decision.decide()
@@ -235,7 +235,7 @@ def test_offloaded_gradients_are_clipped_after_they_are_unscaled() -> None:
     scaler.scale(torch.zeros(1))  # which makes the scale
     offloaded, resident = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     resident.grad = torch.tensor([4.0])  # unscaled by Lightning
-    decision.begin(hold=False)
+    decision.begin(defer_to_user_hooks=False)
     decision.unscale(scaler, {})
     decision.clip([offloaded, resident], {offloaded: torch.tensor(3.0 * 8)}, limit=1.0)  # 3 and 4 have a norm of 5
     decision.decide()
@@ -246,7 +246,7 @@ def test_offloaded_gradients_are_clipped_after_they_are_unscaled() -> None:
 
 def test_a_step_that_was_not_decided_fails_its_jobs_at_the_end() -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
-    decision.begin(hold=False)
+    decision.begin(defer_to_user_hooks=False)
     decision.fail()
     with pytest.raises(RuntimeError, match="training ended before this optimizer step was made"):
         decision.scale.result(timeout=60)
@@ -255,7 +255,7 @@ def test_a_step_that_was_not_decided_fails_its_jobs_at_the_end() -> None:
 
 def test_gradients_that_user_code_has_clipped_have_scale_one() -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
-    decision.begin(hold=True)
+    decision.begin(defer_to_user_hooks=True)
     assert decision.scale.result(timeout=60) == decision.speculated == 1.0
     assert decision.decide() is None
     decision.close()

@@ -88,7 +88,7 @@ def host_bytes(path: Path, limit: float | None, **arguments: Any) -> list[int]:
             states.drain()
             buffers = [buffer for store in states.stores.values() for buffer in store._host_buffers()]
             second = sum(buffer.nbytes for buffer in buffers if buffer.has_second)
-            assert states._nbytes.spare.taken == second
+            assert states._nbytes.spare.reserved == second
             found.append(states.host_bytes)
 
     end = StepScheduler.end

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states import adam, compiled
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.optimizers import AdamOptimizer
-from lightning_ssd.model_states.optimizers import make_flat_optimizer as make_rule
+from lightning_ssd.model_states.optimizers import AdamOptimizer, make_flat_optimizer
 from lightning_ssd.model_states.split import join, split
 from lightning_ssd.model_states.state_store import Layout, StagedState
 
@@ -134,34 +133,36 @@ def follow_torch(
     # A group each: torch's fused SGD fails where one parameter of a group has a buffer and another has none.
     optimizer = cls([{"params": [parameter]} for parameter in parameters], **arguments)
     how = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-    rule = make_rule(optimizer, flat)
-    layout = Layout(flat, halves and dtype == torch.bfloat16, rule.state_names(how), steps=True, versions=slots)
+    flat_optimizer = make_flat_optimizer(optimizer, flat)
+    layout = Layout(
+        flat, halves and dtype == torch.bfloat16, flat_optimizer.state_names(how), steps=True, versions=slots
+    )
     sizes = (flat.nbytes, max(layout.opt_state_bytes, 1))
     staged, other = (layout.views(*(torch.zeros(size, dtype=torch.uint8) for size in sizes)) for _ in range(2))
     if slots == 2:
         staged.uncommitted = other
     masters = torch.zeros(flat.numel)
-    for item, parameter in zip(flat.slices, parameters, strict=True):
+    for item, parameter in zip(flat.param_views, parameters, strict=True):
         item.of(masters).copy_(parameter.data)
     staged.set_masters(masters)
     for has in all_has:
         gradient = torch.zeros(flat.numel, dtype=torch.float32 if fp32_gradient else dtype)
-        for item, parameter, given_one in zip(flat.slices, parameters, has, strict=True):
+        for item, parameter, given_one in zip(flat.param_views, parameters, has, strict=True):
             item.of(gradient).copy_(torch.randn(item.numel, generator=generator))
             part = item.of(gradient).float() * scale
             parameter.grad = part if given_one else None
         before = [tensor.clone() for tensor in (staged.masters(), *staged.states.values())]
         optimizer.step()
-        rule.step(how, staged, gradient, has, scale)
-        rule.commit(has)
+        flat_optimizer.step(how, staged, gradient, has, scale)
+        flat_optimizer.commit(has)
         out = staged.out
         if out is not staged:  # what was is there until the step counts
             after = (staged.masters(), *staged.states.values())
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
             staged, out.other = out, staged
-        for index, (item, parameter) in enumerate(zip(flat.slices, parameters, strict=True)):
+        for index, (item, parameter) in enumerate(zip(flat.param_views, parameters, strict=True)):
             assert torch.equal(item.of(staged.masters()), parameter.data)
-            state, expected = rule.state_of(index, staged), optimizer.state[parameter]
+            state, expected = flat_optimizer.state_of(index, staged), optimizer.state[parameter]
             assert {name for name, value in expected.items() if value is not None} == set(state)
             assert all(torch.equal(value, expected[name]) for name, value in state.items())
 
@@ -253,12 +254,12 @@ def _off_by_a_bit(settings_of: Any) -> Any:
 def test_momentum_that_begins_later_is_refused() -> None:
     flat = FlatParameter("flat", [("weight", nn.Parameter(torch.empty(64)))], torch.float32, CPU)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(64))], lr=0.1)
-    rule = make_rule(optimizer, flat)
+    flat_optimizer = make_flat_optimizer(optimizer, flat)
     how = dict(optimizer.param_groups[0])
-    layout = Layout(flat, False, rule.state_names(how), steps=True, versions=1)
+    layout = Layout(flat, False, flat_optimizer.state_names(how), steps=True, versions=1)
     staged = layout.views(torch.zeros(flat.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="needs momentum_buffer now.*from the start"):
-        rule.step({**how, "momentum": 0.9}, staged, torch.ones(64), [True], 1.0)
+        flat_optimizer.step({**how, "momentum": 0.9}, staged, torch.ones(64), [True], 1.0)
 
 
 def test_parameters_without_gradient_are_not_changed(tmp_path: Any) -> None:

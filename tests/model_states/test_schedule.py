@@ -74,14 +74,14 @@ def events_of(
         monkeypatch.setattr(cls, name, run)
 
     def unit(flat: Any) -> int:
-        return int(flat.slices[0].name.split(".")[1])
+        return int(flat.param_views[0].name.split(".")[1])
 
     told(OptimizerStep, "_make", lambda step, *args: ("rest" if "rest" in args[2:] else "step", unit(step.store.flat)))
     told(OptimizerStep, "weights_first", lambda step, *_: ("deferred", unit(step.store.flat)))
     for kind in ("speculative", "deferred", "serial"):
         told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.store.flat)))
-    told(ParamPrefetcher, "_fetch", lambda stream, index: ("want", index))
-    told(ParamPrefetcher, "release", lambda stream, flat: ("release", unit(flat)))
+    told(ParamPrefetcher, "_prefetch_unit", lambda stream, index: ("want", index))
+    told(ParamPrefetcher, "evict", lambda stream, flat: ("release", unit(flat)))
     strategy = SSDOffloadStrategy(**({"states": "host", "min_bytes": 1, "gpu_memory": "1B"} | arguments))
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, default_root_dir=path, max_epochs=1, logger=False,
@@ -129,7 +129,7 @@ class HeldSteps:
 
         def held(step: OptimizerStep, staged: Any, scale: float, part: str = "whole") -> None:
             begun.set()
-            unit = int(step.store.flat.slices[0].name.split(".")[1])
+            unit = int(step.store.flat.param_views[0].name.split(".")[1])
             if part == "rest":
                 self.in_time.append(self.forward_is_over.wait(timeout=20))
                 self.rests.append(unit)
@@ -299,11 +299,11 @@ class HeldReads(HeldJobs):
 
     def hold(self, model_states: Any, wait: Callable[[], object]) -> None:
         stores = model_states.stores
-        model_states.scratch.states._worker.submit(wait)
+        model_states.staging.states._worker.submit(wait)
 
         def stage(buffer: SSDBuffer, memory: Tensor | None, *, read: bool) -> Any:
             (flat,) = [flat for flat, store in stores.items() if buffer in store._buffers]
-            self.events.append(("read", int(flat.slices[0].name.split(".")[1])))
+            self.events.append(("read", int(flat.param_views[0].name.split(".")[1])))
             return read_buffer(buffer, memory, read=read)
 
         SSDBuffer.stage = stage  # type: ignore[method-assign]
@@ -352,7 +352,7 @@ class TwoThreads(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         states = trainer.strategy.model_states  # type: ignore[union-attr]
         stream: ParamPrefetcher = states._prefetcher
-        stream.release_all()
+        stream.evict_all()
         first, *others = states.stores
         into, again = states._copies.h2d, threading.Event()
 

@@ -292,16 +292,16 @@ def test_a_tensor_that_is_assigned_is_not_kept_alive(tmp_path: Path) -> None:
         weight.data = values
         storage = StorageWeakRef(values.untyped_storage())
         del values
-        flats = [parameter.flat for parameter in module.parameters() if hasattr(parameter, "flat")]
+        flat_params = [parameter.flat for parameter in module.parameters() if hasattr(parameter, "flat")]
         float(weight.detach().sum())
-        return [flats == [] or storage.expired(), any(flat.shared for flat in flats)]
+        return [flat_params == [] or storage.expired(), any(flat.shared for flat in flat_params)]
 
     compare(tmp_path, lambda: Toy("on_train_batch_end", act), "host")
 
 
 @pytest.mark.parametrize("states", PLACES)
 def test_shared_memory_is_moved_with_its_parameter(tmp_path: Path, states: str) -> None:
-    """A parameter group that is added divides flats anew."""
+    """A parameter group that is added divides flat parameters anew."""
 
     def act(module: Any) -> Any:
         if not hasattr(module, "kept"):

@@ -33,7 +33,7 @@ def step(store: StateStore, weights: list[Tensor]) -> None:
 def step_staged(store: StateStore, staged: StagedState, weights: list[Tensor]) -> None:
     """Makes the same step with values that are staged for it."""
     masters = torch.zeros(store.flat.numel)
-    for item, values in zip(store.flat.slices, weights, strict=True):
+    for item, values in zip(store.flat.param_views, weights, strict=True):
         item.of(masters).copy_(values)
     staged.out.set_masters(masters)
     store.unstage(staged, changed=True, step=True)
@@ -99,13 +99,13 @@ def test_second_versions_use_spare_memory_and_free_it(tmp_path: Path) -> None:
     nbytes = layout.flat.nbytes + layout.opt_state_bytes
     with open_store(tmp_path, ("host", "host"), layout) as (store, _):
         store.spare = SpareMemory(nbytes - 1)
-        assert not store.add_second() and store.spare.taken == 0
+        assert not store.add_second() and store.spare.reserved == 0
         store.spare = SpareMemory(nbytes)
         for _ in range(3):
-            assert store.add_second() and store.add_second() and store.spare.taken == nbytes
+            assert store.add_second() and store.add_second() and store.spare.reserved == nbytes
             store.drop_second()
             store.drop_second()
-            assert store.spare.taken == 0
+            assert store.spare.reserved == 0
 
 
 def test_a_second_version_that_can_not_be_allocated_leaves_no_blobs(
@@ -122,7 +122,7 @@ def test_a_second_version_that_can_not_be_allocated_leaves_no_blobs(
             return Slab(nbytes, pin=pin)
 
         monkeypatch.setattr(buffers, "Slab", refuse)
-        assert not store.add_second() and store.spare.taken == 0
+        assert not store.add_second() and store.spare.reserved == 0
         step(store, weights_of(layout, seed=1))
         store.commit()
         assert same(masters_of(store), weights_of(layout, seed=1))
@@ -143,7 +143,7 @@ def test_a_prefetch_waits_for_the_announced_step(tmp_path: Path, tiers: Tiers) -
         stepped.set_result(None)
         issued.result(timeout=60)
         weights = target.view(torch.bfloat16)
-        assert same([item.of(weights) for item in layout.flat.slices], [values.bfloat16() for values in new])
+        assert same([item.of(weights) for item in layout.flat.param_views], [values.bfloat16() for values in new])
 
 
 @pytest.mark.parametrize("tiers", TIERS)
@@ -279,7 +279,7 @@ def test_a_prefetch_reads_weights_after_they_were_written(tmp_path: Path, monkey
         assert begun.reads == []
         backend.release()
         issued.result(timeout=60)
-        assert same([item.of(target.view(torch.float32)) for item in layout.flat.slices], new)
+        assert same([item.of(target.view(torch.float32)) for item in layout.flat.param_views], new)
 
 
 def test_a_step_waits_for_writes_of_one_that_was_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

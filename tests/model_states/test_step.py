@@ -35,10 +35,10 @@ class Stepped:
     def __init__(
         self, store: StateStore, worker: Worker, scale: "Future[float | None]", limit: float | None = None
     ) -> None:
-        optimizer = torch.optim.AdamW([item.parameter for item in store.flat.slices], lr=0.1, fused=True)
+        optimizer = torch.optim.AdamW([item.parameter for item in store.flat.param_views], lr=0.1, fused=True)
         options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
         self.gradient = Gradient(store.flat, pin=False, pool=None)
-        for item, values in zip(store.flat.slices, weights_of(store.layout, seed=2), strict=True):
+        for item, values in zip(store.flat.param_views, weights_of(store.layout, seed=2), strict=True):
             item.of(self.gradient.host_grad).copy_(values)
         self.jobs: list[int] = []
         self.step = OptimizerStep(
@@ -106,7 +106,7 @@ def test_a_step_whose_scale_is_known_when_its_job_begins_is_made_in_place(tmp_pa
         on_host.set_result(None)
         done.result(timeout=60)
         assert same(masters_of(store), torchs(store, 0.125)) and made.jobs == [15]
-        assert store.spare.taken == 0 and not store.revertible
+        assert store.spare.reserved == 0 and not store.revertible
 
 
 def test_a_speculation_without_memory_waits_for_the_scale(tmp_path: Path, worker: Worker) -> None:
@@ -130,7 +130,7 @@ def test_the_memory_of_a_speculation_that_is_given_up_is_freed(tmp_path: Path, w
         made = Stepped(store, worker, finished(0.5))
         made.step.deferred([], drop_second=drop).result(timeout=60)
         assert same(masters_of(store), torchs(store, 0.5))
-        assert (store.spare.taken == 0) == drop and store.revertible != drop
+        assert (store.spare.reserved == 0) == drop and store.revertible != drop
 
 
 def test_a_scale_that_is_no_number_makes_one_step(tmp_path: Path, worker: Worker) -> None:
@@ -215,7 +215,7 @@ def test_a_step_in_two_parts_that_fails_commits_nothing(
         failed.set_exception(ArithmeticError("the device is lost"))
         made = Stepped(store, worker, failed if failing == "scale" else finished(1.0))
         object.__setattr__(made.step, "arrived", [True, True])
-        step = made.step.rule.step
+        step = made.step.flat_optimizer.step
 
         def fail(options: Any, staged: Any, gradient: Any, has_grad: Any, scale: float, part: Any) -> None:
             if part == failing or (failing == "rest" and any_kernel() is None):
@@ -223,7 +223,7 @@ def test_a_step_in_two_parts_that_fails_commits_nothing(
             step(options, staged, gradient, has_grad, scale, part)
 
         if failing in ("weights", "rest"):
-            monkeypatch.setattr(made.step.rule, "step", fail)
+            monkeypatch.setattr(made.step.flat_optimizer, "step", fail)
         if failing == "weights" and any_kernel() is None:
             pytest.skip("there is no C compiler")
         _, done = made.step.weights_first([failed if failing == "gradient" else finished(None)])

@@ -113,7 +113,7 @@ def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> No
             self.model = pl_module
 
         def _end_backward(self) -> None:
-            holds.append(self.model.trainer.strategy.model_states.hold)
+            holds.append(self.model.trainer.strategy.model_states.defer_to_user_hooks)
             super()._end_backward()
 
     train(tmp_path, host(), Model(), callbacks=[Extended(tmp_path / "profile.json")])
@@ -305,7 +305,7 @@ def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clippe
             autocast=torch.float16,
             clip_norm=clipped,
             clip_value=None,
-            hold=False,
+            defer_to_user_hooks=False,
         ),
         given={name: ("host", "host") if index else ("gpu", "gpu") for index, name in enumerate(names)},
     )

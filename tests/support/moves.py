@@ -46,7 +46,7 @@ def move(trainer: pl.Trainer, where: dict[str, Any]) -> None:
         stores = [
             store
             for flat, store in strategy.model_states.stores.items()
-            if {item.parameter for item in flat.slices} <= {parameter for _, parameter in unit.parameters}
+            if {item.parameter for item in flat.param_views} <= {parameter for _, parameter in unit.parameters}
         ]
         found[unit.name] = {
             (store.tiers[0], store.tiers[1] if store.layout.opt_state_bytes else where[unit.name][1])

@@ -53,13 +53,13 @@ def open_store(
 def weights_of(layout: Layout, seed: int = 0) -> list[Tensor]:
     """Returns random fp32 weights of all parameters."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(item.shape, generator=generator) for item in layout.flat.slices]
+    return [torch.randn(item.shape, generator=generator) for item in layout.flat.param_views]
 
 
 def masters_of(store: StateStore) -> list[Tensor]:
     """Returns the stored master weights of all parameters."""
     staged = store.stage().result(timeout=60)
     whole = staged.masters()
-    found = [item.of(whole).clone() for item in store.flat.slices]
+    found = [item.of(whole).clone() for item in store.flat.param_views]
     store.unstage(staged, changed=False)
     return found

@@ -25,7 +25,7 @@ from lightning_ssd.storage import DetachedBlobs
 log = logging.getLogger(__name__)
 
 
-class LeftStates:
+class ModelRestorer:
     """Restores the parameters, and hands the states of offloaded parameters to the user's optimizers.
 
     Threads: the training thread; states on SSDs are read on the thread that accesses them.
@@ -34,18 +34,18 @@ class LeftStates:
 
     Args:
         stores: where the values of each flat parameter are stored.
-        rules: how each flat parameter is stepped.
-        groups: for each flat parameter with a rule, its optimizer and the index of its parameter group.
+        flat_optimizers: how each flat parameter is stepped.
+        groups: for each flat parameter with a flat optimizer, its optimizer and the index of its parameter group.
     """
 
     def __init__(
         self,
         stores: Mapping[FlatParameter, StateStore],
-        rules: Mapping[FlatParameter, FlatOptimizer],
+        flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
         groups: Mapping[FlatParameter, tuple[Optimizer, int]],
     ) -> None:
         self._stores = stores
-        self._rules = rules
+        self._flat_optimizers = flat_optimizers
         self._groups = groups
         self._failed: dict[FlatParameter, Exception] = {}
         """Errors of flat parameters whose last step failed."""
@@ -93,8 +93,8 @@ class LeftStates:
 
     def _hand_over(self, flat: FlatParameter, *, kept: bool) -> None:
         """Hands over the states of one flat parameter, which must not be staged, nor be stepped."""
-        rule, store = self._rules.get(flat), self._stores[flat]
-        if rule is None or isinstance(rule, WholeOptimizer):
+        flat_optimizer, store = self._flat_optimizers.get(flat), self._stores[flat]
+        if flat_optimizer is None or isinstance(flat_optimizer, WholeOptimizer):
             return
         optimizer = self._groups[flat][0]
         if (failed := self._failed.get(flat)) is not None:
@@ -103,31 +103,31 @@ class LeftStates:
             self._refuse(store, optimizer, "they are kept for the next run, which goes on from them by itself")
         else:
             try:
-                self._put(store, rule, optimizer)
+                self._put(store, flat_optimizer, optimizer)
             except Exception as error:  # such as too little memory: other flat parameters are handed over all the same
                 self._refuse(store, optimizer, str(error))
 
-    def close_scratch(self, scratch: StateStaging, *, kept: bool) -> None:
+    def close_scratch(self, staging: StateStaging, *, kept: bool) -> None:
         """Closes the scratch space.
 
         Args:
-            scratch: scratch space of the flat parameters.
+            staging: scratch space of the flat parameters.
             kept: whether its files are kept for the next run.
         """
         if self._on_ssd and not kept:
-            self._blobs = scratch.detach()
+            self._blobs = staging.detach()
         else:
-            scratch.close(remove=not kept)
+            staging.close(remove=not kept)
 
-    def _put(self, store: StateStore, rule: FlatOptimizer, optimizer: Optimizer) -> None:
+    def _put(self, store: StateStore, flat_optimizer: FlatOptimizer, optimizer: Optimizer) -> None:
         opt_state = store.opt_state
         if isinstance(opt_state, HostBuffer):
             values, _ = opt_state.stage(None, read=True)
         else:  # for states on SSDs, only shapes and offsets are needed
             values = torch.empty(store.layout.opt_state_bytes, dtype=torch.uint8, device="meta")
         staged = store.layout.views(torch.empty(store.flat.nbytes, dtype=torch.uint8, device="meta"), values)
-        for index, item in enumerate(store.flat.slices):
-            state = rule.state_of(index, staged)
+        for index, item in enumerate(store.flat.param_views):
+            state = flat_optimizer.state_of(index, staged)
             if state:
                 optimizer.state[item.parameter] = {
                     name: self._lasting(value, opt_state) for name, value in state.items()
@@ -140,7 +140,7 @@ class LeftStates:
         def read() -> Tensor:
             raise RuntimeError(f"the optimizer states of {store.flat.name} are not available: {why}")
 
-        for item in store.flat.slices:
+        for item in store.flat.param_views:
             optimizer.state[item.parameter] = {"unavailable": LazyTensor.make(item.parameter.shape, item.dtype, read)}
 
     def _lasting(self, value: Any, opt_state: object) -> Any:
