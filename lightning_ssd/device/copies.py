@@ -6,12 +6,14 @@ the host), or a future is done once it is reached (`on_d2h`, `on_h2d`; a thread 
 mark is a CUDA event. On a CPU, copies are done when the call returns, and a mark is `None`.
 """
 
+import contextlib
 import ctypes
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -50,6 +52,14 @@ class CopyEngine(ABC):
     def empty(self, nbytes: int) -> Tensor:
         """Allocates `nbytes` bytes on the device, on the compute stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def sibling(self) -> "CopyEngine":
+        """Returns another engine of the device, with streams and threads of its own; the caller closes it."""
+        return type(self)(self.device)
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Returns a context in which the compute stream of this thread is one beside that of the training."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def mark(self, *, awaited: bool = False) -> Mark:
@@ -172,6 +182,12 @@ class CUDACopyEngine(CopyEngine):
         self._events = Events(device)
         self._out = _CopyStream("d2h-done", device, self._events)
         self._in = _CopyStream("h2d-done", device, self._events)
+        self._side: torch.cuda.Stream | None = None
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        return torch.cuda.stream(self._side)
 
     def mark(self, *, awaited: bool = False) -> Mark:
         return self._events.record(self._events.compute_stream(), awaited=awaited)

@@ -109,6 +109,16 @@ class HostBuffer(StateBuffer):
     def has_second(self) -> bool:
         return len(self._slabs) == 2
 
+    def pin(self) -> None:
+        """Page-locks the memory of all versions, for copies to the device and from it.
+
+        Raises:
+            StorageError: it can't be page-locked.
+        """
+        for slab in self._slabs.values():
+            slab.pin()
+        self._pin = True
+
     def add_second(self) -> None:
         """Allocates the second version, whose bytes are undefined, unless it is allocated.
 

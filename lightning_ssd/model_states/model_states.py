@@ -15,6 +15,7 @@ optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -28,6 +29,7 @@ from lightning_ssd.device import CopyEngine, WorkCounter, Worker
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
 from lightning_ssd.model_states.compile import compiled_regions, is_compiled
+from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
@@ -190,6 +192,13 @@ class ModelStates:
             {flat: index for index, (_, flat_params) in enumerate(self.units) for flat in flat_params},
             terms,
             journal,
+            DeviceShare(
+                self.stores,
+                list(self.flat_optimizers),
+                copies,
+                self._prefetcher,
+                drain=lambda: wait(self._gradients.consumed()),
+            ),
         )
         for parameter in self._flat_of:  # of an earlier training: Lightning zeroes it, and autograd would add to it
             parameter.grad = None

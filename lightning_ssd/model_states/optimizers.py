@@ -31,6 +31,9 @@ Options = Mapping[str, Any]
 Part = Literal["whole", "weights", "rest"]
 """A part of a step: the compute weights, which the next forward needs, or the rest of the values."""
 
+Span = tuple[int, int]
+"""Start and number of neighbouring elements of one parameter. The start is in a flat parameter or in a piece of it."""
+
 Groups = Mapping[nn.Parameter, tuple[Optimizer, int]]
 """For each parameter, its optimizer and the index of its parameter group."""
 
@@ -78,6 +81,26 @@ class FlatOptimizer(ABC):
             scale: the gradient, converted to fp32, is multiplied with it.
             part: "whole", or one after the other "weights" and "rest", with the same arguments, where `has_parts`.
         """
+
+    def steps_on_device(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool]
+    ) -> bool:
+        """Returns whether the device can make this step in pieces (`step_piece`), with the bits of `step`."""
+        return False
+
+    def step_piece(
+        self, options: Options, staged: StagedState, gradient: Tensor, spans: Sequence[Span], scale: float
+    ) -> None:
+        """Makes a part of a step on the device, where `steps_on_device`. Called on the thread `device-optimizer`.
+
+        Args:
+            options: options of the parameter group.
+            staged: some elements of the flat parameter, on the device; they change in place.
+            gradient: that of these elements, on the device.
+            spans: the elements of each parameter, from the begin of `staged`.
+            scale: as in `step`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} steps on the CPU")
 
     def commit(self, has_grad: Sequence[bool]) -> None:
         """Counts the last step, which had gradients of these parameters."""
@@ -143,9 +166,26 @@ class ElementwiseOptimizer(FlatOptimizer):
             if has_grad[index]:
                 indices.setdefault(steps, []).append(index)
         for steps, parameters in indices.items():
-            self._step_parameters(options, staged, gradient, parameters, steps, scale, part)
+            views = (self.flat.param_views[index] for index in parameters)
+            self._step_spans(options, staged, gradient, [(view.start, view.numel) for view in views], steps, scale, part)
         if not all(has_grad):
             staged.out.round()
+
+    def steps_on_device(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool]
+    ) -> bool:
+        # All parameters have made as many steps, and the kernels of the device round as those of the CPU.
+        return (
+            all(has_grad)
+            and len(set(self._steps)) == 1
+            and all(name in staged.states for name in self.state_names(options))
+            and self._device.type == "cpu"
+        )
+
+    def step_piece(
+        self, options: Options, staged: StagedState, gradient: Tensor, spans: Sequence[Span], scale: float
+    ) -> None:
+        self._step_spans(self._on_cpu(options), staged, gradient, spans, self._steps[0], scale, "whole")
 
     def _on_cpu(self, options: Options) -> Options:
         """Returns the options without those that only torch's GPU implementations support."""
@@ -181,26 +221,26 @@ class ElementwiseOptimizer(FlatOptimizer):
                 item.of(row).zero_()
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
-    def _step_parameters(
+    def _step_spans(
         self,
         options: Options,
         staged: StagedState,
         gradient: Tensor,
-        parameters: Sequence[int],
+        spans: Sequence[Span],
         steps: int,
         scale: float,
         part: Part,
     ) -> None:
-        """Steps parameters that have made `steps` steps so far.
+        """Steps elements of parameters that have made `steps` steps so far.
 
         Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
         the master weights to the compute weights.
         """
         assert part == "whole", "torch's kernels make whole steps"
         out = staged.out
-        for item in (self.flat.param_views[index] for index in parameters):
-            for low in range(item.start, item.start + item.numel, self.CHUNK):
-                chunk = slice(low, min(low + self.CHUNK, item.start + item.numel))
+        for start, numel in spans:
+            for low in range(start, start + numel, self.CHUNK):
+                chunk = slice(low, min(low + self.CHUNK, start + numel))
                 piece = gradient[chunk].float()
                 if scale != 1.0:
                     piece = piece * scale
@@ -239,18 +279,18 @@ class AdamOptimizer(ElementwiseOptimizer):
     def __init__(self, flat: FlatParameter, *, compiled: bool = True) -> None:
         super().__init__(flat)
         self._compiled = compiled
-        self._items: dict[tuple[AdamKernel, tuple[int, ...]], Tensor] = {}
+        self._items: dict[tuple[AdamKernel, tuple[Span, ...]], Tensor] = {}
         """The kernel's work list for the parameters of the last step, which are mostly all of them."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def _step_parameters(
+    def _step_spans(
         self,
         options: Options,
         staged: StagedState,
         gradient: Tensor,
-        parameters: Sequence[int],
+        spans: Sequence[Span],
         steps: int,
         scale: float,
         part: Part,
@@ -259,12 +299,11 @@ class AdamOptimizer(ElementwiseOptimizer):
         settings = settings_of(options, implementation_of(options, self._device), steps + 1, scale)
         kernel = self._kernel(options)
         if kernel is None or name is None or settings is None:
-            super()._step_parameters(options, staged, gradient, parameters, steps, scale, part)
+            super()._step_spans(options, staged, gradient, spans, steps, scale, part)
             return
-        key = kernel, tuple(parameters)
+        key = kernel, tuple(spans)
         if key not in self._items:
-            slices = (self.flat.param_views[index] for index in parameters)
-            self._items = {key: kernel.items((item.start, item.numel) for item in slices)}
+            self._items = {key: kernel.items(spans)}
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
         kernel.step(name, self._items[key], (*values, gradient), settings, _parts(part, staged))
 

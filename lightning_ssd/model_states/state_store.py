@@ -48,6 +48,21 @@ class StagedState:
         """Destination of a step's new values. No attribute: a cycle would keep the memory until garbage collection."""
         return self if self.uncommitted is None else self.uncommitted
 
+    def part(self, start: int, end: int) -> "StagedState":
+        """Returns views of the elements from `start` to before `end`."""
+        weights = self.weights[start:end]
+        master = self.master
+        if master is not None:
+            master = weights if master is self.weights else master[start:end]
+        low = None if self.low is None else self.low[start:end]
+        return StagedState(weights, master, low, {name: row[start:end] for name, row in self.states.items()})
+
+    def arrays(self) -> list[Tensor]:
+        """Returns all values: compute weights, master weights or low halves if they are apart, optimizer states."""
+        kept = [self.master, self.low]
+        apart = [array for array in kept if array is not None and array is not self.weights]
+        return [self.weights, *apart, *self.states.values()]
+
     def copy(self, other: "StagedState") -> None:
         """Copies the values of another of the same layout."""
         self.weights.copy_(other.weights)
@@ -342,6 +357,15 @@ class StateStore:
         self.revertible = False
         if self.spare is not None:
             self.spare.release(sum(buffer.nbytes for buffer in buffers))
+
+    def pin(self) -> None:
+        """Page-locks the values in host memory, for copies to the device and from it.
+
+        Raises:
+            StorageError: they can't be page-locked.
+        """
+        for buffer in self._host_buffers():
+            buffer.pin()
 
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
+from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Part
 from lightning_ssd.model_states.state_store import StagedState, StateStore
@@ -146,6 +147,48 @@ class OptimizerStep:
 
         weights = self._submit(run, [*after, self.scale])
         return weights, then(weights, lambda _: rest)
+
+    def on_device(
+        self, stepper: DeviceStepper, after: "Sequence[Future[Any]]", *, drop_second: bool = False
+    ) -> "tuple[Future[None], Future[None]]":
+        """Makes the step of values in host memory on the device, when the scale is known.
+
+        Args:
+            stepper: makes it.
+            after: as in `deferred`.
+            drop_second: as in `deferred`.
+
+        Returns:
+            As `weights_first`.
+        """
+        weights: Future[None] = Future()
+
+        def begin(_: None) -> "Future[None]":  # on the thread that completes the last of `after`, or the caller's
+            scale, gradient = self.scale.result(), self._gradient()
+            staged = self.store.stage(step=True).result()
+            if scale is None or not self.flat_optimizer.steps_on_device(self.options, staged, gradient, self._has_grad()):
+                return self._commit_or_redo(None, drop_second=drop_second)
+            step = DeviceStep(self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second)
+            first, whole = stepper.submit(step, priority=self.priority)
+            if drop_second or not self.store.has_second:  # else the new weights are read from the commit on
+                first.add_done_callback(pass_first)
+            return then(whole, commit)
+
+        def pass_first(first: "Future[None]") -> None:
+            if first.exception() is None:
+                weights.set_result(None)
+
+        def commit(_: None) -> "Future[None]":  # on the thread that completes the copies
+            self._end(committed=True)
+            return finished(None)
+
+        def pass_done(done: "Future[None]") -> None:
+            if not weights.done():  # `first` is done before `whole`, unless the step failed or was not made there
+                pass_on(done, weights)
+
+        done = then(all_of([*after, self.scale]), begin)
+        done.add_done_callback(pass_done)
+        return weights, done
 
     def serial(self, after: "Sequence[Future[Any]]") -> "Future[None]":
         """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""

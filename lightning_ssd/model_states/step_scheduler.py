@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd.device import WorkCounter, Worker, all_of, error_of, finished, then
+from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
@@ -65,6 +66,7 @@ class StepScheduler:
         priorities: of each flat parameter, the lowest first: the order in which the next forward needs them.
         terms: how steps are made.
         journal: records steps for `recover=True`; owned. None: steps are not recorded.
+        device_share: the flat parameters that the device steps; owned.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class StepScheduler:
         priorities: Mapping[FlatParameter, int],
         terms: StepTerms,
         journal: Journal | None,
+        device_share: DeviceShare,
     ) -> None:
         self._stores = stores
         self._flat_optimizers = flat_optimizers
@@ -97,6 +100,7 @@ class StepScheduler:
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
         self._defer_next = terms.defer_to_user_hooks
         self._share = WeightsFirst(len(set(priorities.values())))
+        self._device_share = device_share
         self._waited = 0.0
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self.optimizer: Optimizer | None = None
@@ -211,8 +215,12 @@ class StepScheduler:
         with self._lock:
             self._steps_before[flat] = store.steps
         weights: Future[None] | None = None
+        stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
         if self._overlap == "naive":
             done = step.serial([on_host, *ready])
+        elif stepper is not None and arrived is not None:  # accumulated gradients are not in page-locked memory
+            after = [on_host, *ready, self._released]
+            weights, done = step.on_device(stepper, after, drop_second=self._decision.given_up)
         elif speculated is not None and revertible:
             done = step.speculative(speculated, on_host, ready)
         elif self._overlap == "optimized" and store.in_memory and self._share.covers(self._priorities[flat]):
@@ -264,6 +272,7 @@ class StepScheduler:
         self._submit_remaining(optimizer)
         self._share.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
+        self._device_share.note(self.work())
         submitted = self._finish_step()
         self.optimizer = None
         self._gradients.reset_norms()
@@ -512,6 +521,7 @@ class StepScheduler:
         """Ends the worker's thread after the submitted jobs."""
         wait(self._gradients.consumed())
         self._worker.close()
+        self._device_share.close()
 
 
 def _nothing() -> None:
