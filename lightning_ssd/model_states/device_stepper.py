@@ -144,7 +144,9 @@ class DeviceStepper:
         scale = step.scale
         if step.limit is not None:
             gradient, scale = (gradient.float() * scale).clamp_(-step.limit, step.limit), 1.0
-        step.flat_optimizer.step_piece(step.options, piece, gradient, [(low - start, numel) for low, numel in spans], scale)
+        step.flat_optimizer.step_piece(
+            step.options, piece, gradient, [(low - start, numel) for low, numel in spans], scale
+        )
         stepped = copies.mark()
         marks: list[Mark] = []
         for source, target in zip(piece.arrays(), staged.out.part(start, end).arrays(), strict=True):

@@ -167,7 +167,9 @@ class ElementwiseOptimizer(FlatOptimizer):
                 indices.setdefault(steps, []).append(index)
         for steps, parameters in indices.items():
             views = (self.flat.param_views[index] for index in parameters)
-            self._step_spans(options, staged, gradient, [(view.start, view.numel) for view in views], steps, scale, part)
+            self._step_spans(
+                options, staged, gradient, [(view.start, view.numel) for view in views], steps, scale, part
+            )
         if not all(has_grad):
             staged.out.round()
 

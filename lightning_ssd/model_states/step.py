@@ -166,7 +166,9 @@ class OptimizerStep:
         def begin(_: None) -> "Future[None]":  # on the thread that completes the last of `after`, or the caller's
             scale, gradient = self.scale.result(), self._gradient()
             staged = self.store.stage(step=True).result()
-            if scale is None or not self.flat_optimizer.steps_on_device(self.options, staged, gradient, self._has_grad()):
+            if scale is None or not self.flat_optimizer.steps_on_device(
+                self.options, staged, gradient, self._has_grad()
+            ):
                 return self._commit_or_redo(None, drop_second=drop_second)
             step = DeviceStep(self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second)
             first, whole = stepper.submit(step, priority=self.priority)
