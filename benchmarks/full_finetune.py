@@ -22,6 +22,8 @@ Options:
   mixed            `precision="bf16-mixed"` instead of `bf16-true`
   batch=N, steps=N, rounds=N, gpu=GIB, host=GIB
   resident=GIB     `gpu_memory=` of the strategy: whole units stay on the GPU (with mode auto)
+  gpu-steps=N      the GPU makes the steps of N % of the units in host memory, from the second step on; 0: of none.
+                   Without it, the share is chosen by the seconds of the first 30 steps or so: give `steps=40`
 
 Batches of 16 x 1024 tokens (and 229 of a T5's decoder), gradient checkpointing, bf16 weights with fp32 master weights
 and states (`bf16-true`; with `mixed`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next,
@@ -35,6 +37,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +63,14 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
     from lightning_ssd._lightning import pl
     from lightning_ssd.model_states import adam
+    from lightning_ssd.model_states.device_share import DeviceShare
     from lightning_ssd.models.gpt import GPT
 
     cap_gpu_memory(case["gpu"])
     if case["plain_kernel"]:
         adam.adam_library = lambda: None
+    if case["gpu-steps"] >= 0:
+        DeviceShare.note = _fixed_share(case["gpu-steps"] / 100)  # type: ignore[method-assign]
 
     class FineTunedGPT(GPT):
         def configure_model(self) -> None:
@@ -157,13 +163,25 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     os._exit(0)  # what is left to do is to make the model whole again
 
 
+def _fixed_share(share: float) -> Callable[..., None]:
+    """Returns a `DeviceShare.note` with which the GPU steps a share of the units."""
+
+    def note(self: Any, work: object) -> None:
+        if self.stepper is None and share:
+            flat_params = self._order
+            chosen = [flat for n, flat in enumerate(flat_params) if int((n + 1) * share) > int(n * share)]
+            print("the GPU steps", len(chosen), "of", len(flat_params), self.select(chosen), file=sys.stderr)
+
+    return note
+
+
 def parse(text: str, model: str) -> dict[str, Any]:
     """Returns the settings of a case of `model`."""
     mode, _, rest = text.partition(":")
     shape, *options = rest.split(",")
     hidden, layers = map(int, shape.split("x"))
     case: dict[str, Any] = {"model": model, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
-    case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized"}
+    case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized", "gpu-steps": -1}
     case |= {
         "limit": 1,
         "how": "auto",

@@ -1,9 +1,7 @@
 """Device share: the flat parameters in host memory whose optimizer steps the device makes, beside the CPU."""
 
 import logging
-import statistics
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from time import perf_counter
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -40,11 +38,7 @@ def choose_for_device(parameters: Sequence[int], cpu_rate: float, device_rate: f
 
 
 class DeviceShare:
-    """Chooses the flat parameters that the device steps, by the seconds of training steps.
-
-    The rates of CPU and copies give a first idea of the share, but both sides use the bandwidth of host memory, and
-    copies of weights and gradients are under way at the same time. So a few shares are tried for a few steps each,
-    and the fastest one is kept: none, unless another one is faster. Where a step is made does not change its bits.
+    """The flat parameters that the device steps: none, until `select`. Where a step is made does not change its bits.
 
     Threads: the training thread, or autograd's while that waits.
 
@@ -53,22 +47,10 @@ class DeviceShare:
         order: flat parameters that are stepped, in the order in which the forward needs them.
         copies: copies of the device.
         prefetcher: prefetches weights within a budget of device memory, which the device's steps take a part of.
-        drain: returns when the submitted steps have ended.
 
     Attributes:
         stepper: makes the steps on the device; None while no flat parameter is chosen.
     """
-
-    WARM_UP = 3
-    """Steps before the first measured one, and 2 of them after each change: values are pinned, copies settle."""
-    MEASURED = 5
-    """Steps whose median is the seconds of a share."""
-    FACTORS = (0.4, 0.8, 1.6)
-    """Tried rates of the device / rate by the bandwidth that copies leave."""
-    BUSY = 0.6
-    """Share of the time that the CPU must be busy with steps before shares are tried."""
-    GAIN = 0.015
-    """Least share of a step's time that a share must save."""
 
     def __init__(
         self,
@@ -76,17 +58,13 @@ class DeviceShare:
         order: Sequence[FlatParameter],
         copies: CopyEngine,
         prefetcher: ParamPrefetcher,
-        drain: Callable[[], object],
     ) -> None:
         self.stepper: DeviceStepper | None = None
         self._stores = stores
         self._order = order
         self._copies = copies
         self._prefetcher = prefetcher
-        self._drain = drain
         self._chosen: Collection[FlatParameter] = ()
-        self._trial: Iterator[None] | None = self._try_shares() if copies.device.type == "cuda" else None
-        self._work = WorkCounter(0, 0.0)
 
     def stepper_of(self, flat: FlatParameter) -> DeviceStepper | None:
         """Returns the stepper if the device steps `flat`."""
@@ -94,9 +72,6 @@ class DeviceShare:
 
     def note(self, work: WorkCounter) -> None:
         """Notes the end of a step; `work` is that of the CPU so far."""
-        self._work = work
-        if self._trial is not None and next(self._trial, self) is self:
-            self._trial = None
 
     def select(self, chosen: Collection[FlatParameter]) -> bool:
         """Has the device make the next steps of `chosen` alone, those of them that are in host memory as a whole.
@@ -136,55 +111,3 @@ class DeviceShare:
                 self._prefetcher.change_budget(needed)
                 return False
         return True
-
-    def _try_shares(self) -> Iterator[None]:
-        """Yields once a step, and selects the best share."""
-        for _ in range(self.WARM_UP):
-            yield
-        order = [flat for flat in self._order if self._stores[flat].in_memory]
-        numel = sum(flat.numel for flat in order)
-        begun, work, copied = perf_counter(), self._work, self._copies.busy()
-        seconds: dict[float, float] = {}
-        seconds[0.0] = yield from self._measure()
-        elapsed, work = perf_counter() - begun, self._work.since(work)
-        if not numel or not work.seconds or work.seconds < self.BUSY * elapsed:
-            return
-        rates = [
-            now.since(before).amount / now.since(before).seconds * max(0.2, 1 - now.since(before).seconds / elapsed)
-            for now, before in zip(self._copies.busy(), copied, strict=True)
-            if now.since(before).seconds
-        ]
-        nbytes = sum(self._stores[flat].layout.opt_state_bytes + 2 * flat.nbytes for flat in order)
-        if not rates:
-            return
-        device_rate = min(rates) * numel / nbytes
-        selections: dict[float, list[FlatParameter]] = {0.0: []}
-        for factor in self.FACTORS:
-            on_device = choose_for_device(
-                [flat.numel for flat in order], work.amount / work.seconds, factor * device_rate
-            )
-            selections[factor] = [flat for flat, chosen in zip(order, on_device, strict=True) if chosen]
-            if not self.select(selections[factor]):
-                break
-            for _ in range(2):
-                yield
-            seconds[factor] = yield from self._measure()
-        best = min(seconds, key=lambda factor: seconds[factor] * (1 if factor else 1 - self.GAIN))
-        self.select(selections[best])
-        share = sum(flat.numel for flat in selections[best]) / numel
-        log.info(
-            "the GPU steps %.0f %% of the parameters in host memory; seconds of a step by share tried: %s",
-            100 * share,
-            ", ".join(f"{sum(f.numel for f in selections[k]) / numel:.2f}: {v:.3f}" for k, v in seconds.items()),
-        )
-        if not selections[best] and self.stepper is not None:
-            self._drain()
-            self.close()
-
-    def _measure(self) -> Generator[None, None, float]:
-        """Yields once a step, and returns the median of the seconds of `MEASURED` steps."""
-        ends = [perf_counter()]
-        for _ in range(self.MEASURED):
-            yield
-            ends.append(perf_counter())
-        return statistics.median(after - before for before, after in zip(ends, ends[1:], strict=False))

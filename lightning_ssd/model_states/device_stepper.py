@@ -81,6 +81,8 @@ class DeviceStepper:
         for start in range(0, self.nbytes, self.PIECE_BYTES):
             self._free.put(memory[start : start + self.PIECE_BYTES])
         self._failure: BaseException | None = None
+        self._num_copies_back = 0
+        """Copies to host memory that the running step has issued."""
         self._copies = copies.sibling()
         self._worker = Worker("device-optimizer")
 
@@ -93,67 +95,105 @@ class DeviceStepper:
         """
         weights: list[Future[None]] = []
         copied: list[Future[None]] = []
+        overwritten = False
 
         def run() -> None:  # on the thread device-optimizer
+            nonlocal overwritten
             if self._failure is not None:
                 raise self._failure
+            if step.drop_second:
+                step.store.drop_second()
+            staged = step.store.stage(step=True).result()
+            self._num_copies_back = 0
             try:
-                if step.drop_second:
-                    step.store.drop_second()
-                staged = step.store.stage(step=True).result()
                 with self._copies.side_stream():
                     for spans in pieces(step.store.flat, self._piece_elements(staged, step.gradient)):
-                        of_weights, of_all = self._step(step, staged, spans)
+                        of_weights, of_all = self._copy_back(self._step(step, staged, spans), staged.out, spans)
                         weights[:] = [of_weights]  # copies end in the order in which they were issued
                         copied.append(of_all)
             except BaseException as error:
                 self._failure = error
                 raise
+            finally:
+                overwritten = staged.out is staged and self._num_copies_back > 0
+
+        def end(done: "Future[None]") -> None:
+            if (error := done.exception()) is not None and overwritten:
+                step.store.lose(error)
 
         issued = self._worker.submit(run, priority=priority)
         first = then(issued, lambda _: all_of(weights))  # before the next line, so that it is done first
-        return first, then(ended(issued), lambda _: all_of([issued, *copied]))
+        done = then(ended(issued), lambda _: all_of([issued, *copied]))
+        done.add_done_callback(end)
+        return first, done
 
     def close(self) -> None:
         """Ends the thread after the submitted steps, and frees the memory."""
         self._worker.close()
-        self._copies.drain()
-        self._copies.close()
-        self._free = queue.SimpleQueue()
+        try:
+            self._copies.drain()
+        finally:
+            self._copies.close()
+            self._free = queue.SimpleQueue()
 
     def _piece_elements(self, staged: StagedState, gradient: Tensor) -> int:
         arrays = [*staged.arrays(), gradient]
         room = self.PIECE_BYTES - len(arrays) * _ROW_ALIGNMENT
         return room // sum(array.itemsize for array in arrays)
 
-    def _step(
-        self, step: DeviceStep, staged: StagedState, spans: Sequence[Span]
-    ) -> "tuple[Future[None], Future[None]]":
-        """Issues a piece. Returns futures that are done when its weights, and all its values, were copied back."""
+    def _step(self, step: DeviceStep, staged: StagedState, spans: Sequence[Span]) -> "_Piece":
+        """Issues the copies of a piece to the device, and its step."""
         copies = self._copies
         start, end = spans[0][0], sum(spans[-1])
         host, host_gradient = staged.part(start, end), step.gradient[start:end]
         memory = self._free.get()
-        piece, gradient = _carve(memory, host, host_gradient)
+        values, gradient = _carve(memory, host, host_gradient)
         mark = self._allocated
-        # Whole master weights are what the new compute weights are rounded from: the old ones are not needed.
+        # New compute weights are rounded from whole master weights: the old ones are not needed then.
         rounded = host.master is not None and host.master is not host.weights
-        for source, target in zip(host.arrays()[rounded:], piece.arrays()[rounded:], strict=True):
+        for source, target in zip(host.arrays()[rounded:], values.arrays()[rounded:], strict=True):
             mark = copies.h2d(_bytes(source), _bytes(target), mark)
         copies.wait(copies.h2d(_bytes(host_gradient), _bytes(gradient), mark))
         scale = step.scale
         if step.limit is not None:
             gradient, scale = (gradient.float() * scale).clamp_(-step.limit, step.limit), 1.0
-        step.flat_optimizer.step_piece(
-            step.options, piece, gradient, [(low - start, numel) for low, numel in spans], scale
-        )
-        stepped = copies.mark()
+        within = [(low - start, numel) for low, numel in spans]
+        step.flat_optimizer.step_piece(step.options, values, gradient, within, scale)
+        return _Piece(memory, values, copies.mark())
+
+    def _copy_back(
+        self, piece: "_Piece", out: StagedState, spans: Sequence[Span]
+    ) -> "tuple[Future[None], Future[None]]":
+        """Issues the copies of a piece to host memory.
+
+        Returns:
+            A future that is done when its weights were copied, and one for all its values, after which the memory of
+            the piece is free.
+        """
+        copies = self._copies
+        targets = out.part(spans[0][0], sum(spans[-1])).arrays()
         marks: list[Mark] = []
-        for source, target in zip(piece.arrays(), staged.out.part(start, end).arrays(), strict=True):
-            marks.append(copies.d2h(_bytes(source), _bytes(target), stepped, awaited=True))
+        for source, target in zip(piece.values.arrays(), targets, strict=True):
+            marks.append(copies.d2h(_bytes(source), _bytes(target), piece.stepped, awaited=True))
+            self._num_copies_back += 1
         of_weights, of_all = copies.on_d2h(marks[0]), copies.on_d2h(marks[-1])
-        of_all.add_done_callback(lambda _: self._free.put(memory))
+        of_all.add_done_callback(lambda _: self._free.put(piece.memory))
         return of_weights, of_all
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece on the device.
+
+    Attributes:
+        memory: its device memory.
+        values: its new values.
+        stepped: mark after which they have their values.
+    """
+
+    memory: Tensor
+    values: StagedState
+    stepped: Mark
 
 
 def pieces(flat: FlatParameter, elements: int) -> Iterator[list[Span]]:

@@ -21,6 +21,7 @@ from lightning_ssd.model_states.adam import (
     settings_of,
     torchs_step,
 )
+from lightning_ssd.model_states.adam_cuda import cuda_kernel
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.split import join, split
 from lightning_ssd.model_states.state_store import StagedState
@@ -176,13 +177,9 @@ class ElementwiseOptimizer(FlatOptimizer):
     def steps_on_device(
         self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool]
     ) -> bool:
-        # All parameters have made as many steps, and the kernels of the device round as those of the CPU.
-        return (
-            all(has_grad)
-            and len(set(self._steps)) == 1
-            and all(name in staged.states for name in self.state_names(options))
-            and self._device.type == "cpu"
-        )
+        alike = all(has_grad) and len(set(self._steps)) == 1
+        has_states = all(name in staged.states for name in self.state_names(options))
+        return alike and has_states and self._device.type == "cpu"
 
     def step_piece(
         self, options: Options, staged: StagedState, gradient: Tensor, spans: Sequence[Span], scale: float
@@ -316,6 +313,32 @@ class AdamOptimizer(ElementwiseOptimizer):
         settings = settings_of(options, implementation_of(options, self._device), 1, 1.0)
         # The rest is computed without the old weights, unless whole master weights still have them.
         return settings is not None and (_has_whole_masters(staged) or bool(settings.decoupled))
+
+    def steps_on_device(
+        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool]
+    ) -> bool:
+        if self._device.type == "cpu":
+            return super().steps_on_device(options, staged, gradient, has_grad)
+        options = self._on_cpu(options)
+        kernel, name = self._kernel(options), self._function(staged, gradient)
+        known = settings_of(options, "fused", 1, 1.0) is not None
+        if kernel is None or name is None or not known or not all(has_grad) or len(set(self._steps)) != 1:
+            return False
+        return cuda_kernel(self._device, kernel) is not None
+
+    def step_piece(
+        self, options: Options, staged: StagedState, gradient: Tensor, spans: Sequence[Span], scale: float
+    ) -> None:
+        if self._device.type == "cpu":
+            super().step_piece(options, staged, gradient, spans, scale)
+            return
+        options = self._on_cpu(options)
+        cpu, name = self._kernel(options), self._function(staged, gradient)
+        settings = settings_of(options, "fused", self._steps[0] + 1, scale)
+        assert cpu is not None and name is not None and settings is not None
+        kernel = cuda_kernel(self._device, cpu)
+        assert kernel is not None, "`steps_on_device` has returned True"
+        kernel.step(name, spans, (*self._arrays(staged), gradient), settings)
 
     def _kernel(self, options: Options) -> AdamKernel | None:
         if not self._compiled:

@@ -205,6 +205,7 @@ class StateStore:
         self._copies = copies
         self._require_seconds(self._buffers)
         self._staging_bytes = sum(buffer.staging_bytes for buffer in self._buffers)
+        self._lost: BaseException | None = None
         self._stepped: Future[Any] = finished(None)
         self._weights_stepped: Future[Any] = finished(None)
 
@@ -251,6 +252,10 @@ class StateStore:
                 changed in place.
             priority: of requests that wait for staging memory, the lowest goes first.
         """
+        if self._lost is not None:
+            failed: Future[StagedState] = Future()
+            failed.set_exception(self._lost)
+            return failed
         if self._staging_bytes == 0:
             parts = [buffer.stage(None, read=True)[0] for buffer in self._buffers]
             return finished(self._views(parts, step=step))
@@ -357,6 +362,10 @@ class StateStore:
         self.revertible = False
         if self.spare is not None:
             self.spare.release(sum(buffer.nbytes for buffer in buffers))
+
+    def lose(self, error: BaseException) -> None:
+        """Declares the values lost: a step in place has failed midway. They can't be staged any more."""
+        self._lost = error
 
     def pin(self) -> None:
         """Page-locks the values in host memory, for copies to the device and from it.

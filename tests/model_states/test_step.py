@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from lightning_ssd.device import Worker, finished
 from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.buffers import SpareMemory
-from lightning_ssd.model_states.gradient import Gradient
-from lightning_ssd.model_states.optimizers import make_flat_optimizer
 from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.model_states.step import OptimizerStep
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
+from tests.support.steps import ARRIVED, Stepped
 
-ARRIVED = [True, False]  # the second parameter has no gradient, and is not stepped
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -27,32 +24,6 @@ def worker() -> Iterator[Worker]:
     made = Worker("test")
     yield made
     made.close()
-
-
-class Stepped:
-    """A step of a store, and the work that it has reported."""
-
-    def __init__(
-        self, store: StateStore, worker: Worker, scale: "Future[float | None]", limit: float | None = None
-    ) -> None:
-        optimizer = torch.optim.AdamW([item.parameter for item in store.flat.param_views], lr=0.1, fused=True)
-        options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-        self.gradient = Gradient(store.flat, pin=False, pool=None)
-        for item, values in zip(store.flat.param_views, weights_of(store.layout, seed=2), strict=True):
-            item.of(self.gradient.host_grad).copy_(values)
-        self.jobs: list[int] = []
-        self.step = OptimizerStep(
-            store,
-            make_flat_optimizer(optimizer, store.flat),
-            options,
-            self.gradient,
-            ARRIVED,
-            scale,
-            limit,
-            worker,
-            lambda parameters, seconds: self.jobs.append(parameters),
-            priority=0,
-        )
 
 
 def torchs(store: StateStore, scale: float | None, limit: float | None = None) -> list[Tensor]:
