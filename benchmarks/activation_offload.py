@@ -185,16 +185,16 @@ def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
         case "keep" | "recompute":
             return "auto"
         case "host":
-            return SSDOffloadStrategy(tier="host", offload=offload)
+            return SSDOffloadStrategy(tier="host", offload=offload, states="gpu")
         case "planned":
             return SSDOffloadStrategy(tier="host", states="gpu")
         case "ssd":
-            return SSDOffloadStrategy(path, host_memory=0, offload=offload)
+            return SSDOffloadStrategy(path, host_memory=0, offload=offload, states="gpu")
         case "offload":
-            return SSDOffloadStrategy(path, offload=offload)
+            return SSDOffloadStrategy(path, offload=offload, states="gpu")
         case "slow-ssd":
             backend = ThrottledBackend(ssd_speed / 10)
-            return SSDOffloadStrategy(path, host_memory=0, offload=offload, backend=backend)
+            return SSDOffloadStrategy(path, host_memory=0, offload=offload, states="gpu", backend=backend)
     raise SystemExit(f"unknown mode {mode!r}; modes are {', '.join(MODES)}")
 
 

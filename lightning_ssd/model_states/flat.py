@@ -6,6 +6,7 @@ and strides; prefetching allocates it again. If a tensor of user code still refe
 the storage and its bytes, and the flat parameter makes another storage.
 """
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -183,7 +184,7 @@ class FlatParameter:
         self._references = torch._C._storage_Use_Count(self._storage._cdata)
         """References to the storage, without those of parameters that are views of it."""
         self._storage.resize_(0)
-        mark_offloaded(self._storage, self)
+        mark_offloaded(self._storage, _FlatReferences(self))
 
     def refuse_unshard(self) -> None:
         """Raises RuntimeError, because the training of the flat parameter has ended."""
@@ -191,6 +192,28 @@ class FlatParameter:
             f"backward wants the weights of {self.name} after the training that they were offloaded in has ended. Call "
             "backward inside of it, or don't keep the loss after `Trainer.fit`."
         )
+
+
+class _FlatReferences:
+    """Makes the references that autograd saves in place of weights.
+
+    Args:
+        flat: the flat parameter, which is not kept alive: this object belongs to its storage, and the garbage collector
+            does not see that the storage belongs to tensors of the flat parameter.
+    """
+
+    __slots__ = ("_flat",)
+
+    def __init__(self, flat: FlatParameter) -> None:
+        self._flat = weakref.ref(flat)
+
+    def save(self, tensor: Tensor) -> SavedWeight:
+        flat = self._flat()
+        if flat is None:
+            raise RuntimeError(
+                "autograd can't save weights of a training that has ended. Take a `.clone()` inside of it."
+            )
+        return flat.save(tensor)
 
 
 class _SavedView(SavedWeight):
