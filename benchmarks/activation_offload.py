@@ -17,6 +17,8 @@ Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds`
 A shape is HIDDENxLAYERS, or HIDDENxLAYERSxBATCH: batch 16 by default. With `--models`, the shapes and modes are those
 of SSDTrain's figure 6, unless others are given.
 
+Weights, gradients and optimizer states stay on the GPU in all modes.
+
 As in SSDTrain's figure 6: batch 16, 1024 tokens, 16-bit weights, SGD; half of a T5's layers are decoders, rounded down.
 A T5 has 1024 tokens in its encoder and, as span corruption makes them, 229 in its decoder. Activation peak: the most
 that was allocated in the measured steps, less weights and gradients. Step time: from one `on_train_batch_start` to the
