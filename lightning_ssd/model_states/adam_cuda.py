@@ -29,7 +29,7 @@ class CUDAAdamKernel:
     Threads: any, whose current device it is. Launches go to the thread's current stream.
 
     Args:
-        device: the device.
+        device: the device, which is the thread's current one.
 
     Raises:
         RuntimeError: they can't be compiled or loaded.
@@ -37,15 +37,14 @@ class CUDAAdamKernel:
     """
 
     def __init__(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().query()  # makes the device's context current on this thread
-            self._driver = ctypes.CDLL("libcuda.so.1")
-            module = ctypes.c_void_p()
-            _check(self._driver.cuModuleLoadData(ctypes.byref(module), _compile(device)), "cuModuleLoadData")
-            self._functions = {name: ctypes.c_void_p() for name in FUNCTIONS}
-            for name, function in self._functions.items():
-                result = self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-                _check(result, "cuModuleGetFunction")
+        torch.cuda.current_stream().query()  # makes the device's context current on this thread
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        module = ctypes.c_void_p()
+        _check(self._driver.cuModuleLoadData(ctypes.byref(module), _compile(device)), "cuModuleLoadData")
+        self._functions = {name: ctypes.c_void_p() for name in FUNCTIONS}
+        for name, function in self._functions.items():
+            result = self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
+            _check(result, "cuModuleGetFunction")
 
     def step(self, name: str, spans: Iterable[tuple[int, int]], arrays: Sequence[Tensor], settings: Settings) -> None:
         """Launches a step in place.
@@ -72,13 +71,14 @@ class CUDAAdamKernel:
 @functools.cache
 def cuda_kernel(device: torch.device, cpu: AdamKernel) -> CUDAAdamKernel | None:
     """Returns the kernel for a device if it gives the bits of the CPU's, or None; the log gives the reason."""
-    try:
-        kernel = CUDAAdamKernel(device)
-    except (OSError, RuntimeError) as error:
-        log.info("the CPU makes all steps of offloaded values: the GPU's kernel can't be compiled. %s", error)
-        return None
-    if all(gives_bits_of(kernel, cpu, name, device) for name in FUNCTIONS):
-        return kernel
+    with torch.cuda.device(device):
+        try:
+            kernel = CUDAAdamKernel(device)
+        except (OSError, RuntimeError, AttributeError) as error:
+            log.info("the CPU makes all steps of offloaded values: the GPU's kernel can't be compiled. %s", error)
+            return None
+        if all(gives_bits_of(kernel, cpu, name, device) for name in FUNCTIONS):
+            return kernel
     log.warning("adam.cu does not give the bits of adam.c on this machine: the CPU makes all steps of offloaded values")
     return None
 

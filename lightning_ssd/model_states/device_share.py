@@ -1,7 +1,8 @@
 """Device share: the flat parameters in host memory whose optimizer steps the device makes, beside the CPU."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from time import perf_counter
 
 import torch
 
@@ -9,36 +10,17 @@ from lightning_ssd.device import CopyEngine, WorkCounter
 from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.share_trial import ShareTrial, StepEnd
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.storage import StorageError
 
 log = logging.getLogger(__name__)
 
 
-def choose_for_device(parameters: Sequence[int], cpu_rate: float, device_rate: float) -> list[bool]:
-    """Returns for each flat parameter, in the order in which the next forward needs them, whether the device steps it.
-
-    The CPU and the device make their steps in that order, at the same time. Each flat parameter goes to the one that
-    ends its step first. Neither the first ones nor the last ones go to the device as a block: the forward would wait
-    for the block's end where the other side was done long before. So no step ends later than if the CPU made all, and
-    both sides end together at every point of the forward.
-
-    Args:
-        parameters: number of parameters of each flat parameter.
-        cpu_rate: parameters that the CPU steps per second.
-        device_rate: parameters that the device steps per second, copies included.
-    """
-    cpu = device = 0.0
-    chosen: list[bool] = []
-    for numel in parameters:
-        on_cpu, on_device = cpu + numel / cpu_rate, device + numel / device_rate
-        chosen.append(on_device < on_cpu)
-        cpu, device = (cpu, on_device) if chosen[-1] else (on_cpu, device)
-    return chosen
-
-
 class DeviceShare:
-    """The flat parameters that the device steps: none, until `select`. Where a step is made does not change its bits.
+    """The flat parameters that the device steps: none, until `select` or, on a GPU, until a trial of shares has ended.
+
+    Where a step is made does not change its bits.
 
     Threads: the training thread, or autograd's while that waits.
 
@@ -47,6 +29,7 @@ class DeviceShare:
         order: flat parameters that are stepped, in the order in which the forward needs them.
         copies: copies of the device.
         prefetcher: prefetches weights within a budget of device memory, which the device's steps take a part of.
+        drain: returns when the submitted steps have ended.
 
     Attributes:
         stepper: makes the steps on the device; None while no flat parameter is chosen.
@@ -58,13 +41,17 @@ class DeviceShare:
         order: Sequence[FlatParameter],
         copies: CopyEngine,
         prefetcher: ParamPrefetcher,
+        drain: Callable[[], object],
     ) -> None:
         self.stepper: DeviceStepper | None = None
         self._stores = stores
         self._order = order
         self._copies = copies
         self._prefetcher = prefetcher
+        self._drain = drain
         self._chosen: Collection[FlatParameter] = ()
+        self._trial: ShareTrial | None = None
+        """Made at the end of the first step."""
 
     def stepper_of(self, flat: FlatParameter) -> DeviceStepper | None:
         """Returns the stepper if the device steps `flat`."""
@@ -72,6 +59,21 @@ class DeviceShare:
 
     def note(self, work: WorkCounter) -> None:
         """Notes the end of a step; `work` is that of the CPU so far."""
+        if self._copies.device.type != "cuda":
+            return
+        if self._trial is None:
+            order = [flat for flat in self._order if self._stores[flat].in_memory]
+            nbytes = sum(self._stores[flat].layout.opt_state_bytes + 2 * flat.nbytes for flat in order)
+            self._trial = ShareTrial(
+                [flat.numel for flat in order],
+                nbytes,
+                lambda indices: self.select([order[index] for index in indices]),
+            )
+        if self._trial.share is None:
+            self._trial.note(StepEnd(perf_counter(), work, self._copies.busy()))
+            if self._trial.share == 0.0 and self.stepper is not None:
+                self._drain()
+                self.close()
 
     def select(self, chosen: Collection[FlatParameter]) -> bool:
         """Has the device make the next steps of `chosen` alone, those of them that are in host memory as a whole.

@@ -171,10 +171,11 @@ class DeviceStepper:
             the piece is free.
         """
         copies = self._copies
-        targets = out.part(spans[0][0], sum(spans[-1])).arrays()
+        sources, targets = piece.values.arrays(), out.part(spans[0][0], sum(spans[-1])).arrays()
         marks: list[Mark] = []
-        for source, target in zip(piece.values.arrays(), targets, strict=True):
-            marks.append(copies.d2h(_bytes(source), _bytes(target), piece.stepped, awaited=True))
+        for source, target in zip(sources, targets, strict=True):
+            awaited = source is sources[0] or source is sources[-1]
+            marks.append(copies.d2h(_bytes(source), _bytes(target), piece.stepped, awaited=awaited))
             self._num_copies_back += 1
         of_weights, of_all = copies.on_d2h(marks[0]), copies.on_d2h(marks[-1])
         of_all.add_done_callback(lambda _: self._free.put(piece.memory))

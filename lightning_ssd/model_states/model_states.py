@@ -15,6 +15,7 @@ optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -191,7 +192,13 @@ class ModelStates:
             {flat: index for index, (_, flat_params) in enumerate(self.units) for flat in flat_params},
             terms,
             journal,
-            DeviceShare(self.stores, list(self.flat_optimizers), copies, self._prefetcher),
+            DeviceShare(
+                self.stores,
+                list(self.flat_optimizers),
+                copies,
+                self._prefetcher,
+                drain=lambda: wait(self._gradients.consumed()),
+            ),
         )
         for parameter in self._flat_of:  # of an earlier training: Lightning zeroes it, and autograd would add to it
             parameter.grad = None

@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.device import copies
 from lightning_ssd.model_states import build
+from lightning_ssd.model_states.adam import any_kernel
+from lightning_ssd.model_states.adam_cuda import cuda_kernel
+from lightning_ssd.model_states.device_share import DeviceShare
+from lightning_ssd.model_states.share_trial import ShareTrial
 from tests.support.compare import assert_same
 from tests.support.delays import SlowBackend, SlowCopies
+from tests.support.device_steps import Shared
 from tests.support.killed import FailAt, Failure, fit, outcome, recovering
 from tests.support.killed import same as outcomes_are_the_same
 from tests.support.moves import Mover
@@ -76,6 +82,52 @@ def test_numbers_do_not_move_with_the_timing(
         random.seed(seed)
         slow = streamed(states=states, gpu_memory=gpu_memory, clip=clip, backend=SlowBackend(), checksum=True)
         assert_same(expected, train(slow, **how))
+
+
+@pytest.mark.parametrize(
+    ("precision", "state_format"),
+    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split")],
+)
+@pytest.mark.parametrize(("limit", "clip"), [(None, "auto"), (1.0, "deferred"), (1.0, "speculative")])
+def test_steps_on_the_device_have_the_bits_of_the_cpu(
+    precision: str, state_format: Any, limit: float | None, clip: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step to step those of other units, with delays in every copy."""
+    how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": limit, "model": TinyGPT}
+    how["recorded"] = False
+    expected = train(streamed(overlap="none", clip="deferred", state_format=state_format), **how)
+    monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
+    for seed in range(2):
+        random.seed(seed)
+        with monkeypatch.context() as patch:
+            shared = Shared(patch, seed)
+            assert_same(expected, train(streamed(clip=clip, state_format=state_format), **how))
+            assert shared.steps > 0
+
+
+def test_the_kernel_of_the_device_is_found() -> None:
+    """Else the CPU makes all steps."""
+    kernel = any_kernel()
+    assert kernel is not None and cuda_kernel(torch.device("cuda", 0), kernel) is not None
+
+
+def test_a_trial_of_shares_changes_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is a measurement, small copies are timed, and the CPU counts as busy."""
+    how: dict[str, Any] = {"device": "cuda", "clip": 1.0, "model": TinyGPT, "recorded": False}
+    expected = train(streamed(overlap="none", clip="deferred"), **how)
+    for name, steps in (("WARM_UP", 1), ("SETTLING", 1), ("MEASURED", 1), ("BUSY", 0)):
+        monkeypatch.setattr(ShareTrial, name, steps)
+    monkeypatch.setattr(copies._CopyStream, "TIMED", 1)
+    shares: list[float | None] = []
+    close = DeviceShare.close
+
+    def closed(share: DeviceShare) -> None:
+        shares.append(None if share._trial is None else share._trial.share)
+        close(share)
+
+    monkeypatch.setattr(DeviceShare, "close", closed)
+    assert_same(expected, train(streamed(clip="deferred"), **how))
+    assert shares and shares[-1] is not None
 
 
 @pytest.mark.parametrize("gpu_memory", ["150kB", "400kB"])

@@ -6,9 +6,8 @@ On a CPU "device", the device's kernels are those of the CPU.
 import contextlib
 import copy
 import itertools
-import random
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
 from lightning_ssd.model_states import build
-from lightning_ssd.model_states.device_share import DeviceShare, choose_for_device
 from lightning_ssd.model_states.device_stepper import DeviceStepper, pieces
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import Layout, StateStore
 from tests.support.compare import assert_same
+from tests.support.device_steps import Shared
 from tests.support.late_device import LateCopies
 from tests.support.models import Model
 from tests.support.moves import Mover
@@ -36,52 +33,6 @@ from tests.support.states import offloading, ssd, train
 from tests.support.steps import Stepped
 
 pytestmark = pytest.mark.timeout(120)
-
-Numbers = some.lists(some.integers(1, 10**9), max_size=20)
-Rate = some.floats(1e6, 1e11)
-
-
-@given(Numbers, Rate, Rate)
-def test_no_step_ends_later_than_if_the_cpu_made_all(
-    parameters: list[int], cpu_rate: float, device_rate: float
-) -> None:
-    """And none could be moved to the other side and end earlier there, with those before it as they are."""
-    chosen = choose_for_device(parameters, cpu_rate, device_rate)
-    cpu = device = alone = 0.0
-    for numel, on_device in zip(parameters, chosen, strict=True):
-        ends = device + numel / device_rate, cpu + numel / cpu_rate
-        if on_device:
-            device = ends[0]
-        else:
-            cpu = ends[1]
-        alone += numel / cpu_rate
-        assert ends[0 if on_device else 1] == min(ends) <= alone * (1 + 1e-9)
-
-
-class Shared:
-    """Has the device make the steps of units that a random generator chooses, anew for each step."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0, share: float = 0.6) -> None:
-        self.steps = 0
-        """Steps that the device has made."""
-        self._random = random.Random(seed)
-        monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
-        submit = DeviceStepper.submit
-
-        def counted(stepper: DeviceStepper, *arguments: Any, **named: Any) -> Any:
-            self.steps += 1
-            return submit(stepper, *arguments, **named)
-
-        monkeypatch.setattr(DeviceStepper, "submit", counted)
-        self._share = share
-
-        def note(share: DeviceShare, work: Any) -> None:
-            assert share.select(self.choose(share._order))
-
-        monkeypatch.setattr(DeviceShare, "note", note)
-
-    def choose(self, order: Collection[FlatParameter]) -> list[FlatParameter]:
-        return [flat for flat in order if self._random.random() < self._share]
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:

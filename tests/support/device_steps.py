@@ -1,0 +1,37 @@
+"""Has the device make optimizer steps of flat parameters in host memory, chosen at random."""
+
+import random
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from lightning_ssd.model_states.device_share import DeviceShare
+from lightning_ssd.model_states.device_stepper import DeviceStepper
+from lightning_ssd.model_states.flat import FlatParameter
+
+
+class Shared:
+    """Has the device make the steps of units that a random generator chooses, anew for each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0, share: float = 0.6) -> None:
+        self.steps = 0
+        """Steps that the device has made."""
+        self._random = random.Random(seed)
+        monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
+        submit = DeviceStepper.submit
+
+        def counted(stepper: DeviceStepper, *arguments: Any, **named: Any) -> Any:
+            self.steps += 1
+            return submit(stepper, *arguments, **named)
+
+        monkeypatch.setattr(DeviceStepper, "submit", counted)
+        self._share = share
+
+        def note(share: DeviceShare, work: Any) -> None:
+            assert share.select(self.choose(share._order))
+
+        monkeypatch.setattr(DeviceShare, "note", note)
+
+    def choose(self, order: Collection[FlatParameter]) -> list[FlatParameter]:
+        return [flat for flat in order if self._random.random() < self._share]
