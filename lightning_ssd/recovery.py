@@ -106,7 +106,7 @@ class Recovery:
         self._trainer = trainer
         self._states = states
         self._path = path.absolute()
-        self._resume: deque[_Place] = deque()
+        self._resume: deque[_DataPosition] = deque()
         self._resumed: CommitRecord | None = None
         """The record that the Trainer restores."""
         self._kept_gradients: dict[str, Tensor] = {}
@@ -117,7 +117,7 @@ class Recovery:
         self._recorded_step: int | None = None
         """`global_step` of the last record, or of the first batch."""
 
-    def take_up(self, record: CommitRecord, settings: Settings) -> None:
+    def resume(self, record: CommitRecord, settings: Settings) -> None:
         """Makes the Trainer restore a record, as if it were a checkpoint.
 
         Args:
@@ -132,14 +132,14 @@ class Recovery:
             for number in _NUMBERS:
                 del before[number], now[number]
         self._refuse(record, differences(before, now))
-        checkpoint = dict(record.rest)
+        checkpoint = dict(record.training_state)
         own = checkpoint.pop(_KEY)
         self._kept_gradients = checkpoint.pop(_GRADIENTS)
-        self._resume.extend(_Place(**place) for place in own["places"])
+        self._resume.extend(_DataPosition(**position) for position in own["places"])
         self._ahead, self.random = own["ahead"], own["random"]
         self._resumed = record
         self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint | self._hyper_parameters()
-        log.warning("resuming after step %d of a run that was killed", record.rest["global_step"])
+        log.warning("resuming after step %d of a run that was killed", record.training_state["global_step"])
         if changed := differences(record.settings.noted, settings.noted):
             log.warning("settings that have changed since: %s", describe(changed))
 
@@ -152,7 +152,7 @@ class Recovery:
                 "a `path` of its own."
             )
 
-    def follow(self, dataloader: Any) -> Any:
+    def wrap_dataloader(self, dataloader: Any) -> Any:
         """Wraps a training dataloader, to count its batches, make records, and restore its position.
 
         Raises:
@@ -165,12 +165,16 @@ class Recovery:
                 "be where they were. Set `persistent_workers=False`, or `recover=False`."
             )
         stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
-        place = self._resume.popleft() if self._resume else None
-        if place is not None and self._resumed is not None:
-            self._refuse(self._resumed, differences(place.settings, _loader_settings(dataloader)))
+        position = self._resume.popleft() if self._resume else None
+        if position is not None and self._resumed is not None:
+            self._refuse(self._resumed, differences(position.settings, _loader_settings(dataloader)))
         # A loader without a length is prefetched, so that its own state is ahead of the training.
-        kind = _StatefulLoader if stateful and fabric.utilities.data.sized_len(dataloader) is not None else _Loader
-        return kind(dataloader, place, self)
+        kind = (
+            _StatefulReplayLoader
+            if stateful and fabric.utilities.data.sized_len(dataloader) is not None
+            else _ReplayLoader
+        )
+        return kind(dataloader, position, self)
 
     def before_batch(self) -> None:
         """Called before the next batch is fetched. Makes a record if a step was made since the last one."""
@@ -178,7 +182,7 @@ class Recovery:
             self._ahead -= 1
             return
         if self.random is not None:
-            self._go_on(self.random)
+            self._continue(self.random)
             self.random = None
         if self._recorded_step is None:
             self._recorded_step = self._trainer.global_step
@@ -190,13 +194,13 @@ class Recovery:
         """Called when training has ended without an error: the next one with its path is another `fit`."""
         _ended[self._path] += 1
 
-    def _go_on(self, random: dict[str, Any]) -> None:
+    def _continue(self, random: dict[str, Any]) -> None:
         if self._resume:
             assert self._resumed is not None
             self._refuse(self._resumed, [f"{len(self._resume)} training dataloaders more were read then"])
         self._resumed = None
-        for loader in self._followed():
-            loader.go_back()
+        for loader in self._wrapped_loaders():
+            loader.fast_forward()
         for name, gradient in self._kept_gradients.items():
             parameter = self._trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device)
@@ -211,9 +215,9 @@ class Recovery:
             checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         fetcher = self._trainer.fit_loop._data_fetcher
         ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher is not None and fetcher.length is None else 0
-        places = [asdict(loader.place(ahead)) for loader in self._followed()]
+        positions = [asdict(loader.position(ahead)) for loader in self._wrapped_loaders()]
         checkpoint[_GRADIENTS] = self._gradients()
-        checkpoint[_KEY] = {"places": places, "ahead": ahead, "random": _random()}
+        checkpoint[_KEY] = {"places": positions, "ahead": ahead, "random": _random()}
         for owner in self._with_hyper_parameters():  # of any type; the script sets them again
             for key in (owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.CHECKPOINT_HYPER_PARAMS_KEY, _hparams_type(owner)):
                 checkpoint.pop(key, None)
@@ -233,9 +237,9 @@ class Recovery:
         """Returns the hyperparameters in the form of a checkpoint of this script."""
         return {owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams) for owner in self._with_hyper_parameters()}
 
-    def _followed(self) -> "list[_Loader]":
+    def _wrapped_loaders(self) -> "list[_ReplayLoader]":
         current = self._trainer.fit_loop._combined_loader
-        return [] if current is None else [loader for loader in current.flattened if isinstance(loader, _Loader)]
+        return [] if current is None else [loader for loader in current.flattened if isinstance(loader, _ReplayLoader)]
 
     def _gradients(self) -> dict[str, Tensor]:
         """Returns gradients that are kept from one batch to the next, which only manual optimization may need."""
@@ -248,7 +252,7 @@ class Recovery:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _DataPosition:
     """Position of a loader in its data.
 
     Attributes:
@@ -264,7 +268,7 @@ class _Place:
     settings: dict[str, str]
 
 
-class _Loader:
+class _ReplayLoader:
     """A dataloader whose position is restored after a kill by reading it again up to this position.
 
     Args:
@@ -273,7 +277,7 @@ class _Loader:
         recovery: its `before_batch` is called before each batch.
     """
 
-    def __init__(self, dataloader: Any, resume: _Place | None, recovery: Recovery) -> None:
+    def __init__(self, dataloader: Any, resume: _DataPosition | None, recovery: Recovery) -> None:
         self._dataloader = dataloader
         self._resume = resume
         self._recovery = recovery
@@ -291,7 +295,7 @@ class _Loader:
     def __len__(self) -> int:
         return len(self._dataloader)
 
-    def __iter__(self) -> "_Loader":
+    def __iter__(self) -> "_ReplayLoader":
         self._iterator = None
         if self._resume is None:
             self._made, self._begun, self._batches = self._random(), None, 0
@@ -299,7 +303,7 @@ class _Loader:
         return self
 
     def __next__(self) -> Any:
-        self.go_back()
+        self.fast_forward()
         self._recovery.before_batch()
         if self._begun is None:
             self._begun = self._random()
@@ -308,22 +312,22 @@ class _Loader:
         self._batches += 1
         return batch
 
-    def place(self, ahead: int) -> _Place:
+    def position(self, ahead: int) -> _DataPosition:
         """Returns the training's position in the data, without the last `ahead` batches, which were prefetched."""
         batches = max(0, self._batches - ahead)
-        return _Place(self._made, self._begun, batches, _loader_settings(self._dataloader))
+        return _DataPosition(self._made, self._begun, batches, _loader_settings(self._dataloader))
 
-    def go_back(self) -> None:
+    def fast_forward(self) -> None:
         """Reads and drops the batches that the killed run has fetched. Samplers have their epoch set by now."""
         if self._resume is None:
             return
-        place, self._resume = self._resume, None
-        self._made, self._begun, self._batches = place.made, place.begun, place.batches
-        self._set_random(place.made)
+        position, self._resume = self._resume, None
+        self._made, self._begun, self._batches = position.made, position.begun, position.batches
+        self._set_random(position.made)
         self._iterator = iter(self._dataloader)
-        if place.begun is not None:
-            self._set_random(place.begun)
-            for _ in range(place.batches):
+        if position.begun is not None:
+            self._set_random(position.begun)
+            for _ in range(position.batches):
                 next(self._iterator)
 
     def _random(self) -> dict[str, Any]:
@@ -335,14 +339,14 @@ class _Loader:
             generator.set_state(state)
 
 
-class _StatefulLoader(_Loader):
+class _StatefulReplayLoader(_ReplayLoader):
     """A dataloader with a `state_dict`, whose position the Trainer restores.
 
     The dataloader goes to its position when the first batch is fetched, and may draw random numbers for that. The
     training's random number generators are restored after it.
     """
 
-    def __iter__(self) -> "_StatefulLoader":
+    def __iter__(self) -> "_StatefulReplayLoader":
         resume, self._resume = self._resume, None
         super().__iter__()
         self._resume = resume
@@ -355,7 +359,7 @@ class _StatefulLoader(_Loader):
             _set_random(random)
         return batch
 
-    def go_back(self) -> None:
+    def fast_forward(self) -> None:
         if self._resume is not None:
             self._begun, self._resume = self._resume.begun, None
 

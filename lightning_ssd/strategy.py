@@ -205,7 +205,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip, recover)
         self.offloader: ActivationOffloader | None = None
         self.model_states: ModelStates | None = None
-        self._streams: bool | None = None
+        self._offloads: bool | None = None
         """Whether states are offloaded in the present training or evaluation; None: not decided yet."""
         self._loaded: dict[torch.nn.Parameter, torch.Tensor] = {}
         """Checkpoint values of parameters and of their averages, from the loading of a checkpoint until `setup`."""
@@ -214,7 +214,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._recording = contextlib.ExitStack()
         """Context in which `_loaded` is recorded: callbacks such as `WeightAveraging` may load weights, too."""
         self._starts_from_checkpoint = False
-        self._has_left = False
+        self._has_offloaded = False
         """Whether states are or were offloaded in the last training: checkpoints may have lazy tensors."""
         self._restore_callbacks: list[Callable[[], None]] = []
         self._default_callbacks: list[pl.Callback] = []
@@ -226,7 +226,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """The error that has ended the training."""
         self._precision: pl.plugins.Precision | None = None
         """The Trainer's own plugin, while it is replaced by ours."""
-        self._leaving: set[torch.nn.Parameter] = set()
+        self._offloaded: set[torch.nn.Parameter] = set()
         self._uninitialized = MetaTensors(set(), set())
         self._grouping: list[list[list[int]]] = []
         """The optimizers' parameter groups that `model_states` were made for."""
@@ -276,8 +276,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._uninitialized = meta_to_placeholder(self.model)
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-        self._leaving = self._parameters_to_offload(fitting=fitting)
-        held = self._leaving | self._uninitialized.parameters
+        self._offloaded = self._parameters_to_offload(fitting=fitting)
+        held = self._offloaded | self._uninitialized.parameters
         self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
         for module in self.model.modules():  # as `to` does, besides moving tensors
             if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
@@ -309,7 +309,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         assert self.model is not None
         self._budgets = self.config.resolve(trainer.default_root_dir)
-        self._streams = None
+        self._offloads = None
         try:
             if self._offloads_states():
                 self._setup_with_states(trainer, fitting=fitting)
@@ -354,7 +354,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             config = replace(config, clip=user_plan.clip)
         try:
             super().setup(trainer)
-            if fitting and self._has_left:
+            if fitting and self._has_offloaded:
                 gc.collect()  # optimizers of an earlier fit, in cycles with their schedulers, still own SSD space
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
             whole = self._optimizers_stepped_whole() if fitting else []
@@ -376,16 +376,16 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self.model_states = make_model_states(
                 self.model,
                 self.optimizers if fitting else [],
-                self._leaving,
+                self._offloaded,
                 self._uninitialized,
                 self.root_device,
                 self._setup,
-                given=None if user_plan is None else _placed_states(user_plan),
+                plan_tiers=None if user_plan is None else _planned_tiers(user_plan),
                 loaded=self._values(),
             )
-            self._has_left = True
+            self._has_offloaded = True
         finally:
-            self._leaving = set()
+            self._offloaded = set()
             self._uninitialized = MetaTensors(set(), set())
         if not fitting:
             return
@@ -394,12 +394,12 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._recovery = Recovery(trainer, self.model_states, path)
             if (record := self.model_states.recovered) is not None:
                 self.model_states.state_dicts.protected = True
-                self._recovery.take_up(record, self._setup.settings)
+                self._recovery.resume(record, self._setup.settings)
         self._restore_callbacks = [
             summon_full_params(callback, self.whole_weights, self._loaded) for callback in averaging
         ]
         self._precision = self.precision_plugin
-        self._follow_states()
+        self._attach_states()
 
     def _settings(self, trainer: pl.Trainer) -> Settings:
         """Returns the settings that a run must share to resume this training (`recover=True`)."""
@@ -416,7 +416,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Returns the optimizers with offloaded parameters that may couple parameters; they step after backward."""
         whole = []
         for optimizer in self.optimizers:
-            offloaded = any(p in self._leaving for group in optimizer.param_groups for p in group["params"])
+            offloaded = any(p in self._offloaded for group in optimizer.param_groups for p in group["params"])
             if offloaded and steps_whole(optimizer):
                 whole.append(optimizer)
                 name = type(optimizer).__name__
@@ -429,7 +429,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 )
         return whole
 
-    def _follow_states(self) -> None:
+    def _attach_states(self) -> None:
         """Makes Lightning clip, scale and zero gradients through `model_states`."""
         assert self.model_states is not None and self._precision is not None and self._setup is not None
         self._grouping = _grouping(self.optimizers)
@@ -473,17 +473,17 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         offloader, self.offloader = self.offloader, None
         if offloader is not None:
             offloader.close()  # states may need its memory
-        leaving = self._parameters_to_offload(fitting=True)
+        offloaded = self._parameters_to_offload(fitting=True)
         before = self.model_states
         try:
             self.model_states = move_model_states(
                 self.model_states,
                 self.model,
                 self.optimizers,
-                leaving,
+                offloaded,
                 self.root_device,
                 self._setup,
-                given=_placed_states(plan),
+                plan_tiers=_planned_tiers(plan),
             )
         except Exception as error:
             if before.closed:  # training can't continue; its parameters are whole on the CPU
@@ -492,7 +492,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 raise
             self._make_offloader(self.lightning_module.trainer)
             raise ValueError(f"model states stay where they are: {error}") from error
-        self._follow_states()
+        self._attach_states()
         self._make_offloader(self.lightning_module.trainer)
 
     def _make_offloader(self, trainer: pl.Trainer) -> None:
@@ -534,14 +534,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
 
     def _offloads_states(self) -> bool:
         """Returns whether states are offloaded. The result is fixed until teardown."""
-        if self._streams is None:
+        if self._offloads is None:
             assert self.model is not None and self.lightning_module is not None
             fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
             if fitting and (user_plan := self._user_plan()) is not None:
-                self._streams = any(unit.states != "gpu" for unit in user_plan.units.values())
-                return self._streams
-            self._streams = self.states_config.offloads(self.model, self.root_device, fitting=fitting)
-        return self._streams
+                self._offloads = any(unit.states != "gpu" for unit in user_plan.units.values())
+                return self._offloads
+            self._offloads = self.states_config.offloads(self.model, self.root_device, fitting=fitting)
+        return self._offloads
 
     def _user_plan(self) -> Plan | None:
         """Returns the user's plan of a `SwapPlanner`, if it determines the tiers of states."""
@@ -571,7 +571,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if not self._has_left:
+        if not self._has_offloaded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is None and self._owns_files(filepath) and not self._saving_is_replaced():
             self._save(checkpoint, filepath)
@@ -670,7 +670,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         dataloader = super().process_dataloader(dataloader)
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.state.stage == pl.trainer.states.RunningStage.TRAINING
-        return dataloader if self._recovery is None or not training else self._recovery.follow(dataloader)
+        return dataloader if self._recovery is None or not training else self._recovery.wrap_dataloader(dataloader)
 
     @override
     def on_train_start(self) -> None:
@@ -737,7 +737,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self.model_states = regroup_model_states(
             self.model_states, self.model, self.optimizers, self.root_device, self._setup
         )
-        self._follow_states()
+        self._attach_states()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -760,7 +760,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         states, self.model_states = self.model_states, None
         recovery, self._recovery = self._recovery, None
         restores, self._restore_callbacks = self._restore_callbacks, []
-        self._streams = None
+        self._offloads = None
         self._starts_from_checkpoint = False
         self._recording.close()
         self._loaded = {}
@@ -792,7 +792,7 @@ def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int
     return [[[id(parameter) for parameter in group["params"]] for group in o.param_groups] for o in optimizers]
 
 
-def _placed_states(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
+def _planned_tiers(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
     """Returns the plan's tiers (weights, other states) of each unit."""
     return {name: (unit.weights, unit.states) for name, unit in plan.units.items() if not is_later_visit(name)}
 

@@ -3,6 +3,7 @@
 import ast
 import io
 import tokenize
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import lightning_ssd
@@ -63,12 +64,73 @@ STANDARD = {
 }
 """Of names that were used once, the standard ones."""
 
+OF_MODEL_STATES = {
+    "LaidOut": "FlatSpec",
+    "LeftStates": "ModelRestorer",
+    "StepTerms": "Setup",
+    "_bring": "_copy_to_device",
+    "_entered": "_forwards",
+    "_fetch": "_prefetch_unit",
+    "_has_left": "_has_offloaded",
+    "_landed": "_on_grad_ready",
+    "_leaving": "_offloaded",
+    "_put_in": "_replace_in_groups",
+    "_streams": "_offloads",
+    "_unborn": "_uninitialized",
+    "born_together": "init_groups",
+    "choose_places": "plan_memory",
+    "early": "speculative",
+    "fetch": "unshard",
+    "flats": "flat_params",
+    "give_back": "release",
+    "guess": "speculated",
+    "hold": "defer_to_user_hooks",
+    "hold_next": "defer_next",
+    "laid_out": "specs",
+    "landed": "arrived",
+    "late": "deferred",
+    "lay_out": "make_spec",
+    "leaving": "offloaded",
+    "make_flats": "make_flat_params",
+    "make_scratch": "make_staging",
+    "naive": "serial",
+    "opened": "staged",
+    "places": "memory_plan",
+    "refuse_fetch": "refuse_unshard",
+    "release_all": "evict_all",
+    "renew": "reset",
+    "retire": "retire_for_step",
+    "rule": "flat_optimizer",
+    "rules": "flat_optimizers",
+    "scratch": "staging",
+    "settle": "drain",
+    "settled": "consumed",
+    "slices": "param_views",
+    "streaming_precision": "offload_precision",
+    "take": "reserve",
+    "take_in": "load",
+    "take_over": "set_extra_state",
+    "taken": "reserved",
+    "turn": "flip",
+    "unborn": "uninitialized",
+    "wanted": "requested",
+    "window": "param_staging",
+}
+"""The same for `model_states` and the files that use it, where other folders have other meanings of these names."""
+
+MODEL_STATES = [*(PACKAGE / "model_states").glob("*.py"), *(PACKAGE / name for name in ("strategy.py", "precision.py"))]
+
+
+def check_names(files: Iterable[Path], standard: Mapping[str, str]) -> None:
+    for file in sorted(files):
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
+            if token.type == tokenize.NAME and token.string in standard:
+                raise AssertionError(f"{file}:{token.start[0]}: {token.string} is {standard[token.string]}")
+
 
 def test_standard_names_are_used() -> None:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
-            if token.type == tokenize.NAME and token.string in STANDARD:
-                raise AssertionError(f"{file}:{token.start[0]}: {token.string} is {STANDARD[token.string]}")
+    check_names(PACKAGE.rglob("*.py"), STANDARD)
+    check_names(MODEL_STATES, OF_MODEL_STATES)
 
 
 def test_attributes_of_storages_are_named_in_one_file() -> None:

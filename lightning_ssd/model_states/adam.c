@@ -36,7 +36,7 @@ typedef struct {
     void (*root)(int count, const float *of, float *into, long long mode); /* MKL's vmsSqrt; NULL: sqrtf */
 } Settings;
 
-enum { WEIGHTS = 1, KEPT_ROW = 2, MOMENTS = 4, ALL = 7 };
+enum { WEIGHTS = 1, MASTERS = 2, MOMENTS = 4, ALL = 7 };
 
 /* A part of one parameter that one thread steps: the elements from `tail` on fill no whole vector of torch's. */
 typedef struct {
@@ -128,13 +128,13 @@ INLINE void fence(void) {
    `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by ordinary
    stores; or, past the caches or of some arrays only, one block at a time by way of memory that stays in the first
    cache. */
-#define ARRAYS(WEIGHT, KEPT, GRADIENT)                                                                       \
-    const WEIGHT *weights_in, const KEPT *kept_in, const float *m_in, const float *v_in, WEIGHT *weights,    \
-        KEPT *kept, float *m, float *v, const GRADIENT *gradient
-#define GIVEN weights_in, kept_in, m_in, v_in, weights, kept, m, v, gradient
-#define SHIFTED(BY) weights_in + BY, kept_in + BY, m_in + BY, v_in + BY
-#define DEFINE(NAME, WEIGHT, KEPT, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                              \
-    INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s,   \
+#define ARRAYS(WEIGHT, MASTER, GRADIENT)                                                                       \
+    const WEIGHT *weights_in, const MASTER *master_in, const float *m_in, const float *v_in, WEIGHT *weights,    \
+        MASTER *master, float *m, float *v, const GRADIENT *gradient
+#define GIVEN weights_in, master_in, m_in, v_in, weights, master, m, v, gradient
+#define SHIFTED(BY) weights_in + BY, master_in + BY, m_in + BY, v_in + BY
+#define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                              \
+    INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,   \
                              int decoupled, int tail) {                                                      \
         _Pragma("GCC ivdep")                                                                                 \
         for (int64_t i = start; i < end; i++) {                                                              \
@@ -147,7 +147,7 @@ INLINE void fence(void) {
             STORE;                                                                                           \
         }                                                                                                    \
     }                                                                                                        \
-    INLINE void NAME##_block(int64_t start, int64_t end, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s,   \
+    INLINE void NAME##_block(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,   \
                              int decoupled) {                                                                \
         float roots[BLOCK];                                                                                  \
         _Pragma("GCC ivdep")                                                                                 \
@@ -163,30 +163,30 @@ INLINE void fence(void) {
             STORE;                                                                                           \
         }                                                                                                    \
     }                                                                                                        \
-    INLINE void NAME##_past(int64_t start, int64_t stop, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s,   \
+    INLINE void NAME##_past(int64_t start, int64_t stop, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,   \
                             int decoupled, int tail) {                                                       \
         __attribute__((aligned(64))) float new_m[BLOCK], new_v[BLOCK];                                       \
-        __attribute__((aligned(64))) KEPT new_kept[BLOCK];                                                   \
+        __attribute__((aligned(64))) MASTER new_master[BLOCK];                                                   \
         __attribute__((aligned(64))) WEIGHT new_weights[BLOCK];                                              \
         for (; start < stop; start += BLOCK) {                                                               \
             int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                  \
             if (s.root)                                                                                      \
-                NAME##_block(0, count, SHIFTED(start), new_weights, new_kept, new_m, new_v,                  \
+                NAME##_block(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                  \
                              gradient + start, s, decoupled);                                                \
             else                                                                                             \
-                NAME##_range(0, count, SHIFTED(start), new_weights, new_kept, new_m, new_v,                  \
+                NAME##_range(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                  \
                              gradient + start, s, decoupled, tail);                                          \
             if (s.parts & MOMENTS) {                                                                         \
                 put(m + start, new_m, count * sizeof *m, s.past_caches);                                     \
                 put(v + start, new_v, count * sizeof *v, s.past_caches);                                     \
             }                                                                                                \
-            if (s.parts & KEPT_ROW && (void *)kept != (void *)weights)                                       \
-                put(kept + start, new_kept, count * sizeof *kept, s.past_caches);                            \
+            if (s.parts & MASTERS && (void *)master != (void *)weights)                                       \
+                put(master + start, new_master, count * sizeof *master, s.past_caches);                            \
             if (s.parts & WEIGHTS)                                                                           \
                 put(weights + start, new_weights, count * sizeof *weights, s.past_caches);                   \
         }                                                                                                    \
     }                                                                                                        \
-    INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings s, int decoupled) {    \
+    INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled) {    \
         if (s.past_caches || s.parts != ALL) {                                                                  \
             int64_t tail = s.root ? item.end : item.tail;                                                    \
             NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                           \
@@ -202,7 +202,7 @@ INLINE void fence(void) {
             NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1);                                       \
         }                                                                                                    \
     }                                                                                                        \
-    void NAME(int64_t count, const Item *items, ARRAYS(WEIGHT, KEPT, GRADIENT), const Settings *settings) {  \
+    void NAME(int64_t count, const Item *items, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings *settings) {  \
         const Settings s = *settings;                                                                        \
         _Pragma("omp parallel for schedule(dynamic) if(count > 1) num_threads(s.threads)")                   \
         for (int64_t index = 0; index < count; index++) {                                                    \
@@ -213,15 +213,15 @@ INLINE void fence(void) {
         }                                                                                                    \
     }
 
-/* fp32 weights, which are their own masters: `kept` is not used. */
+/* fp32 weights, which are their own masters: `master` is not used. */
 DEFINE(adam_fp32, float, float, float, weights_in[i], gradient[i], weights[i] = p)
 
 /* bf16 weights beside fp32 masters. */
-#define STORE_WHOLE { kept[i] = p; weights[i] = as_bf16(p); }
-DEFINE(adam_whole_bf16, uint16_t, float, uint16_t, kept_in[i], bf16_as_float(gradient[i]), STORE_WHOLE)
-DEFINE(adam_whole_fp32, uint16_t, float, float, kept_in[i], gradient[i], STORE_WHOLE)
+#define STORE_WHOLE { master[i] = p; weights[i] = as_bf16(p); }
+DEFINE(adam_whole_bf16, uint16_t, float, uint16_t, master_in[i], bf16_as_float(gradient[i]), STORE_WHOLE)
+DEFINE(adam_whole_fp32, uint16_t, float, float, master_in[i], gradient[i], STORE_WHOLE)
 
-/* bf16 weights that are the upper half of their masters: `kept` is the lower one. */
-#define STORE_SPLIT { uint32_t bits = splittable(p); weights[i] = (uint16_t)((bits + 0x8000u) >> 16); kept[i] = (int16_t)bits; }
-DEFINE(adam_split_bf16, uint16_t, int16_t, uint16_t, join(weights_in[i], kept_in[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
-DEFINE(adam_split_fp32, uint16_t, int16_t, float, join(weights_in[i], kept_in[i]), gradient[i], STORE_SPLIT)
+/* bf16 weights that are the upper half of their masters: `master` is the lower one. */
+#define STORE_SPLIT { uint32_t bits = splittable(p); weights[i] = (uint16_t)((bits + 0x8000u) >> 16); master[i] = (int16_t)bits; }
+DEFINE(adam_split_bf16, uint16_t, int16_t, uint16_t, join(weights_in[i], master_in[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
+DEFINE(adam_split_fp32, uint16_t, int16_t, float, join(weights_in[i], master_in[i]), gradient[i], STORE_SPLIT)

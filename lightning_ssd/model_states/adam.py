@@ -49,7 +49,7 @@ class Parts(IntFlag):
     """Arrays of a step, as in adam.c."""
 
     WEIGHTS = 1
-    KEPT = 2
+    MASTERS = 2
     MOMENTS = 4
     ALL = 7
 

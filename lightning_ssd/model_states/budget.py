@@ -54,7 +54,7 @@ def plan_memory(
     budget: int | None,
     *,
     shared: bool,
-    given: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
+    tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
     lazy_seconds: bool = False,
 ) -> MemoryPlan:
     """Returns the tiers of flat parameters: with "auto", host memory within `budget`, compute weights first.
@@ -67,7 +67,7 @@ def plan_memory(
         budget: bytes of host memory, gradients and staging included; None: unlimited.
         shared: whether flat parameters may share the memory that gradients are copied to. They do if any is on SSDs:
             backward then waits for steps, and those for drives, which take longest.
-        given: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
+        tiers: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
         lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned:
             they are allocated when steps need them, from memory that is left.
 
@@ -77,8 +77,8 @@ def plan_memory(
     everything: list[OffloadTierName] = ["host"] * len(layouts)
     make_plan = partial(_plan, layouts, shared=shared, lazy_seconds=lazy_seconds)
     all_host = make_plan(everything, everything)
-    if given is not None:
-        plan = make_plan([weights for weights, _ in given], [opt_state for _, opt_state in given])
+    if tiers is not None:
+        plan = make_plan([weights for weights, _ in tiers], [opt_state for _, opt_state in tiers])
     elif states == "host" or (states == "auto" and (budget is None or all_host.host <= budget)):
         plan = all_host
     else:

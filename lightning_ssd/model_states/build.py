@@ -56,7 +56,7 @@ def make_model_states(
     device: torch.device,
     setup: Setup,
     *,
-    given: UnitTiers | None = None,
+    plan_tiers: UnitTiers | None = None,
     loaded: Loaded | None = None,
 ) -> ModelStates:
     """Offloads parameters with their gradients and optimizer states.
@@ -71,7 +71,7 @@ def make_model_states(
         uninitialized: parameters and buffers that were built on `meta`; they are initialized here.
         device: device of the model's computation.
         setup: settings of the training.
-        given: tiers of each unit, if a plan has them.
+        plan_tiers: tiers of each unit, if a plan has them.
         loaded: checkpoint values of parameters that could not hold them.
 
     Raises:
@@ -85,7 +85,7 @@ def make_model_states(
     if optimizers:
         offloaded -= {parameter for parameter in offloaded if parameter.requires_grad and parameter not in groups}
     recover = setup.config.recover and bool(optimizers)
-    resident, prefetch_bytes = _choose_residents(units, offloaded, groups, device, setup, given, recover=recover)
+    resident, prefetch_bytes = _choose_residents(units, offloaded, groups, device, setup, plan_tiers, recover=recover)
     offloaded -= resident
     with contextlib.ExitStack() as undo:
         copies = make_copy_engine(device)
@@ -97,8 +97,10 @@ def make_model_states(
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         tiers = None
-        if given is not None:
-            tiers = [off_device(given[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own]
+        if plan_tiers is not None:
+            tiers = [
+                off_device(plan_tiers[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own
+            ]
         space = _reserve(specs, tiers, device, setup, recover=recover)
         recovered = space.recovered
         if space.staging is not None:
@@ -177,7 +179,7 @@ def assemble(
         for store in offloaded.stores.values():
             store.spare = spare
     nbytes = StateBytes(device_bytes, memory_plan.host, spare, ssd_bytes)
-    return ModelStates(module, offloaded, weights, pool, setup.terms, nbytes, journal=journal, recovered=recovered)
+    return ModelStates(module, offloaded, weights, pool, setup, nbytes, journal=journal, recovered=recovered)
 
 
 def check_flats_apart(
@@ -194,23 +196,23 @@ def _choose_residents(
     groups: Groups,
     device: torch.device,
     setup: Setup,
-    given: UnitTiers | None,
+    plan_tiers: UnitTiers | None,
     *,
     recover: bool,
 ) -> tuple[set[nn.Parameter], int]:
     """Returns the parameters of units that are kept on the device, and the bytes for prefetched weights there."""
     config = setup.config
     budget = config.budget(device)
-    if given is not None:
+    if plan_tiers is not None:
         host_alone = setup.storage.tier == "host"
         return planned_residents(
-            given, units, offloaded, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
+            plan_tiers, units, offloaded, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
         ), budget
     if config.states == "auto" and config.gpu_memory != "auto" and not recover:
-        resident, taken = residents_within(
+        resident, used = residents_within(
             units, offloaded, groups, budget, setup.autocast, defer_to_user_hooks=setup.defer_to_user_hooks
         )
-        return resident, budget - taken
+        return resident, budget - used
     return set(), budget
 
 
@@ -256,7 +258,7 @@ def _reserve(
             "ssd" if recover else setup.kind,
             budget,
             shared=setup.shares_gradients,
-            given=tiers,
+            tiers=tiers,
             lazy_seconds=setup.lazy_seconds,
         )
         spare = setup.spare_memory(memory_plan, budget)

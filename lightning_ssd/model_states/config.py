@@ -16,7 +16,6 @@ from lightning_ssd.model_states.budget import MemoryPlan
 from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.residency import bytes_on_device
 from lightning_ssd.model_states.settings import Settings
-from lightning_ssd.model_states.terms import StepTerms
 from lightning_ssd.sizes import SizeArgument, check_choice, check_flag, format_bytes, parse_bytes, show_argument
 from lightning_ssd.types import Clip, Overlap
 
@@ -108,11 +107,12 @@ class Setup:
         default_path: directory of scratch files if the user has named none.
         autocast: dtype of matrix products under autocast; None: without autocast.
         clip_norm: whether gradients are clipped by their norm.
-        clip_value: as in `StepTerms`.
-        defer_to_user_hooks: as in `StepTerms`.
+        clip_value: largest absolute value of gradients' elements in every step; None: they are not clamped.
+        defer_to_user_hooks: whether user code may read gradients or options between backward and `optimizer.step`, so
+            that no step begins earlier.
         settings: settings of the training, if it is recorded.
         start_over: whether training starts from a checkpoint although a killed run has left a record.
-        whole: as in `StepTerms`.
+        whole: optimizers that are stepped whole (see `WholeStep`); `defer_to_user_hooks` is set if there are any.
     """
 
     config: StatesConfig
@@ -127,26 +127,13 @@ class Setup:
     whole: Sequence[Optimizer] = ()
 
     @property
-    def terms(self) -> StepTerms:
-        """Settings of optimizer steps."""
-        return StepTerms(
-            overlap=self.config.overlap,
-            needs_norm=self.needs_norm,
-            clip_value=self.clip_value,
-            loss_scaled=self.loss_scaled,
-            clip=self.config.clip,
-            defer_to_user_hooks=self.defer_to_user_hooks,
-            whole=self.whole,
-        )
-
-    @property
     def loss_scaled(self) -> bool:
-        """As in `StepTerms`."""
+        """Whether losses are scaled, and a step is skipped if a gradient is not finite."""
         return self.autocast == torch.float16
 
     @property
     def needs_norm(self) -> bool:
-        """As in `StepTerms`."""
+        """Whether a step needs all gradients, to clip them by their norm or to skip it if one is not finite."""
         return self.clip_norm or self.loss_scaled
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, then
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Span
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Span, StepInput
 from lightning_ssd.model_states.state_store import StagedState, StateStore
 
 _ROW_ALIGNMENT = 256
@@ -158,7 +158,8 @@ class DeviceStepper:
         if step.limit is not None:
             gradient, scale = (gradient.float() * scale).clamp_(-step.limit, step.limit), 1.0
         within = [(low - start, numel) for low, numel in spans]
-        step.flat_optimizer.step_piece(step.options, values, gradient, within, scale)
+        has_grad = [True] * len(step.store.flat.param_views)
+        step.flat_optimizer.step_piece(StepInput(step.options, gradient, has_grad, scale), values, within)
         return _Piece(memory, values, copies.mark())
 
     def _copy_back(

@@ -89,7 +89,7 @@ class Gradient:
         accumulating: whether `accum` has gradients that no step has used, or a submitted job puts them there.
         mark: mark of the last copy from the device.
         states: for each parameter, its gradient's state.
-        kept: whether `accum` still has the gradients that the last step used, as `Tensor.grad` has in plain training.
+        retained: whether `accum` has the gradients that the last step used, as `Tensor.grad` has in plain training.
         assigned: gradients that user code has assigned to `Tensor.grad`, by parameter index; not in `accum` yet.
     """
 
@@ -110,7 +110,7 @@ class Gradient:
         self.accumulating = False
         self.mark: Mark = None
         self.states = [GradientState.NONE] * len(flat.param_views)
-        self.kept = False
+        self.retained = False
         self.assigned: dict[int, Tensor] = {}
 
     def allocate(self, under_way: Callable[[], Sequence["Future[None]"]]) -> None:

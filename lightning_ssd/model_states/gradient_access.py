@@ -185,7 +185,7 @@ class GradientAccess:
     def check(self, flat: FlatParameter, index: int) -> None:
         """Raises RuntimeError if a submitted step has used the gradient of a parameter, and has not kept it."""
         gradient = self._gradients[flat]
-        if gradient.states[index] is GradientState.STEPPED and not gradient.kept:
+        if gradient.states[index] is GradientState.STEPPED and not gradient.retained:
             raise RuntimeError(
                 f"the gradient of {flat.param_views[index].name} was used by its optimizer step, which runs as soon as "
                 "the gradient is complete, and is gone. Read or change it in `on_after_backward` or "

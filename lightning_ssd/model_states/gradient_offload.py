@@ -175,7 +175,7 @@ class GradientOffloader:
         gradient = self._gradients[flat]
         if gradient.states[index] is not GradientState.STEPPED:
             return
-        if not gradient.kept:
+        if not gradient.retained:
             raise RuntimeError(
                 f"a gradient of {flat.param_views[index].name} is added to the one that the last step has used, "
                 "which is gone. Call `optimizer.zero_grad()` between a step and the next backward."

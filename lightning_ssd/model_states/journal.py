@@ -35,7 +35,7 @@ class CommitRecord:
         versions: number of the committed version of each flat parameter.
         flat_optimizers: for each flat parameter that is stepped, the state that its optimizer has in memory.
         settings: settings of the training, which the next run must share.
-        rest: all other state of the training, with tensors on the CPU.
+        training_state: all other state of the training, with tensors on the CPU.
         file: path of the record's file, for messages.
     """
 
@@ -44,7 +44,7 @@ class CommitRecord:
     versions: Sequence[int]
     flat_optimizers: Sequence[object]
     settings: Settings
-    rest: Mapping[str, Any]
+    training_state: Mapping[str, Any]
     file: str
 
     @property
@@ -197,12 +197,12 @@ class Journal:
         self._settings = settings
         self._worker = Worker("journal")
 
-    def write(self, after: Sequence["Future[Any]"], rest: Callable[[], PlainData]) -> "Future[None]":
+    def write(self, after: Sequence["Future[Any]"], training_state: Callable[[], PlainData]) -> "Future[None]":
         """Submits a record.
 
         Args:
             after: futures of the recorded steps and of their writes.
-            rest: returns the record's `rest`; called on the journal's thread.
+            training_state: returns the record's `training_state`; called on the journal's thread.
 
         Returns:
             A future that is done when the record has replaced the one before. Its error is a StorageError.
@@ -218,7 +218,7 @@ class Journal:
                 "rules": [flat_optimizer.get_extra_state() for flat_optimizer in self._flat_optimizers.values()],
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
             }
-            self._replace(to_bytes({"journal": encode(own, "the journal"), "training": rest()}))
+            self._replace(to_bytes({"journal": encode(own, "the journal"), "training": training_state()}))
 
         return self._worker.submit(run, after)
 

@@ -85,17 +85,17 @@ class LazyTensors:
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[LazyTensor] = weakref.WeakSet()
         self._made: dict[object, LazyTensor] = {}
-        self.wanted = False
+        self.enabled = False
         """True if state dicts get lazy tensors now."""
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """Makes state dicts of its body contain lazy tensors."""
-        self.wanted = True
+        self.enabled = True
         try:
             yield
         finally:
-            self.wanted = False
+            self.enabled = False
             self._made.clear()
 
     def make(self, key: object, like: Tensor, read: Callable[[], Tensor]) -> LazyTensor:

@@ -100,8 +100,8 @@ class MasterWeights:
         self._summoned = False
         self._handles = [hook_gradient(parameter, add_gradient) for parameter in self.by_param]
         for optimizer in optimizers:
-            self._put_in(optimizer, self.by_param)
-            _pass_on_states(optimizer, self.by_param)
+            self._replace_in_groups(optimizer, self.by_param)
+            _move_states(optimizer, self.by_param)
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         for parameter, master in self.by_param.items():
@@ -109,9 +109,9 @@ class MasterWeights:
             assert isinstance(parameter, MasteredParameter)
             parameter.master, parameter.exposed, parameter.assigned = master, False, None
             add_gradient(parameter)
-            self._note(parameter)
+            self._note_versions(parameter)
 
-    def follow(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def sync_params(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Rounds masters that user code has changed to their parameters, for `parameters` or for all.
 
         Raises:
@@ -132,7 +132,7 @@ class MasterWeights:
                 changed.append(parameter)
         self._round(changed)
 
-    def adopt(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def sync(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Copies user code's changes of parameters to their masters and vice versa, for `parameters` or for all.
 
         Raises:
@@ -141,13 +141,13 @@ class MasterWeights:
         if self._summoned:
             return
         chosen = list(self.by_param if parameters is None else parameters)
-        self.follow(chosen)
+        self.sync_params(chosen)
         for parameter in chosen:
             assert isinstance(parameter, MasteredParameter)
             if parameter._version != self._versions[parameter][0] or parameter.exposed:
                 with torch.no_grad():
                     _write(self.by_param[parameter], _data(parameter))
-                self._note(parameter)
+                self._note_versions(parameter)
 
     @contextlib.contextmanager
     def summon(self) -> Iterator[None]:
@@ -155,7 +155,7 @@ class MasterWeights:
         if self._summoned:
             yield
             return
-        self.adopt()
+        self.sync()
         self._summoned = True
         rounded = {parameter: _data(parameter) for parameter in self.by_param}
         try:
@@ -170,12 +170,12 @@ class MasterWeights:
 
     def close(self) -> None:
         """Restores the parameters in the optimizers' groups and states."""
-        self.follow()
+        self.sync_params()
         for handle in self._handles:
             handle.remove()
         for optimizer in self._optimizers:
-            self._put_in(optimizer, self._parameter_of)
-            _pass_on_states(optimizer, self._parameter_of)
+            self._replace_in_groups(optimizer, self._parameter_of)
+            _move_states(optimizer, self._parameter_of)
         for parameter in self.by_param:
             assert isinstance(parameter, MasteredParameter)
             del parameter.master, parameter.exposed, parameter.assigned
@@ -184,24 +184,24 @@ class MasterWeights:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Copies user code's writes to the masters: writes before the step, or in its closure."""
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._followed(optimizer, kwargs["closure"])}
+            return args, {**kwargs, "closure": self._synced(optimizer, kwargs["closure"])}
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
-            return (args[0], self._followed(optimizer, args[1]), *args[2:]), kwargs
-        self._adopt_of(optimizer)
+            return (args[0], self._synced(optimizer, args[1]), *args[2:]), kwargs
+        self._sync_before(optimizer)
         return None
 
-    def _followed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _synced(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a closure that first rounds masters, which the step may have changed, to their parameters."""
 
         def run() -> Any:
-            self.follow(self._stepped(optimizer))
+            self.sync_params(self._stepped(optimizer))
             result = closure()
-            self._adopt_of(optimizer)
+            self._sync_before(optimizer)
             return result
 
         return run
 
-    def _adopt_of(self, optimizer: Optimizer) -> None:
+    def _sync_before(self, optimizer: Optimizer) -> None:
         stepped = self._stepped(optimizer)
         for parameter in stepped:
             assert isinstance(parameter, MasteredParameter)
@@ -216,7 +216,7 @@ class MasterWeights:
                     f"{list(parameter.shape)} was changed afterwards, and the gradient is an fp32 copy of it. Change "
                     "`parameter.grad` itself, or assign it after the change."
                 )
-        self.adopt(stepped)
+        self.sync(stepped)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         self._round(self._stepped(optimizer))
@@ -231,13 +231,13 @@ class MasterWeights:
                 list(map(_data, parameters)), [self.by_param[parameter].data for parameter in parameters]
             )
         for parameter in parameters:
-            self._note(parameter)
+            self._note_versions(parameter)
 
-    def _note(self, parameter: nn.Parameter) -> None:
+    def _note_versions(self, parameter: nn.Parameter) -> None:
         self._versions[parameter] = (parameter._version, self.by_param[parameter]._version)
 
     @staticmethod
-    def _put_in(optimizer: Optimizer, instead: "dict[nn.Parameter, nn.Parameter]") -> None:
+    def _replace_in_groups(optimizer: Optimizer, instead: "dict[nn.Parameter, nn.Parameter]") -> None:
         for group in optimizer.param_groups:
             group["params"] = [instead.get(parameter, parameter) for parameter in group["params"]]
 
@@ -273,8 +273,8 @@ def _write(master: Tensor, values: Tensor) -> None:
         write_changed(target, part)
 
 
-def _pass_on_states(optimizer: Optimizer, heirs: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Moves the optimizer states of parameters to other parameters (`heirs`)."""
-    for parameter, heir in heirs.items():
+def _move_states(optimizer: Optimizer, replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Moves the optimizer states of parameters to other parameters (`replacements`)."""
+    for parameter, replacement in replacements.items():
         if parameter in optimizer.state:
-            optimizer.state[heir] = optimizer.state.pop(parameter)
+            optimizer.state[replacement] = optimizer.state.pop(parameter)

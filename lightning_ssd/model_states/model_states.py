@@ -29,6 +29,7 @@ from lightning_ssd.device import CopyEngine, WorkCounter, Worker
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
 from lightning_ssd.model_states.compile import compiled_regions, is_compiled
+from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
@@ -50,7 +51,6 @@ from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_scheduler import StepScheduler
 from lightning_ssd.model_states.summoned import SummonedWeights
-from lightning_ssd.model_states.terms import StepTerms
 from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_unit
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
@@ -115,7 +115,7 @@ class ModelStates:
         offloaded: flat parameters of the model, whose stores have the model's weights.
         masters: master weights of resident parameters; owned.
         pool: host memory that gradients share; owned. None: each has its own.
-        terms: settings of optimizer steps.
+        setup: settings of the training.
         nbytes: bytes of memory budgets and allocations.
         journal: records steps for `recover=True`; owned.
         recovered: last record of a killed run, whose values are in the stores of `offloaded`.
@@ -127,7 +127,7 @@ class ModelStates:
         offloaded: OffloadedModel,
         masters: MasterWeights,
         pool: GradientPool | None,
-        terms: StepTerms,
+        setup: Setup,
         nbytes: StateBytes,
         *,
         journal: Journal | None = None,
@@ -145,7 +145,7 @@ class ModelStates:
         self._copies = copies = offloaded.copies
         self._masters = masters
         self._pool = pool
-        self._clip_value = terms.clip_value
+        self._clip_value = setup.clip_value
         self._flat_of = {
             item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.param_views)
         }
@@ -174,7 +174,7 @@ class ModelStates:
         pin = copies.device.type == "cuda"
         gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in self.flat_optimizers}
         self._decision = GradScaleDecision(
-            copies, clip=terms.clip, needs_norm=terms.needs_norm, loss_scaled=terms.loss_scaled
+            copies, clip=setup.config.clip, needs_norm=setup.needs_norm, loss_scaled=setup.loss_scaled
         )
         worker = Worker("cpu-optimizer")  # after all allocations that may fail: its thread would not be ended
         self._gradients = GradientOffloader(
@@ -190,7 +190,7 @@ class ModelStates:
             self._decision,
             worker,
             {flat: index for index, (_, flat_params) in enumerate(self.units) for flat in flat_params},
-            terms,
+            setup,
             journal,
             DeviceShare(
                 self.stores,
@@ -217,7 +217,7 @@ class ModelStates:
         )
         self._grads.access = self._access
         self._hook_model(module)
-        stepped_flat = [optimizer for optimizer in self._optimizers if optimizer not in terms.whole]
+        stepped_flat = [optimizer for optimizer in self._optimizers if optimizer not in setup.whole]
         self._hook_optimizers(stepped_flat)
         self.state_dicts = StateDicts(
             module,
@@ -282,7 +282,7 @@ class ModelStates:
         """Begins a micro-batch: a forward with a backward ("train") or without."""
         self._staged.unstage()
         self._grads.hide(False)  # after a step that failed
-        self._masters.follow()
+        self._masters.sync_params()
         self._prefetcher.begin(kind)
 
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
@@ -502,13 +502,13 @@ class ModelStates:
         """Whether a step was made that no record names, and steps are recorded."""
         return self._steps.unrecorded
 
-    def record(self, rest: Callable[[], PlainData]) -> None:
+    def record(self, training_state: Callable[[], PlainData]) -> None:
         """Submits a record of the steps made so far; the next steps wait for it.
 
         Args:
-            rest: returns all other state that a resumed run needs, on the CPU; called on the journal's thread.
+            training_state: returns all other state to resume from, on the CPU; called on the journal's thread.
         """
-        self._steps.record(rest)
+        self._steps.record(training_state)
 
     # ---- the end ----
 
@@ -570,7 +570,7 @@ class ModelStates:
         self.drain()
         self.state_dicts.before_change()
         self._prefetcher.evict_all()
-        self._masters.adopt()
+        self._masters.sync()
         for store in self.stores.values():
             store.drop_second()
         masters = {parameter: master.data for parameter, master in self._masters.by_param.items()}

@@ -46,7 +46,7 @@ def move_model_states(
     device: torch.device,
     setup: Setup,
     *,
-    given: UnitTiers,
+    plan_tiers: UnitTiers,
 ) -> ModelStates:
     """Moves model states to the tiers of a plan, between two steps.
 
@@ -60,13 +60,13 @@ def move_model_states(
         offloadable: parameters on the device that may be offloaded.
         device: as in `make_model_states`.
         setup: as in `make_model_states`.
-        given: tiers of each unit.
+        plan_tiers: tiers of each unit.
 
     Returns:
         The moved model states.
 
     Raises:
-        ValueError: `given` does not match the model, or host memory is too small for it.
+        ValueError: `plan_tiers` does not match the model, or host memory is too small for it.
         StorageError: scratch space can't be allocated, or failed.
         OutOfMemoryError: the device's memory is too small.
     """
@@ -81,9 +81,9 @@ def move_model_states(
     }
     host_alone = setup.storage.tier == "host"
     resident = planned_residents(
-        given, units, movable, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
+        plan_tiers, units, movable, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
     )
-    wanted: list[list[_TieredSpec]] = []
+    target: list[list[_TieredSpec]] = []
     for unit, (_, flat_params) in zip(units, states.units, strict=True):
         offloaded = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
         specs: list[FlatSpec] = []
@@ -94,8 +94,10 @@ def move_model_states(
                 0
             ][1]
             specs = [_make_spec(flat, groups, setup, states) for flat in of_unit]
-        wanted.append([_TieredSpec(item.layout, item.flat_optimizer, *off_device(given[unit.name])) for item in specs])
-    return _remake(states, module, optimizers, groups, movable, wanted, device, setup)
+        target.append(
+            [_TieredSpec(item.layout, item.flat_optimizer, *off_device(plan_tiers[unit.name])) for item in specs]
+        )
+    return _remake(states, module, optimizers, groups, movable, target, device, setup)
 
 
 def regroup_model_states(
@@ -130,18 +132,18 @@ def regroup_model_states(
     offloaded = {item.parameter: item.name for flat in states.stores for item in flat.param_views}
     if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
         raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
-    wanted: list[list[_TieredSpec]] = []
+    target: list[list[_TieredSpec]] = []
     for unit, (_, flat_params) in zip(find_units(module, setup.config.units), states.units, strict=True):
         now = [_present_spec(states.stores[flat], states.flat_optimizers.get(flat)) for flat in flat_params]
         if all(_stepped_alike(states, flat, groups) for flat in flat_params):
-            wanted.append(now)
+            target.append(now)
         else:
             own = {item.parameter for flat in flat_params for item in flat.param_views}
             with _as_built(flat_params):
                 made = make_flat_params(module, [unit], own, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
             tier = now[0].weights
             specs = [_make_spec(flat, groups, setup, states) for flat in made]
-            wanted.append([_TieredSpec(item.layout, item.flat_optimizer, tier, tier) for item in specs])
+            target.append([_TieredSpec(item.layout, item.flat_optimizer, tier, tier) for item in specs])
     gradients: dict[nn.Parameter, Tensor] = {}
     unstepped = [
         item.parameter for flat in states.stores if flat not in states.flat_optimizers for item in flat.param_views
@@ -152,7 +154,7 @@ def regroup_model_states(
             gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
     resident = {parameter for parameter in module.parameters() if parameter in states.masters}
     of_masters = {parameter: parameter.grad for parameter in resident}
-    remade = _remake(states, module, optimizers, groups, resident | set(offloaded), wanted, device, setup)
+    remade = _remake(states, module, optimizers, groups, resident | set(offloaded), target, device, setup)
     if gradients:
         with remade.full_grads():
             for parameter, gradient in gradients.items():
@@ -204,15 +206,15 @@ def _make_spec(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelS
     return make_spec(flat, groups, setup, two_versions=two_versions)
 
 
-def _plan_memory(wanted: Sequence[Sequence[_TieredSpec]], budget: int | None, setup: Setup) -> MemoryPlan:
-    every = [item for of_unit in wanted for item in of_unit]
+def _plan_memory(target: Sequence[Sequence[_TieredSpec]], budget: int | None, setup: Setup) -> MemoryPlan:
+    every = [item for of_unit in target for item in of_unit]
     tiers = [(item.weights, item.opt_state) for item in every]
     return plan_memory(
         [item.layout for item in every],
         "auto",
         budget,
         shared=setup.shares_gradients,
-        given=tiers,
+        tiers=tiers,
         lazy_seconds=setup.lazy_seconds,
     )
 
@@ -223,18 +225,18 @@ def _remake(
     optimizers: Sequence[Optimizer],
     groups: Groups,
     movable: set[nn.Parameter],
-    wanted: Sequence[Sequence[_TieredSpec]],
+    target: Sequence[Sequence[_TieredSpec]],
     device: torch.device,
     setup: Setup,
 ) -> ModelStates:
-    """Ends `states`, moves their values to the flat parameters `wanted` of each unit, and assembles the result."""
+    """Ends `states`, moves their values to the target flat parameters of each unit, and assembles the result."""
     budget = setup.host_budget()
     available = (usable_memory() if budget is None else budget) + states.host_bytes  # which can be used again
     if budget is not None and setup.storage.host_memory == "auto":
         budget = available
-    memory_plan = _plan_memory(wanted, budget, setup)
+    memory_plan = _plan_memory(target, budget, setup)
     offloaded = {item.parameter for flat in states.stores for item in flat.param_views}
-    check_flats_apart((item.flat for of_unit in wanted for item in of_unit), device, known=offloaded)
+    check_flats_apart((item.flat for of_unit in target for item in of_unit), device, known=offloaded)
     states.drain()
     staging = states.staging
     with contextlib.ExitStack() as undo:
@@ -250,8 +252,8 @@ def _remake(
         move = _Move(model, masters, staging, groups, device, undo)
         if staging is not None and memory_plan.staging > staging.states.pool.budget:
             move.resize_staging(memory_plan.staging)
-        move.regroup(wanted)
-        move.relocate(wanted)
+        move.regroup(target)
+        move.relocate(target)
         memory_plan = _plan_memory(move.flat_params, None, setup)
         moved = move.finish(memory_plan)
         in_flats = {item.parameter for flat in moved.stores for item in flat.param_views}
@@ -323,27 +325,27 @@ class _Move:
         self._pin = device.type == "cuda"
         undo.callback(self._restore)
 
-    def resize_staging(self, staging: int, window: int = 0) -> None:
+    def resize_staging(self, staging: int, param_staging: int = 0) -> None:
         """Replaces the staging memory and the memory of prefetched weights by other sizes (bytes). None is in use."""
         if self._staging is not None:
-            self._staging.resize(window, staging, pin=self._pin)
+            self._staging.resize(param_staging, staging, pin=self._pin)
 
-    def regroup(self, wanted: Sequence[Sequence[_TieredSpec]]) -> None:
+    def regroup(self, target: Sequence[Sequence[_TieredSpec]]) -> None:
         """Regroups the parameters of units into other flat parameters, through host memory."""
         device, self._device = self._device, torch.device("cpu")
-        for number, of_unit in enumerate(wanted):
+        for number, of_unit in enumerate(target):
             now = [item.flat for item in self.flat_params[number]]
             if now and of_unit and now != [item.flat for item in of_unit]:
                 self._to_device(number, [])
                 self._from_device(number, of_unit)
         self._device = device
 
-    def relocate(self, wanted: Sequence[Sequence[_TieredSpec]]) -> None:
+    def relocate(self, target: Sequence[Sequence[_TieredSpec]]) -> None:
         """Moves all units, those first that free memory. If memory runs out, the remaining units keep their tiers."""
         to_ssd, to_host = partial(self._to_tier, tier="ssd"), partial(self._to_tier, tier="host")
         try:
             for move in (to_ssd, self._from_device, self._to_device, to_host):
-                for number, of_unit in enumerate(wanted):
+                for number, of_unit in enumerate(target):
                     move(number, of_unit)
         except (torch.OutOfMemoryError, MemoryError, StorageFullError) as error:
             log.warning("not all model states could be moved, which does not affect results: %s", error)
@@ -373,11 +375,11 @@ class _Move:
             self._staging,
         )
 
-    def _to_tier(self, number: int, wanted: Sequence[_TieredSpec], tier: OffloadTierName) -> None:
-        """Moves to `tier` the values of a unit that are wanted there."""
-        if not wanted or not self.flat_params[number]:
+    def _to_tier(self, number: int, target: Sequence[_TieredSpec], tier: OffloadTierName) -> None:
+        """Moves to `tier` the values of a unit whose target it is."""
+        if not target or not self.flat_params[number]:
             return
-        for index, (now, then) in enumerate(zip(self.flat_params[number], wanted, strict=True)):
+        for index, (now, then) in enumerate(zip(self.flat_params[number], target, strict=True)):
             layout, store = now.layout, self._stores[now.flat]
             with contextlib.ExitStack() as undo:
                 make = partial(make_buffer, tier=tier, staging=self._staging, undo=undo, versions=layout.versions)
@@ -391,32 +393,32 @@ class _Move:
                 undo.pop_all()
             self.flat_params[number][index] = _present_spec(store, now.flat_optimizer)
 
-    def _from_device(self, number: int, wanted: Sequence[_TieredSpec]) -> None:
-        """Offloads a unit that is on the device, if its flat parameters are wanted."""
-        if self.flat_params[number] or not wanted:
+    def _from_device(self, number: int, target: Sequence[_TieredSpec]) -> None:
+        """Offloads a unit that is on the device, if it has a target there."""
+        if self.flat_params[number] or not target:
             return
         stores: dict[FlatParameter, StateStore] = {}
         with contextlib.ExitStack() as undo:
-            for item in wanted:
+            for item in target:
                 tiers = (item.weights, item.opt_state)
                 stores[item.flat] = make_store(item.layout, tiers, self._staging, self._model.copies, undo)
-            for item in wanted:
+            for item in target:
                 self._fill(stores[item.flat], item.flat_optimizer)
             undo.pop_all()
-        for item in wanted:
-            for slice_ in item.flat.param_views:
-                parameter = slice_.parameter
+        for item in target:
+            for view in item.flat.param_views:
+                parameter = view.parameter
                 parameter.grad = None
                 self.masters.pop(parameter, None)
                 if parameter in self._groups and not isinstance(item.flat_optimizer, WholeOptimizer):
                     self._groups[parameter][0].state.pop(parameter, None)
             item.flat.adopt()
         self._stores |= stores
-        self.flat_params[number] = list(wanted)
+        self.flat_params[number] = list(target)
 
     def _fill(self, store: StateStore, flat_optimizer: FlatOptimizer | None) -> None:
         """Copies a flat parameter's values from the device to its empty store, and waits for it."""
-        parameters = [slice_.parameter for slice_ in store.flat.param_views]
+        parameters = [view.parameter for view in store.flat.param_views]
 
         def load_states(values: StagedState) -> None:
             for index, parameter in enumerate(parameters):
@@ -427,13 +429,13 @@ class _Move:
         store.assign([self.masters.get(parameter, parameter.data) for parameter in parameters], load_states)
         store.drain()
 
-    def _to_device(self, number: int, wanted: Sequence[_TieredSpec]) -> None:
+    def _to_device(self, number: int, target: Sequence[_TieredSpec]) -> None:
         """Moves a unit to the device, with its optimizer states."""
-        if not self.flat_params[number] or wanted:
+        if not self.flat_params[number] or target:
             return
         for item in self.flat_params[number]:
             _check_moves(item.flat)
-        loaded = [self._bring(item) for item in self.flat_params[number]]  # all of it, or nothing
+        loaded = [self._copy_to_device(item) for item in self.flat_params[number]]  # all of it, or nothing
         for item, (weights, masters, states) in zip(self.flat_params[number], loaded, strict=True):
             flat = item.flat
             for index, (parameter, values) in enumerate(weights.items()):
@@ -446,7 +448,7 @@ class _Move:
             self._stores.pop(flat).free()
         self.flat_params[number] = []
 
-    def _bring(
+    def _copy_to_device(
         self, item: _TieredSpec
     ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor], dict[nn.Parameter, dict[str, Any]]]:
         """Returns copies of a flat parameter's weights, master weights and optimizer states on the device."""
@@ -457,10 +459,10 @@ class _Move:
         staged = store.stage().result()
         try:
             whole = staged.masters()
-            for index, slice_ in enumerate(store.flat.param_views):
-                parameter, values = slice_.parameter, slice_.of(whole)
-                weights[parameter] = values.to(self._device, slice_.dtype, copy=True)
-                if slice_.dtype in MASTERED_DTYPES and parameter in self._groups:
+            for index, view in enumerate(store.flat.param_views):
+                parameter, values = view.parameter, view.of(whole)
+                weights[parameter] = values.to(self._device, view.dtype, copy=True)
+                if view.dtype in MASTERED_DTYPES and parameter in self._groups:
                     masters[parameter] = values.to(self._device, copy=True)
                 if item.flat_optimizer is not None and (state := item.flat_optimizer.state_of(index, staged)):
                     optimizer, group = self._groups.get(parameter, (None, 0))

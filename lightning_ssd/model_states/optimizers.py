@@ -4,6 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -29,14 +30,31 @@ from lightning_ssd.model_states.state_store import StagedState
 Options = Mapping[str, Any]
 """A parameter group without its parameters."""
 
-Part = Literal["whole", "weights", "rest"]
-"""A part of a step: the compute weights, which the next forward needs, or the rest of the values."""
+Part = Literal["whole", "weights", "opt_state"]
+"""Part of a step: the compute weights, which the next forward needs; all other values; or both."""
 
 Span = tuple[int, int]
 """Start and number of neighbouring elements of one parameter. The start is in a flat parameter or in a piece of it."""
 
 Groups = Mapping[nn.Parameter, tuple[Optimizer, int]]
 """For each parameter, its optimizer and the index of its parameter group."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Input of one step of a flat parameter.
+
+    Attributes:
+        options: options of the parameter group.
+        gradient: `flat.numel` elements in any floating dtype.
+        has_grad: for each parameter, whether it has a gradient; the others are not stepped, as in torch.
+        scale: the gradient, converted to fp32, is multiplied with it.
+    """
+
+    options: Options
+    gradient: Tensor
+    has_grad: Sequence[bool]
+    scale: float
 
 
 class FlatOptimizer(ABC):
@@ -58,48 +76,31 @@ class FlatOptimizer(ABC):
     def state_names(self, options: Options) -> tuple[str, ...]:
         """Returns the names of optimizer states that have an fp32 element for each weight."""
 
-    def has_parts(self, options: Options, staged: StagedState, gradient: Tensor) -> bool:
-        """Returns whether a step of all parameters, in place, can be made as "weights" and then as "rest"."""
+    def has_parts(self, given: StepInput, staged: StagedState) -> bool:
+        """Returns whether a step of all parameters, in place, can be made as "weights" and then as "opt_state"."""
         return False
 
     @abstractmethod
-    def step(
-        self,
-        options: Options,
-        staged: StagedState,
-        gradient: Tensor,
-        has_grad: Sequence[bool],
-        scale: float,
-        part: Part = "whole",
-    ) -> None:
+    def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
         """Computes a step of the master weights, which counts from `commit` on, and rounds them to compute weights.
 
         Args:
-            options: options of the parameter group.
+            given: the input; neither it nor its gradient is changed, since a step may be made again.
             staged: values of the flat parameter; new values are put in `staged.out`.
-            gradient: `flat.numel` elements in any floating dtype.
-            has_grad: for each parameter, whether it has a gradient; the others are not stepped, as in torch.
-            scale: the gradient, converted to fp32, is multiplied with it.
-            part: "whole", or one after the other "weights" and "rest", with the same arguments, where `has_parts`.
+            part: "whole", or where `has_parts`, "weights" and then "opt_state", with the same input.
         """
 
-    def steps_on_device(
-        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool]
-    ) -> bool:
+    def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
         """Returns whether the device can make this step in pieces (`step_piece`), with the bits of `step`."""
         return False
 
-    def step_piece(
-        self, options: Options, staged: StagedState, gradient: Tensor, spans: Sequence[Span], scale: float
-    ) -> None:
+    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[Span]) -> None:
         """Makes a part of a step on the device, where `steps_on_device`. Called on the thread `device-optimizer`.
 
         Args:
-            options: options of the parameter group.
+            given: the input; its gradient is that of the elements in `staged`, on the device.
             staged: some elements of the flat parameter, on the device; they change in place.
-            gradient: that of these elements, on the device.
             spans: the elements of each parameter, from the begin of `staged`.
-            scale: as in `step`.
         """
         raise NotImplementedError(f"{type(self).__name__} steps on the CPU")
 
@@ -145,46 +146,32 @@ class ElementwiseOptimizer(FlatOptimizer):
         self._steps_before = self._steps
         self._device = flat.device
 
-    def step(
-        self,
-        options: Options,
-        staged: StagedState,
-        gradient: Tensor,
-        has_grad: Sequence[bool],
-        scale: float,
-        part: Part = "whole",
-    ) -> None:
-        options = self._on_cpu(options)
-        if missing := [name for name in self.state_names(options) if name not in staged.states]:
+    def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
+        given = replace(given, options=self._on_cpu(given.options))
+        if missing := [name for name in self.state_names(given.options) if name not in staged.states]:
             raise RuntimeError(
                 f"the optimizer of {self.flat.name} needs {', '.join(missing)} now, which it did not need at the "
                 "start of the training. Set `momentum` or `amsgrad` from the start."
             )
-        if staged.out is not staged and not all(has_grad):
+        if staged.out is not staged and not all(given.has_grad):
             staged.out.copy(staged)
         indices: dict[int, list[int]] = {}
         for index, steps in enumerate(self._steps):
-            if has_grad[index]:
+            if given.has_grad[index]:
                 indices.setdefault(steps, []).append(index)
         for steps, parameters in indices.items():
             views = (self.flat.param_views[index] for index in parameters)
-            self._step_spans(
-                options, staged, gradient, [(view.start, view.numel) for view in views], steps, scale, part
-            )
-        if not all(has_grad):
+            self._step_spans(given, staged, [(view.start, view.numel) for view in views], steps, part)
+        if not all(given.has_grad):
             staged.out.round()
 
-    def steps_on_device(
-        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool]
-    ) -> bool:
-        alike = all(has_grad) and len(set(self._steps)) == 1
-        has_states = all(name in staged.states for name in self.state_names(options))
+    def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
+        alike = all(given.has_grad) and len(set(self._steps)) == 1
+        has_states = all(name in staged.states for name in self.state_names(given.options))
         return alike and has_states and self._device.type == "cpu"
 
-    def step_piece(
-        self, options: Options, staged: StagedState, gradient: Tensor, spans: Sequence[Span], scale: float
-    ) -> None:
-        self._step_spans(self._on_cpu(options), staged, gradient, spans, self._steps[0], scale, "whole")
+    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[Span]) -> None:
+        self._step_spans(replace(given, options=self._on_cpu(given.options)), staged, spans, self._steps[0], "whole")
 
     def _on_cpu(self, options: Options) -> Options:
         """Returns the options without those that only torch's GPU implementations support."""
@@ -220,23 +207,14 @@ class ElementwiseOptimizer(FlatOptimizer):
                 item.of(row).zero_()
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
-    def _step_spans(
-        self,
-        options: Options,
-        staged: StagedState,
-        gradient: Tensor,
-        spans: Sequence[Span],
-        steps: int,
-        scale: float,
-        part: Part,
-    ) -> None:
+    def _step_spans(self, given: StepInput, staged: StagedState, spans: Sequence[Span], steps: int, part: Part) -> None:
         """Steps elements of parameters that have made `steps` steps so far.
 
         Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
         the master weights to the compute weights.
         """
         assert part == "whole", "torch's kernels make whole steps"
-        out = staged.out
+        options, gradient, scale, out = given.options, given.gradient, given.scale, staged.out
         for start, numel in spans:
             for low in range(start, start + numel, self.CHUNK):
                 chunk = slice(low, min(low + self.CHUNK, start + numel))
@@ -284,21 +262,13 @@ class AdamOptimizer(ElementwiseOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def _step_spans(
-        self,
-        options: Options,
-        staged: StagedState,
-        gradient: Tensor,
-        spans: Sequence[Span],
-        steps: int,
-        scale: float,
-        part: Part,
-    ) -> None:
+    def _step_spans(self, given: StepInput, staged: StagedState, spans: Sequence[Span], steps: int, part: Part) -> None:
+        options, gradient = given.options, given.gradient
         name = self._function(staged, gradient)
-        settings = settings_of(options, implementation_of(options, self._device), steps + 1, scale)
+        settings = settings_of(options, implementation_of(options, self._device), steps + 1, given.scale)
         kernel = self._kernel(options)
         if kernel is None or name is None or settings is None:
-            super()._step_spans(options, staged, gradient, spans, steps, scale, part)
+            super()._step_spans(given, staged, spans, steps, part)
             return
         key = kernel, tuple(spans)
         if key not in self._items:
@@ -306,39 +276,35 @@ class AdamOptimizer(ElementwiseOptimizer):
         values = [array for of in (staged, staged.out) for array in self._arrays(of)]
         kernel.step(name, self._items[key], (*values, gradient), settings, _parts(part, staged))
 
-    def has_parts(self, options: Options, staged: StagedState, gradient: Tensor) -> bool:
-        options = self._on_cpu(options)
-        if staged.out is not staged or self._function(staged, gradient) is None or self._kernel(options) is None:
+    def has_parts(self, given: StepInput, staged: StagedState) -> bool:
+        options = self._on_cpu(given.options)
+        if staged.out is not staged or self._function(staged, given.gradient) is None or self._kernel(options) is None:
             return False
         settings = settings_of(options, implementation_of(options, self._device), 1, 1.0)
         # The rest is computed without the old weights, unless whole master weights still have them.
         return settings is not None and (_has_whole_masters(staged) or bool(settings.decoupled))
 
-    def steps_on_device(
-        self, options: Options, staged: StagedState, gradient: Tensor, has_grad: Sequence[bool]
-    ) -> bool:
+    def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
         if self._device.type == "cpu":
-            return super().steps_on_device(options, staged, gradient, has_grad)
-        options = self._on_cpu(options)
-        kernel, name = self._kernel(options), self._function(staged, gradient)
+            return super().steps_on_device(given, staged)
+        options = self._on_cpu(given.options)
+        kernel, name = self._kernel(options), self._function(staged, given.gradient)
         known = settings_of(options, "fused", 1, 1.0) is not None
-        if kernel is None or name is None or not known or not all(has_grad) or len(set(self._steps)) != 1:
+        if kernel is None or name is None or not known or not all(given.has_grad) or len(set(self._steps)) != 1:
             return False
         return cuda_kernel(self._device, kernel) is not None
 
-    def step_piece(
-        self, options: Options, staged: StagedState, gradient: Tensor, spans: Sequence[Span], scale: float
-    ) -> None:
+    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[Span]) -> None:
         if self._device.type == "cpu":
-            super().step_piece(options, staged, gradient, spans, scale)
+            super().step_piece(given, staged, spans)
             return
-        options = self._on_cpu(options)
-        cpu, name = self._kernel(options), self._function(staged, gradient)
-        settings = settings_of(options, "fused", self._steps[0] + 1, scale)
+        options = self._on_cpu(given.options)
+        cpu, name = self._kernel(options), self._function(staged, given.gradient)
+        settings = settings_of(options, "fused", self._steps[0] + 1, given.scale)
         assert cpu is not None and name is not None and settings is not None
         kernel = cuda_kernel(self._device, cpu)
         assert kernel is not None, "`steps_on_device` has returned True"
-        kernel.step(name, spans, (*self._arrays(staged), gradient), settings)
+        kernel.step(name, spans, (*self._arrays(staged), given.gradient), settings)
 
     def _kernel(self, options: Options) -> AdamKernel | None:
         if not self._compiled:
@@ -348,9 +314,9 @@ class AdamOptimizer(ElementwiseOptimizer):
     @staticmethod
     def _arrays(staged: StagedState) -> tuple[Tensor, ...]:
         """Returns a flat's arrays in the order of the functions in adam.c."""
-        kept = staged.low if staged.low is not None else staged.master
-        assert kept is not None
-        return staged.weights, kept, staged.states["exp_avg"], staged.states["exp_avg_sq"]
+        master = staged.low if staged.low is not None else staged.master
+        assert master is not None
+        return staged.weights, master, staged.states["exp_avg"], staged.states["exp_avg_sq"]
 
     def _function(self, staged: StagedState, gradient: Tensor) -> str | None:
         """Returns the name of the function in adam.c for these dtypes."""
@@ -376,7 +342,7 @@ def _parts(part: Part, staged: StagedState) -> Parts:
     """Returns the arrays that a part of a step stores. Whole master weights can wait, others are the weights."""
     if part == "whole":
         return Parts.ALL
-    weights = Parts.WEIGHTS if _has_whole_masters(staged) else Parts.WEIGHTS | Parts.KEPT
+    weights = Parts.WEIGHTS if _has_whole_masters(staged) else Parts.WEIGHTS | Parts.MASTERS
     return weights if part == "weights" else Parts.ALL & ~weights
 
 
@@ -429,19 +395,12 @@ class GenericOptimizer(FlatOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
 
-    def step(
-        self,
-        options: Options,
-        staged: StagedState,
-        gradient: Tensor,
-        has_grad: Sequence[bool],
-        scale: float,
-        part: Part = "whole",
-    ) -> None:
+    def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
         masters = staged.masters()
-        for item, parameter, has_gradient in zip(self.flat.param_views, self._parameters, has_grad, strict=True):
+        for item, parameter, has_gradient in zip(self.flat.param_views, self._parameters, given.has_grad, strict=True):
             parameter.data = item.of(masters)
-            parameter.grad = item.of(gradient).float() * scale if has_gradient else None
+            parameter.grad = item.of(given.gradient).float() * given.scale if has_gradient else None
+        options = given.options
         if self._on_gpu and "capturable" in options:  # it is for parameters on a GPU
             options = {**options, "capturable": False}
         self._optimizer.param_groups = [{**options, "params": self._parameters}]
@@ -463,15 +422,7 @@ class WholeOptimizer(FlatOptimizer):
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ()
 
-    def step(
-        self,
-        options: Options,
-        staged: StagedState,
-        gradient: Tensor,
-        has_grad: Sequence[bool],
-        scale: float,
-        part: Part = "whole",
-    ) -> None:
+    def step(self, given: StepInput, staged: StagedState, part: Part = "whole") -> None:
         raise AssertionError("an optimizer that is stepped whole steps no flat")
 
     def state_of(self, index: int, staged: StagedState) -> dict[str, Any]:

@@ -242,12 +242,12 @@ class ParamPrefetcher:
         """Returns the last used unit and the next ones that fit into the budget, in the order of their use."""
         expected = self._expected[self._kind]
         units = dict.fromkeys(self._uses[-1:])
-        taken = sum(self._nbytes[unit] for unit in units)
+        nbytes = sum(self._nbytes[unit] for unit in units)
         for unit in expected[self._cursor :] + expected[: self._cursor]:
             if unit in units:
                 continue
-            taken += self._nbytes[unit]
-            if taken > self._budget:
+            nbytes += self._nbytes[unit]
+            if nbytes > self._budget:
                 break
             units[unit] = None
         return list(units)

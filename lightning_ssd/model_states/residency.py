@@ -96,17 +96,17 @@ def residents_within(
         return parameter.element_size() + (0 if autocast is None else 2)
 
     sizes = sorted((sum(compute_bytes(p) * p.numel() for p in own(unit)) for unit in units), reverse=True)
-    taken, most = 0, budget - sum(sizes[:3])  # one unit computes, one is prefetched, one is evicted
+    used, most = 0, budget - sum(sizes[:3])  # one unit computes, one is prefetched, one is evicted
     resident: set[nn.Parameter] = set()
     for unit in units:
         needed = sum(resident_bytes(parameter) * parameter.numel() for parameter in own(unit))
         if defer_to_user_hooks and not whole_units([unit], offloaded, defer_to_user_hooks=True):
             continue
-        if taken + needed > most:
+        if used + needed > most:
             break
-        taken += needed
+        used += needed
         resident.update(own(unit))
-    return resident, taken
+    return resident, used
 
 
 def planned_residents(

@@ -86,7 +86,7 @@ def type_name(kind: Any) -> str:
 
 def model_settings(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settings:
     """Returns the settings of a model and its optimizers, none of which has stepped."""
-    places = {
+    owners = {
         parameter: f"group {number} of optimizer {index}"
         for index, optimizer in enumerate(optimizers)
         for number, group in enumerate(optimizer.param_groups)
@@ -97,7 +97,7 @@ def model_settings(module: nn.Module, optimizers: Sequence[Optimizer]) -> Settin
     for name, owner in module.named_modules():
         fixed[f"module `{name}`" if name else "the model"] = _describe_module(owner)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        trained = places.get(parameter, "no optimizer") if parameter.requires_grad else "frozen"
+        trained = owners.get(parameter, "no optimizer") if parameter.requires_grad else "frozen"
         fixed[f"parameter `{name}`"] = f"{_kind(parameter)}, {trained}"
     for name, buffer, persistent in _buffers(module):
         if persistent:

@@ -108,7 +108,7 @@ class StateDicts:
         """Replaces compute weights in a state dict by master weights: copies of the offloaded ones."""
         offloaded = self._offloaded(owner)
         mastered = self._mastered(owner)
-        self._masters.adopt(parameter for _, parameter in mastered)
+        self._masters.sync(parameter for _, parameter in mastered)
         for name, parameter in mastered:
             if prefix + name in state:
                 state[prefix + name] = self._masters.by_param[parameter].detach()
@@ -125,7 +125,7 @@ class StateDicts:
                 state[prefix + name] = parameter.detach()
                 continue
             masters = flat.param_views[index].of(self._staged.stage(flat, keep=flat_params).masters)
-            if self.lazy.wanted:
+            if self.lazy.enabled:
                 masters = self.lazy.make((flat, index), masters, self._reader(flat, index))
             else:
                 masters = masters.clone()
@@ -180,7 +180,7 @@ class StateDicts:
     def _shown(self, value: Any, flat: FlatParameter, index: int, name: str) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if self.lazy.wanted and value.dim():
+        if self.lazy.enabled and value.dim():
             return self.lazy.make((flat, index, name), value, self._reader(flat, index, name))
         return value.clone()
 

@@ -211,15 +211,14 @@ class StateStore:
 
     # ---- weights, prefetched to the device ----
 
-    def announce_step(self, stepped: "Future[Any]", weights: "Future[Any] | None" = None) -> None:
-        """Announces a step that stages, changes and unstages the values before `stepped` is done.
+    def announce_step(self, weights: "Future[Any]", stepped: "Future[Any]") -> None:
+        """Announces a step that stages, changes and unstages the values.
 
         Args:
-            stepped: as above.
-            weights: done when the compute weights have their new values; None: with `stepped`.
+            weights: done when the compute weights have their new values.
+            stepped: done when the step is committed or skipped.
         """
-        self._stepped = stepped
-        self._weights_stepped = stepped if weights is None else weights
+        self._weights_stepped, self._stepped = weights, stepped
 
     def prefetch_to(self, target: Tensor, after: Mark) -> "Future[Mark]":
         """Copies the compute weights to device bytes `target`, after the announced step and once `after` is reached.
@@ -270,8 +269,8 @@ class StateStore:
                 own = memory[start : start + buffer.staging_bytes]
                 start += buffer.staging_bytes
                 # Compute weights are not read where they are rounded from whole master weights.
-                wanted = buffer is not self._buffers[0] or not self.layout.whole_master
-                part, done = buffer.stage(own, read=wanted)
+                is_read = buffer is not self._buffers[0] or not self.layout.whole_master
+                part, done = buffer.stage(own, read=is_read)
                 parts.append(part)
                 reads.append(done)
             values = self._views(parts, step=step)

@@ -1,8 +1,12 @@
-"""The optimizer step of one flat parameter, from its gradient's arrival on the host until the step is committed."""
+"""The optimizer step of one flat parameter, from the arrival of its gradient on the host until the step is committed.
+
+`OptimizerStep` can be made in four ways, which `StepScheduler` chooses from: `speculative`, `deferred`, `on_device` and
+`serial`.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -11,46 +15,43 @@ from torch import Tensor
 from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
 from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.gradient import Gradient
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Part
+from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Part, StepInput
 from lightning_ssd.model_states.state_store import StagedState, StateStore
 from lightning_ssd.spans import OPTIMIZER, span
+
+Submitted = tuple["Future[None]", "Future[None]"]
+"""Futures of a step: done when the compute weights have their new values, and when the step is committed or skipped."""
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
     """One step of one flat parameter.
 
-    Duty: stages the values, computes the step, writes the new values back, and commits the step or skips it. Each of
-    `speculative`, `deferred` and `serial` returns a future that is done when the step was committed or skipped.
+    Duty: stages the values, computes the step, writes the new values back, and commits the step or skips it.
 
-    Values in host memory as a whole are staged when the job begins, on the worker's thread. If the scale is known by
-    then, the step is made with it. Else the second version is allocated for the speculation; if there is no memory for
-    it, the step waits for the scale, and is made in place.
+    A step of values on SSDs stages them before its job begins, so that reads overlap with other jobs. A step of values
+    in host memory stages them, without a copy, when its job begins.
 
-    A deferred step of values in host memory may be made in two parts: first the compute weights, which the next forward
-    waits for, then master weights and optimizer states, under the next backward. The first part moves about half of a
-    step's bytes, and both together half more than a whole step.
+    Threads: these four are called on the training thread or autograd's. The computation
+    (`_make`) runs on the worker's thread. `_commit_or_redo` runs on the thread that completes the last future it
+    depends on: the worker's (gradient, computation) or `d2h-done` (scale); or on the calling thread if all are done.
 
-    Threads: these three are called on the training thread or autograd's. The computation (`_make`) runs on the
-    worker's thread. `_commit_or_redo` runs on the thread that completes the last future it depends on: the worker's
-    (gradient, computation) or `d2h-done` (scale); or on the calling thread where all of them are done.
-
-    Ownership: the gradient belongs to the step until the returned future is done. Staged values belong to the reads,
+    Ownership: the gradient belongs to the step until the step's last future is done. Staged values belong to the reads,
     then to the worker's job, then to the writes (see `StateStore`).
 
     Attributes:
-        store: where the flat parameter's values are stored.
+        store: store of the flat parameter.
         flat_optimizer: its optimizer.
         options: options of its parameter group.
         gradient: its gradient.
         arrived: for each parameter, whether `gradient.host_grad` has its gradient; None: the step uses the accumulated
             gradients.
         scale: future of the number that the gradient is multiplied with; None: the step is skipped.
-        limit: largest absolute value of a gradient's element, after that; None: no limit.
+        limit: largest absolute value of the scaled gradient's elements; None: no limit.
         worker: runs the jobs.
         count: called after each job, on the worker's thread, with the parameters stepped and the seconds it took.
-        priority: of the jobs and their reads; the lowest goes first.
-        rest_priority: of the second part of a step.
+        priority: priority of the jobs and their reads; the lowest goes first.
+        opt_state_priority: priority of the second job of a step in two parts.
     """
 
     store: StateStore
@@ -63,12 +64,13 @@ class OptimizerStep:
     worker: Worker
     count: Callable[[int, float], None]
     priority: int
-    rest_priority: int = 0
+    opt_state_priority: int = 0
 
-    def speculative(
-        self, speculated: float, on_host: "Future[None]", ready: "Sequence[Future[None]]"
-    ) -> "Future[None]":
+    def speculative(self, speculated: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> Submitted:
         """Makes the step with a speculated scale as soon as possible, and again if the scale is another.
+
+        With values in host memory, the job uses the scale if it is known by then. Else it allocates the second version,
+        which the speculation writes to; without memory for it, the step waits for the scale, and is made in place.
 
         Args:
             speculated: the speculated scale.
@@ -76,23 +78,29 @@ class OptimizerStep:
             ready: done when the values may be staged. Before that, staging memory must not be allocated: earlier steps,
                 which `ready` waits for, may need it.
         """
-        if not self.store.in_memory:
+        used: float | None = speculated
+        if self.store.in_memory:
+
+            def run() -> None:  # on the worker's thread
+                nonlocal used
+                if self.scale.done():
+                    used = self.scale.result()
+                elif not self.store.add_second():
+                    used = None
+                if used is not None:
+                    self._make(self.store.stage(step=True).result(), used)
+
+            made = self._submit(run, [on_host, *ready])
+        else:
             # Reads begin before the gradient is on the host: they overlap with backward.
             staged = then(all_of(ready), lambda _: self.store.stage(step=True, priority=self.priority))
             made = self._submit_on(staged, lambda: self._make(staged.result(), speculated), [on_host])
-            return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(speculated))
-        used: float | None = None
+        done = then(all_of([made, self.scale]), lambda _: self._commit_or_redo(used))
+        return done, done
 
-        def run() -> None:  # on the worker's thread
-            nonlocal used
-            used = self._scale_now(speculated)
-            if used is not None:
-                self._make(self.store.stage(step=True).result(), used)
-
-        made = self._submit(run, [on_host, *ready])
-        return then(all_of([made, self.scale]), lambda _: self._commit_or_redo(used))
-
-    def deferred(self, after: "Sequence[Future[Any]]", *, drop_second: bool = False) -> "Future[None]":
+    def deferred(
+        self, after: "Sequence[Future[Any]]", *, weights_first: bool = False, drop_second: bool = False
+    ) -> Submitted:
         """Makes the step when the scale is known.
 
         Nothing is staged before: staging buffers held while waiting would block units that the next forward needs
@@ -100,76 +108,48 @@ class OptimizerStep:
 
         Args:
             after: futures that the step depends on besides.
+            weights_first: whether a step of values in host memory is made in two parts if it can be: the compute
+                weights, which the next forward waits for, and later, under the next backward, master weights and
+                optimizer states. The first part moves about half of a step's bytes, and both together half more than a
+                whole step.
             drop_second: whether the second version in host memory is freed before, since no step is to use it soon.
         """
-        return then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None, drop_second=drop_second))
-
-    def weights_first(
-        self, after: "Sequence[Future[Any]]", *, drop_second: bool = False
-    ) -> "tuple[Future[None], Future[None]]":
-        """Makes the step of values in host memory when the scale is known, in two parts if that can be.
-
-        Args:
-            after: as in `deferred`.
-            drop_second: as in `deferred`.
-
-        Returns:
-            A future that is done when the compute weights have their new values, and one for the whole step.
-        """
-        rest: Future[None] = Future()
+        if not self.store.in_memory:
+            done = then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
+            return done, done
+        opt_state: Future[None] = Future()
 
         def run() -> None:  # on the worker's thread
             scale = self.scale.result()
-            if scale is None:
-                self._end(committed=False)
-                rest.set_result(None)
-                return
-            if drop_second:
+            if scale is not None and drop_second:
                 self.store.drop_second()
-            staged = self.store.stage(step=True).result()
-            has_grad = self._has_grad()
-            whole = self._gradient()
-            in_parts = (
-                self.limit is None and all(has_grad) and self.flat_optimizer.has_parts(self.options, staged, whole)
-            )
-            self._make(staged, scale, "weights" if in_parts else "whole")
-            if not in_parts:
-                self._end(committed=True)
-                rest.set_result(None)
-                return
-
-            def run_rest() -> None:
-                self._make(self.store.stage(step=True).result(), scale, "rest")
-                self._end(committed=True)
-
-            made = self.worker.submit(run_rest, priority=self.rest_priority)
-            made.add_done_callback(lambda done: pass_on(done, rest))
+            if scale is not None and weights_first and self._make_weights(scale):
+                made = self._submit(lambda: self._make_in_memory(scale, "opt_state"), [], self.opt_state_priority)
+                made.add_done_callback(lambda done: pass_on(done, opt_state))
+            else:
+                self._make_in_memory(scale)
+                opt_state.set_result(None)
 
         weights = self._submit(run, [*after, self.scale])
-        return weights, then(weights, lambda _: rest)
+        return weights, then(weights, lambda _: opt_state)
 
     def on_device(
         self, stepper: DeviceStepper, after: "Sequence[Future[Any]]", *, drop_second: bool = False
-    ) -> "tuple[Future[None], Future[None]]":
+    ) -> Submitted:
         """Makes the step of values in host memory on the device, when the scale is known.
 
         Args:
             stepper: makes it.
             after: as in `deferred`.
             drop_second: as in `deferred`.
-
-        Returns:
-            As `weights_first`.
         """
         weights: Future[None] = Future()
 
         def begin(_: None) -> "Future[None]":  # on the thread that completes the last of `after`, or the caller's
             scale, gradient = self.scale.result(), self._gradient()
             staged = self.store.stage(step=True).result()
-            if scale is None or not self.flat_optimizer.steps_on_device(
-                self.options, staged, gradient, self._has_grad()
-            ):
-                return self._commit_or_redo(None, drop_second=drop_second)
+            if scale is None or not self.flat_optimizer.steps_on_device(self._input(scale), staged):
+                return self.deferred([], drop_second=drop_second)[1]
             step = DeviceStep(self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second)
             first, whole = stepper.submit(step, priority=self.priority)
             if drop_second or not self.store.has_second:  # else the new weights are read from the commit on
@@ -192,16 +172,35 @@ class OptimizerStep:
         done.add_done_callback(pass_done)
         return weights, done
 
-    def serial(self, after: "Sequence[Future[Any]]") -> "Future[None]":
+    def serial(self, after: "Sequence[Future[Any]]") -> Submitted:
         """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
 
         def run() -> None:
-            if (scale := self.scale.result()) is not None:
-                self._make(self.store.stage(step=True).result(), scale)
-            self._end(committed=scale is not None)
+            self._make_in_memory(self.scale.result())
             self.store.written().result()
 
-        return self._submit(run, [*after, self.scale])
+        done = self._submit(run, [*after, self.scale])
+        return done, done
+
+    def _commit_or_redo(self, used: float | None) -> "Future[None]":
+        """Commits the step if it was made with the right scale, or skips it; else makes it now.
+
+        Args:
+            used: scale that the step was made with; None: it was not made.
+        """
+        scale = self.scale.result()
+        if scale is None or scale is used or scale == used:  # a NaN is no other scale than itself
+            self._end(committed=scale is not None)
+            return finished(None)
+        if self.store.in_memory:
+            return self._submit(lambda: self._make_in_memory(scale), [])
+        staged = self.store.stage(step=True, priority=self.priority)
+
+        def run() -> None:
+            self._make(staged.result(), scale)
+            self._end(committed=True)
+
+        return self._submit_on(staged, run, [])
 
     def _submit_on(
         self, staged: "Future[StagedState]", run: Callable[[], None], after: "Sequence[Future[Any]]"
@@ -225,72 +224,61 @@ class OptimizerStep:
         all_of([ended(done), ended(staged)]).add_done_callback(unstage)
         return done
 
-    def _submit(self, run: Callable[[], None], after: "Sequence[Future[Any]]") -> "Future[None]":
-        return self.worker.submit(run, after, priority=self.priority)
+    def _submit(
+        self, run: Callable[[], None], after: "Sequence[Future[Any]]", priority: int | None = None
+    ) -> "Future[None]":
+        return self.worker.submit(run, after, priority=self.priority if priority is None else priority)
 
-    def _gradient(self) -> Tensor:
-        whole = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
-        assert whole is not None
-        return whole
+    # ---- on the worker's thread ----
+
+    def _make_in_memory(self, scale: float | None, part: Part = "whole") -> None:
+        """Stages, makes and commits the step, or skips it if `scale` is None."""
+        if scale is not None:
+            self._make(self.store.stage(step=True).result(), scale, part)
+        self._end(committed=scale is not None)
+
+    def _make_weights(self, scale: float) -> bool:
+        """Makes the first part of a step in two parts, and returns True; or does nothing and returns False."""
+        given = self._input(scale)
+        staged = self.store.stage(step=True).result()
+        if self.limit is not None or not all(given.has_grad) or not self.flat_optimizer.has_parts(given, staged):
+            return False
+        self._make(staged, scale, "weights")
+        return True
 
     def _make(self, staged: StagedState, scale: float, part: Part = "whole") -> None:
         """Computes the step, or a part of it, and submits the writes of the new values."""
         begun = perf_counter()
         changed = False
         try:
-            whole = self._gradient()
+            given = self._input(scale)
             if self.limit is not None:
-                whole, scale = (whole.float() * scale).clamp_(-self.limit, self.limit), 1.0
-            has_grad = self._has_grad()
+                clamped = (given.gradient.float() * scale).clamp_(-self.limit, self.limit)
+                given = replace(given, gradient=clamped, scale=1.0)
             with span(OPTIMIZER + self.store.flat.name):
-                self.flat_optimizer.step(self.options, staged, whole, has_grad, scale, part)
+                self.flat_optimizer.step(given, staged, part)
             changed = True
             seconds = perf_counter() - begun
         finally:
             self.store.unstage(staged, changed=changed, step=True)
-        if part != "weights":  # the rest moves about the bytes of a whole step: its rate is comparable
-            slices = zip(self.store.flat.param_views, has_grad, strict=True)
-            self.count(sum(item.numel for item, stepped in slices if stepped), seconds)
+        if part != "weights":  # the second part moves about the bytes of a whole step: its rate is comparable
+            views = zip(self.store.flat.param_views, given.has_grad, strict=True)
+            self.count(sum(item.numel for item, stepped in views if stepped), seconds)
 
-    def _scale_now(self, speculated: float) -> float | None:
-        """Returns the scale that the step is made with now: the known or the speculated one; None: not yet possible."""
-        if self.scale.done():
-            return self.scale.result()
-        return speculated if self.store.add_second() else None
+    def _input(self, scale: float) -> StepInput:
+        return StepInput(self.options, self._gradient(), self._has_grad(), scale)
 
-    def _commit_or_redo(self, used: float | None, *, drop_second: bool = False) -> "Future[None]":
-        """Commits the step that was made with the scale `used` if that was right; else makes it now.
+    def _gradient(self) -> Tensor:
+        gradient = self.gradient.host_grad if self.arrived is not None else self.gradient.accum
+        assert gradient is not None
+        return gradient
 
-        Args:
-            used: None: the step was not made.
-            drop_second: as in `deferred`.
-        """
-        scale = self.scale.result()
-        if scale is None or scale is used or scale == used:  # a NaN is no other scale than itself
-            self._end(committed=scale is not None)
-            return finished(None)
-        if self.store.in_memory:
-
-            def run_in_memory() -> None:
-                if drop_second:
-                    self.store.drop_second()
-                self._make(self.store.stage(step=True).result(), scale)
-                self._end(committed=True)
-
-            return self._submit(run_in_memory, [])
-        staged = self.store.stage(step=True, priority=self.priority)
-
-        def run() -> None:
-            self._make(staged.result(), scale)
-            self._end(committed=True)
-
-        return self._submit_on(staged, run, [])
+    def _has_grad(self) -> Sequence[bool]:
+        return self.gradient.has_accum if self.arrived is None else self.arrived
 
     def _end(self, *, committed: bool) -> None:
+        """Commits or skips the step. Runs on the thread of `_commit_or_redo`, too."""
         if committed:
             self.flat_optimizer.commit(self._has_grad())
             self.store.commit()
         self.gradient.has_accum = [False] * len(self.gradient.has_accum)
-
-    def _has_grad(self) -> Sequence[bool]:
-        return self.gradient.has_accum if self.arrived is None else self.arrived

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd.device import WorkCounter, Worker, all_of, error_of, finished, then
+from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
@@ -31,7 +32,6 @@ from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step import OptimizerStep
-from lightning_ssd.model_states.terms import StepTerms
 from lightning_ssd.model_states.weights_first import WeightsFirst
 from lightning_ssd.spans import wait_for
 
@@ -64,7 +64,7 @@ class StepScheduler:
         decision: decides the scale of each step; the caller closes it.
         worker: runs the jobs; owned.
         priorities: of each flat parameter, the lowest first: the order in which the next forward needs them.
-        terms: how steps are made.
+        setup: settings of the training.
         journal: records steps for `recover=True`; owned. None: steps are not recorded.
         device_share: the flat parameters that the device steps; owned.
     """
@@ -80,7 +80,7 @@ class StepScheduler:
         decision: GradScaleDecision,
         worker: Worker,
         priorities: Mapping[FlatParameter, int],
-        terms: StepTerms,
+        setup: Setup,
         journal: Journal | None,
         device_share: DeviceShare,
     ) -> None:
@@ -93,12 +93,12 @@ class StepScheduler:
         self._decision = decision
         self._worker = worker
         self._priorities = priorities
-        self._overlap = terms.overlap
-        self._clip_value = terms.clip_value
+        self._overlap = setup.config.overlap
+        self._clip_value = setup.clip_value
         self._journal = journal
-        self.defer_to_user_hooks = terms.defer_to_user_hooks
+        self.defer_to_user_hooks = setup.defer_to_user_hooks
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
-        self._defer_next = terms.defer_to_user_hooks
+        self._defer_next = setup.defer_to_user_hooks
         self._share = WeightsFirst(len(set(priorities.values())))
         self._device_share = device_share
         self._waited = 0.0
@@ -140,7 +140,7 @@ class StepScheduler:
         self.optimizer = optimizer
         self._decision.begin(defer_to_user_hooks=self.defer_to_user_hooks)
         scale = self._decision.scale
-        self._released = finished(None) if scale.done() else self._worker.submit(_nothing, [scale])
+        self._released = finished(None) if scale.done() else self._worker.submit(lambda: None, [scale])
 
     def overlaps(self, flat: FlatParameter) -> bool:
         """Whether the step of `flat` may be submitted while backward runs."""
@@ -179,7 +179,7 @@ class StepScheduler:
             with self._lock:
                 self._accumulations[flat] = on_host
         limit = None if self.defer_to_user_hooks else self._clip_value
-        gradient.kept = arrived is None and (
+        gradient.retained = arrived is None and (
             self.defer_to_user_hooks or (limit is None and not self._decision.needs_norm)
         )
         for index, item in enumerate(flat.param_views):
@@ -206,30 +206,31 @@ class StepScheduler:
             self._worker,
             self._count,
             self._priorities[flat],
-            # The rest is made when all weights are, and first of the unit whose gradients arrive first.
-            rest_priority=2 * len(self._priorities) - self._priorities[flat],
+            # The second part is made when all weights are, and first of the unit whose gradients arrive first.
+            opt_state_priority=2 * len(self._priorities) - self._priorities[flat],
         )
         speculated = self._decision.speculated
         # A step that is not committed must leave the values, and the gradient, as they are.
         revertible = self._decision.scale.done() or (store.layout.versions == 2 and arrived is not None)
         with self._lock:
             self._steps_before[flat] = store.steps
-        weights: Future[None] | None = None
         stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
         if self._overlap == "naive":
-            done = step.serial([on_host, *ready])
+            weights, done = step.serial([on_host, *ready])
         elif stepper is not None and arrived is not None:  # accumulated gradients are not in page-locked memory
             after = [on_host, *ready, self._released]
             weights, done = step.on_device(stepper, after, drop_second=self._decision.given_up)
         elif speculated is not None and revertible:
-            done = step.speculative(speculated, on_host, ready)
-        elif self._overlap == "optimized" and store.in_memory and self._share.covers(self._priorities[flat]):
-            weights, done = step.weights_first([on_host, *ready, self._released], drop_second=self._decision.given_up)
+            weights, done = step.speculative(speculated, on_host, ready)
         else:
-            done = step.deferred([on_host, *ready, self._released], drop_second=self._decision.given_up)
+            weights, done = step.deferred(
+                [on_host, *ready, self._released],
+                weights_first=self._overlap == "optimized" and self._share.covers(self._priorities[flat]),
+                drop_second=self._decision.given_up,
+            )
         gradient.accumulating = False
         gradient.set_consumed(done)
-        store.announce_step(done, weights)
+        store.announce_step(weights, done)
         with self._lock:
             self._submitted[flat] = done
 
@@ -311,8 +312,10 @@ class StepScheduler:
                 self._committed = committed
             if steps_before:
                 self._ended_steps_before.append((steps_before, done))
-            while len(self._ended_steps_before) > 2 and _is_committed(self._ended_steps_before[0][1]):
-                self._ended_steps_before.popleft()
+            while (
+                len(before := self._ended_steps_before) > 2 and before[0][1].done() and error_of(before[0][1]) is None
+            ):
+                before.popleft()
         return submitted
 
     def _options(self, flat: FlatParameter) -> Options:
@@ -408,11 +411,11 @@ class StepScheduler:
         with self._lock:
             return bool(self._unrecorded)
 
-    def record(self, rest: Callable[[], PlainData]) -> None:
+    def record(self, training_state: Callable[[], PlainData]) -> None:
         """Submits a record of the submitted steps; the next steps wait for it.
 
         Args:
-            rest: returns all other state that a resumed run needs, on the CPU; called on the journal's thread.
+            training_state: returns all other state to resume from, on the CPU; called on the journal's thread.
         """
         assert self._journal is not None
         with self._lock:
@@ -425,7 +428,7 @@ class StepScheduler:
                     "`recover=False`."
                 )
         needed = [then(unrecorded.get(flat, finished(None)), store.written) for flat, store in self._stores.items()]
-        record = self._journal.write([before, *needed], rest)
+        record = self._journal.write([before, *needed], training_state)
         with self._lock:
             self._unrecorded, self._recorded = {}, record
 
@@ -522,11 +525,3 @@ class StepScheduler:
         wait(self._gradients.consumed())
         self._worker.close()
         self._device_share.close()
-
-
-def _nothing() -> None:
-    """A job that only orders others."""
-
-
-def _is_committed(done: "Future[None]") -> bool:
-    return done.done() and error_of(done) is None

@@ -54,11 +54,11 @@ def find_units(module: nn.Module, by: Sequence[str] | Callable[[nn.Module], bool
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward (a dry run) before `Trainer.fit`.")
         groups.setdefault(tuple(owners[parameter]), []).append((name, parameter))
     units: list[Unit] = []
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for modules, members in groups.items():
         name = names[modules[0]] or type(module).__name__
-        taken[name] += 1
-        units.append(Unit(name if taken[name] == 1 else f"{name}#{taken[name]}", modules, tuple(members)))
+        counts[name] += 1
+        units.append(Unit(name if counts[name] == 1 else f"{name}#{counts[name]}", modules, tuple(members)))
     return units
 
 

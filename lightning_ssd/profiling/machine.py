@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import usable_gpu_memory, usable_memory
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.optimizers import AdamOptimizer
+from lightning_ssd.model_states.optimizers import AdamOptimizer, StepInput
 from lightning_ssd.model_states.state_store import Layout, StagedState
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
@@ -193,4 +193,4 @@ def adam_step(
     staged = make_version()
     staged.uncommitted = make_version() if two_versions else None
     gradient = Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).normal_()
-    return lambda: flat_optimizer.step(options, staged, gradient, [True], 1.0)
+    return lambda: flat_optimizer.step(StepInput(options, gradient, [True], 1.0), staged)

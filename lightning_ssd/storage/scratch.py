@@ -123,13 +123,13 @@ _kept_locks: set[int] = set()
 after this process is killed."""
 
 
-def _let_go_in_child() -> None:
+def _close_locks_in_child() -> None:
     for lock in _kept_locks:
         os.close(lock)
     _kept_locks.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_close_locks_in_child)
 
 
 def _lock_name(directory: Path) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states.adam import AdamKernel, Stores, any_kernel, exact_kernel, settings_of
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.optimizers import AdamOptimizer, Part
+from lightning_ssd.model_states.optimizers import AdamOptimizer, Part, StepInput
 from lightning_ssd.model_states.state_store import Layout, StagedState
 
 OPTIONS: dict[str, Any] = {
@@ -81,19 +81,19 @@ def test_a_step_in_two_parts_has_the_bits_of_a_whole_one(kind: str, optimizer: A
     options = {name: value for name, value in made.param_groups[0].items() if name != "params"}
     layout = Layout(flat, kind == "split", ("exp_avg", "exp_avg_sq"), steps=True, versions=1)
     found: list[StagedState] = []
-    for parts in (("whole",), ("weights", "rest")):
+    for parts in (("whole",), ("weights", "opt_state")):
         flat_optimizer = AdamOptimizer(flat)
         opt_state = torch.zeros(layout.opt_state_bytes, dtype=torch.uint8)
         staged = layout.views(torch.zeros(flat.nbytes, dtype=torch.uint8), opt_state)
         torch.manual_seed(0)
         staged.set_masters(torch.randn(flat.numel))
         for _ in range(3):
-            gradient = torch.randn(flat.numel).to(dtype)
-            if len(parts) == 2 and not flat_optimizer.has_parts(options, staged, gradient):
+            given = StepInput(options, torch.randn(flat.numel).to(dtype), [True, True], 0.5)
+            if len(parts) == 2 and not flat_optimizer.has_parts(given, staged):
                 assert optimizer is torch.optim.Adam and kind != "whole"  # the decay needs the old weights
                 return
             for part in parts:
-                flat_optimizer.step(options, staged, gradient, [True, True], 0.5, cast(Part, part))
+                flat_optimizer.step(given, staged, cast(Part, part))
                 if part == "weights":
                     weights = staged.weights.clone()
             flat_optimizer.commit([True, True])

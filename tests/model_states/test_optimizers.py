@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states import adam, compiled
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.optimizers import AdamOptimizer, make_flat_optimizer
+from lightning_ssd.model_states.optimizers import AdamOptimizer, StepInput, make_flat_optimizer
 from lightning_ssd.model_states.split import join, split
 from lightning_ssd.model_states.state_store import Layout, StagedState
 
@@ -153,7 +153,7 @@ def follow_torch(
             parameter.grad = part if given_one else None
         before = [tensor.clone() for tensor in (staged.masters(), *staged.states.values())]
         optimizer.step()
-        flat_optimizer.step(how, staged, gradient, has, scale)
+        flat_optimizer.step(StepInput(how, gradient, has, scale), staged)
         flat_optimizer.commit(has)
         out = staged.out
         if out is not staged:  # what was is there until the step counts
@@ -259,13 +259,13 @@ def test_momentum_that_begins_later_is_refused() -> None:
     layout = Layout(flat, False, flat_optimizer.state_names(how), steps=True, versions=1)
     staged = layout.views(torch.zeros(flat.nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="needs momentum_buffer now.*from the start"):
-        flat_optimizer.step({**how, "momentum": 0.9}, staged, torch.ones(64), [True], 1.0)
+        flat_optimizer.step(StepInput({**how, "momentum": 0.9}, torch.ones(64), [True], 1.0), staged)
 
 
 def test_parameters_without_gradient_are_not_changed(tmp_path: Any) -> None:
     flat, staged = make([64, 128], torch.bfloat16, False, 2)
     before = staged.masters().clone()
-    AdamOptimizer(flat).step(options(), staged, torch.ones(flat.numel), [False, True], 1.0)
+    AdamOptimizer(flat).step(StepInput(options(), torch.ones(flat.numel), [False, True], 1.0), staged)
     assert torch.equal(staged.out.masters()[:64], before[:64])
     assert not torch.equal(staged.out.masters()[64:], before[64:])
     assert torch.equal(staged.out.weights, staged.out.masters().bfloat16())

@@ -76,8 +76,11 @@ def events_of(
     def unit(flat: Any) -> int:
         return int(flat.param_views[0].name.split(".")[1])
 
-    told(OptimizerStep, "_make", lambda step, *args: ("rest" if "rest" in args[2:] else "step", unit(step.store.flat)))
-    told(OptimizerStep, "weights_first", lambda step, *_: ("deferred", unit(step.store.flat)))
+    told(
+        OptimizerStep,
+        "_make",
+        lambda step, *args: ("rest" if "opt_state" in args[2:] else "step", unit(step.store.flat)),
+    )
     for kind in ("speculative", "deferred", "serial"):
         told(OptimizerStep, kind, lambda step, *_, kind=kind: (kind, unit(step.store.flat)))
     told(ParamPrefetcher, "_prefetch_unit", lambda stream, index: ("want", index))
@@ -130,7 +133,7 @@ class HeldSteps:
         def held(step: OptimizerStep, staged: Any, scale: float, part: str = "whole") -> None:
             begun.set()
             unit = int(step.store.flat.param_views[0].name.split(".")[1])
-            if part == "rest":
+            if part == "opt_state":
                 self.in_time.append(self.forward_is_over.wait(timeout=20))
                 self.rests.append(unit)
             else:

@@ -135,7 +135,7 @@ def test_a_prefetch_waits_for_the_announced_step(tmp_path: Path, tiers: Tiers) -
     target = torch.zeros(layout.flat.nbytes, dtype=torch.uint8)
     with open_store(tmp_path, tiers, layout) as (store, _):
         stepped: Future[None] = Future()
-        store.announce_step(stepped)
+        store.announce_step(stepped, stepped)
         issued = store.prefetch_to(target, None)
         step(store, new)
         store.commit()
@@ -151,7 +151,7 @@ def test_a_prefetch_after_a_failed_step_gets_its_error(tmp_path: Path, tiers: Ti
     layout = make_layout(1)
     with open_store(tmp_path, tiers, layout) as (store, _):
         failed: Future[None] = Future()
-        store.announce_step(failed)
+        store.announce_step(failed, failed)
         issued = store.prefetch_to(torch.zeros(layout.flat.nbytes, dtype=torch.uint8), None)
         failed.set_exception(ArithmeticError("a job failed"))
         with pytest.raises(ArithmeticError, match="a job failed"):

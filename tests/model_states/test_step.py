@@ -52,7 +52,8 @@ def test_a_step_is_torchs_whatever_the_scale_turns_out_to_be(
     with open_store(tmp_path, tiers, make_layout(2)) as (store, _):
         known: Future[float | None] = Future()
         made = Stepped(store, worker, known)
-        done = made.step.speculative(1.0, finished(None), []) if kind == "speculative" else getattr(made.step, kind)([])
+        step = made.step
+        _, done = step.speculative(1.0, finished(None), []) if kind == "speculative" else getattr(step, kind)([])
         worker.submit(lambda: None, priority=1).result()  # jobs that are ready have run
         assert not done.done() and store.steps == 0 and same(masters_of(store), weights_of(store.layout))
         known.set_result(scale)
@@ -72,7 +73,7 @@ def test_a_step_whose_scale_is_known_when_its_job_begins_is_made_in_place(tmp_pa
         store.spare = SpareMemory(2**20)
         known, on_host = Future[float | None](), Future[None]()
         made = Stepped(store, worker, known)
-        done = made.step.speculative(1.0, on_host, [])
+        _, done = made.step.speculative(1.0, on_host, [])
         known.set_result(0.125)
         on_host.set_result(None)
         done.result(timeout=60)
@@ -85,7 +86,7 @@ def test_a_speculation_without_memory_waits_for_the_scale(tmp_path: Path, worker
         store.spare = SpareMemory(0)
         known = Future[float | None]()
         made = Stepped(store, worker, known)
-        done = made.step.speculative(1.0, finished(None), [])
+        _, done = made.step.speculative(1.0, finished(None), [])
         worker.submit(lambda: None, priority=1).result()
         assert made.jobs == []
         known.set_result(1.0)
@@ -99,7 +100,7 @@ def test_the_memory_of_a_speculation_that_is_given_up_is_freed(tmp_path: Path, w
         store.spare = SpareMemory(2**20)
         assert store.add_second()
         made = Stepped(store, worker, finished(0.5))
-        made.step.deferred([], drop_second=drop).result(timeout=60)
+        made.step.deferred([], drop_second=drop)[1].result(timeout=60)
         assert same(masters_of(store), torchs(store, 0.5))
         assert (store.spare.reserved == 0) == drop and store.revertible != drop
 
@@ -108,14 +109,14 @@ def test_a_scale_that_is_no_number_makes_one_step(tmp_path: Path, worker: Worker
     """It does not equal itself."""
     with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
         made = Stepped(store, worker, finished(float("nan")))
-        made.step.speculative(1.0, finished(None), []).result(timeout=60)
+        made.step.speculative(1.0, finished(None), [])[1].result(timeout=60)
         assert made.jobs == [15] and store.steps == 1
 
 
 def test_gradients_are_clamped_after_they_are_scaled(tmp_path: Path, worker: Worker) -> None:
     with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
         made = Stepped(store, worker, finished(0.5), limit=0.25)
-        made.step.deferred([]).result(timeout=60)
+        made.step.deferred([])[1].result(timeout=60)
         assert same(masters_of(store), torchs(store, 0.5, limit=0.25))
 
 
@@ -126,7 +127,7 @@ def test_accumulated_gradients_are_those_of_the_step(tmp_path: Path, worker: Wor
         made.gradient.add(ARRIVED)
         made.gradient.host_grad.fill_(float("nan"))
         object.__setattr__(made.step, "arrived", None)
-        made.step.deferred([]).result(timeout=60)
+        made.step.deferred([])[1].result(timeout=60)
         assert same(masters_of(store), torchs(store, 1.0))
         assert made.gradient.has_accum == [False, False]
 
@@ -142,7 +143,8 @@ def test_a_step_that_fails_has_the_error_and_commits_nothing(
         scale = failed if failing == "scale" else finished(1.0)
         on_host = failed if failing == "gradient" else finished(None)
         made = Stepped(store, worker, scale)
-        done = made.step.speculative(1.0, on_host, []) if kind == "speculative" else getattr(made.step, kind)([on_host])
+        step = made.step
+        _, done = step.speculative(1.0, on_host, []) if kind == "speculative" else getattr(step, kind)([on_host])
         with pytest.raises(ArithmeticError, match="the device is lost"):
             done.result(timeout=60)
         assert store.steps == 0
@@ -159,9 +161,9 @@ def test_weights_are_final_before_the_rest_is_made(
         known = Future[float | None]()
         made = Stepped(store, worker, known)
         object.__setattr__(made.step, "arrived", [True, all_arrived])
-        object.__setattr__(made.step, "rest_priority", 9)
+        object.__setattr__(made.step, "opt_state_priority", 9)
         held, between = Future[None](), list[Tensor]()
-        weights, done = made.step.weights_first([])
+        weights, done = made.step.deferred([], weights_first=True)
         worker.submit(lambda: held.result(), [weights], priority=1)
         known.set_result(scale)
         weights.result(timeout=60)
@@ -176,7 +178,7 @@ def test_weights_are_final_before_the_rest_is_made(
         assert made.jobs == ([] if scale is None else [85 if all_arrived else 15])
 
 
-@pytest.mark.parametrize("failing", ["gradient", "scale", "weights", "rest"])
+@pytest.mark.parametrize("failing", ["gradient", "scale", "weights", "opt_state"])
 def test_a_step_in_two_parts_that_fails_commits_nothing(
     tmp_path: Path, worker: Worker, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,16 +190,16 @@ def test_a_step_in_two_parts_that_fails_commits_nothing(
         object.__setattr__(made.step, "arrived", [True, True])
         step = made.step.flat_optimizer.step
 
-        def fail(options: Any, staged: Any, gradient: Any, has_grad: Any, scale: float, part: Any) -> None:
-            if part == failing or (failing == "rest" and any_kernel() is None):
+        def fail(given: Any, staged: Any, part: Any) -> None:
+            if part == failing or (failing == "opt_state" and any_kernel() is None):
                 raise ArithmeticError("the device is lost")
-            step(options, staged, gradient, has_grad, scale, part)
+            step(given, staged, part)
 
-        if failing in ("weights", "rest"):
+        if failing in ("weights", "opt_state"):
             monkeypatch.setattr(made.step.flat_optimizer, "step", fail)
         if failing == "weights" and any_kernel() is None:
             pytest.skip("there is no C compiler")
-        _, done = made.step.weights_first([failed if failing == "gradient" else finished(None)])
+        _, done = made.step.deferred([failed if failing == "gradient" else finished(None)], weights_first=True)
         with pytest.raises(ArithmeticError, match="the device is lost"):
             done.result(timeout=60)
         assert store.steps == 0 and same(masters_of(store), weights_of(store.layout))

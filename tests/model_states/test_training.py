@@ -307,7 +307,7 @@ def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clippe
             clip_value=None,
             defer_to_user_hooks=False,
         ),
-        given={name: ("host", "host") if index else ("gpu", "gpu") for index, name in enumerate(names)},
+        plan_tiers={name: ("host", "host") if index else ("gpu", "gpu") for index, name in enumerate(names)},
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     model[0].weight.register_hook(lambda gradient: gradient * float("inf"))

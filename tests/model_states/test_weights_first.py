@@ -116,5 +116,5 @@ def test_numbers_are_those_of_whole_steps(
         optimizer is adamw or (precision == "bf16-true" and state_format == "fp32")
     )
     if in_parts:
-        assert parts.count("weights") == parts.count("rest") > 0
+        assert parts.count("weights") == parts.count("opt_state") > 0
         assert ("whole" in parts) == (share < 1)

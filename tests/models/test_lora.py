@@ -52,7 +52,7 @@ def test_nothing_of_the_base_is_written_after_the_start(tmp_path: Path, precisio
         def look(self, trainer: Any, pl_module: Any) -> None:
             states = trainer.strategy.model_states
             states.drain()
-            stats = states.scratch.store.stats()
+            stats = states.staging.store.stats()
             written.append(stats.bytes_written)
             read.append(stats.bytes_read)
             trained = [p for p in pl_module.parameters() if p.requires_grad]
