@@ -1,4 +1,4 @@
-"""The commands `lightning-ssd run | plan | bench | export | tiny-llama` and `lightning run`.
+"""The commands `lightning-ssd run | plan | profile | bench | export | tiny-llama` and `lightning run`.
 
 Torch and Lightning are imported inside the functions that need them, so that `--help` is quick.
 """
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_plan(commands)
+    _add_profile(commands)
     _add_bench(commands)
     _add_export(commands)
     _add_tiny_llama(commands)
@@ -399,6 +400,56 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         print("\nmigration at   throughput, 1 where the GPU never waits")
         for bandwidth, throughput in replay(model, hardware, plan, [2.0**power * 1e9 for power in range(8)]):
             print(f"{bandwidth / 1e9:>7.0f} GB/s   {throughput:.3f}")
+
+
+def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument(
+        "--machine", type=_file, metavar="FILE.json", help="measured profile of a machine (default: measure this one)"
+    )
+    options.add_argument(
+        "--batch",
+        action="append",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="shape of a tensor of a batch, if the data can't be read, such as input_ids=8x1024:int64; repeatable",
+    )
+    options.add_argument("--out", type=Path, metavar="DIR", help="directory for lifetimes.json and three pictures")
+    parser = commands.add_parser(
+        "profile",
+        parents=[options],
+        help="show when each tensor of a training step is used, without training",
+        description="Traces a recipe's training step without memory, operator by operator, and shows how long its "
+        "tensors are active and inactive on a GPU that has room for all of them. `--out` saves the lifetimes, and "
+        "draws active bytes, inactive periods and memory by class. The callback ModelProfiler measures them in a run.",
+        usage="%(prog)s [-h] RECIPE [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...]",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as for `run`")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help="as for `run`")
+    parser.set_defaults(command=lambda args: _profile(parser, options, args))
+
+
+def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    from lightning_ssd.planning import HardwareProfile
+
+    _, overrides = options.parse_known_args(args.overrides, namespace=args)
+    with _reporting(parser):
+        if not Path(args.recipe).is_file():
+            parser.error(f"there is no recipe file {args.recipe!r} (looked in {Path.cwd()})")
+        _check_recipe(args.recipe, overrides)
+        config = _read_recipe(args.recipe, overrides, run=False)
+        if args.machine is not None:
+            hardware = HardwareProfile.from_json(args.machine)
+        else:
+            from lightning_ssd.profiling import measure_machine
+
+            hardware = measure_machine(_scratch_path(config))
+        from lightning_ssd.dry_run import profile_lifetimes
+        from lightning_ssd.lifetime_report import describe_lifetimes, save_lifetimes
+
+        lifetimes = profile_lifetimes(config, hardware, args.batch or ())
+        print(describe_lifetimes(lifetimes, hardware))
+        if args.out is not None:
+            print("\n".join(str(path) for path in save_lifetimes(lifetimes, hardware, args.out)))
 
 
 def _scratch_path(config: Any) -> Path:

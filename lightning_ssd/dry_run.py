@@ -6,7 +6,7 @@ The recipe's own module is built without memory, and its `training_step` is trac
 import contextlib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,19 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.device.clock import HostClock
 from lightning_ssd.model_states import GPU_SHARE, Unit, find_units
-from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile, Plan, make_plan, simulate
+from lightning_ssd.planning import (
+    FixedPlacement,
+    HardwareProfile,
+    LifetimeProfile,
+    ModelProfile,
+    Plan,
+    make_plan,
+    simulate,
+)
 from lightning_ssd.planning.placement import default_plan, default_window
-from lightning_ssd.profiling import TracingError, count_samples, fake_tensors, trace, unit_profiles
+from lightning_ssd.profiling import LifetimeRecorder, TracingError, count_samples, fake_tensors, trace, unit_profiles
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.strategy import SSDOffloadStrategy
 from lightning_ssd.types import InputChoice, Tier
@@ -41,17 +50,8 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
     Raises:
         ValueError: the module can't be built, its data can't be read, or its `training_step` can't be traced.
     """
-    trainer = _stub_trainer(config["trainer"])
-    dtype = _default_dtype(config["trainer"]["precision"])
-    least = parse_bytes(_strategy_argument(config, "min_bytes") or 2**20, "min_bytes")
-    with fake_tensors() as mode, _default_type(dtype):
-        module = _attach(_module(config), trainer)
-        with unset_fake_temporarily():
-            first = parse_batch(batch) if batch else _first_batch(config, module, trainer)
-        _configure(module)
-        if dtype is not torch.float32:
-            first = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, first)
-        units = [unit for unit in find_units(module, _strategy_argument(config, "units")) if unit.parameters]
+    least = _min_bytes(config)
+    with _traceable(config, batch) as (module, units, first, mode):
         graph = trace(units, module, _step(module, config), first, mode, hardware, least)
         moments = _optimizer_bytes(module)
     wide = str(config["trainer"]["precision"]) in ("32", "32-true", "64", "64-true", "None")
@@ -65,6 +65,47 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
         tokens,
         bool(settings["gradient_clip_val"]) and settings["gradient_clip_algorithm"] != "value",
     )
+
+
+def profile_lifetimes(config: Any, hardware: HardwareProfile, batch: Sequence[str] = ()) -> LifetimeProfile:
+    """Returns the lifetimes of all tensors of a recipe's training step on one GPU that has room for all of them.
+
+    The step is one micro-batch and the user's optimizers, on the device and in the precision of the weights.
+
+    Args:
+        config: as in `profile_recipe`.
+        hardware: as in `profile_recipe`.
+        batch: as in `profile_recipe`.
+
+    Raises:
+        ValueError: as in `profile_recipe`, or the optimizer's step can't be traced.
+    """
+    lifetimes = LifetimeRecorder()
+    with _traceable(config, batch) as (module, units, first, mode):
+        optimizers = _optimizers(module)
+        least = _min_bytes(config)
+        graph = trace(units, module, _step(module, config), first, mode, hardware, least, lifetimes, optimizers)
+    return lifetimes.profile(type(module).__name__, HostClock(), graph, graph.saved(least))
+
+
+def _min_bytes(config: Any) -> int:
+    return parse_bytes(_strategy_argument(config, "min_bytes") or 2**20, "min_bytes")
+
+
+@contextlib.contextmanager
+def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.LightningModule, list[Unit], Any, Any]]:
+    """Builds a recipe's module without memory: yields it, its units, a batch, and the mode of fake tensors."""
+    trainer = _stub_trainer(config["trainer"])
+    dtype = _default_dtype(config["trainer"]["precision"])
+    with fake_tensors() as mode, _default_type(dtype):
+        module = _attach(_module(config), trainer)
+        with unset_fake_temporarily():
+            first = parse_batch(batch) if batch else _first_batch(config, module, trainer)
+        _configure(module)
+        if dtype is not torch.float32:
+            first = tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, first)
+        units = [unit for unit in find_units(module, _strategy_argument(config, "units")) if unit.parameters]
+        yield module, units, first, mode
 
 
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
@@ -266,9 +307,7 @@ def _optimizer_bytes(module: pl.LightningModule) -> dict[Tensor, int]:
     """Returns the bytes of fp32 optimizer states of each trained parameter, found by tracing an optimizer step."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
-        with _quiet():
-            found = module.configure_optimizers()
-        optimizers = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.optim.Optimizer)]
+        optimizers = _optimizers(module)
         for optimizer in optimizers:
             optimizer.step()
         states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
@@ -279,6 +318,13 @@ def _optimizer_bytes(module: pl.LightningModule) -> dict[Tensor, int]:
         parameter: sum(4 * value.numel() for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
         for parameter, state in states.items()
     }
+
+
+def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that the module configures."""
+    with _quiet():
+        found = module.configure_optimizers()
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.optim.Optimizer)]
 
 
 def _state_bytes(unit: Unit, moments: Mapping[Tensor, int], *, wide: bool) -> tuple[int, int, int, int, int]:

@@ -13,7 +13,7 @@ from lightning_ssd import cli
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(
-    r"(?:`|^)((?:python -m benchmarks\.|lightning-ssd (?:plan|bench|export|tiny-llama) ).+?)(?:`|$)", re.M
+    r"(?:`|^)((?:python -m benchmarks\.|lightning-ssd (?:plan|profile|bench|export|tiny-llama) ).+?)(?:`|$)", re.M
 )
 COMMANDS = sorted({found for page in PAGES for found in COMMAND.findall(page.read_text())})
 # Words of the documentation that stand for files of the reader.

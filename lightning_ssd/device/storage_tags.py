@@ -17,6 +17,7 @@ dictionary would: packing a saved tensor reads several of them.
 | `TRIED` | (weak reference to the `Recomputed`, buffer number) of a trial recomputation | `activations/plan_mode.py` |
 | `TRANSIENT` | (owner, number) of its allocation in a `TransientMemory` | `activations/transient_memory.py` |
 | `BUFFER` | (graph, number) of its buffer in a traced graph | `profiling/trace_mode.py` |
+| `LIFETIME` | (recorder, number) of its lifetime in a profiled step | `profiling/lifetimes.py` |
 | `SHARERS` | weak set of the `SharedMemory` objects over it | `model_states/shared_memory.py` |
 """
 
@@ -30,4 +31,5 @@ CHOICE = "_lightning_ssd_choice"
 TRIED = "_lightning_ssd_tried"
 TRANSIENT = "_lightning_ssd_transient"
 BUFFER = "_lightning_ssd_buffer"
+LIFETIME = "_lightning_ssd_lifetime"
 SHARERS = "_lightning_ssd_sharers"

@@ -2,6 +2,7 @@
 
 from lightning_ssd.planning.endurance import large_write_endurance
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
+from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
 from lightning_ssd.planning.placement import FixedPlacement, default_plan, plan_with_coefficient
 from lightning_ssd.planning.plan import Plan, UnitPlan
@@ -14,6 +15,7 @@ __all__ = [
     "PLANNERS",
     "HardwareProfile",
     "HostOverhead",
+    "LifetimeProfile",
     "ModelProfile",
     "OperatorProfile",
     "Plan",

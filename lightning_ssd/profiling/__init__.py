@@ -1,6 +1,7 @@
 """Measurements for planners: the operators of a training step, the host's overhead, and the machine's rates."""
 
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
+from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.limits import (
     add_unseen_memory,
     current_placement,
@@ -13,6 +14,7 @@ from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, trace
 
 __all__ = [
+    "LifetimeRecorder",
     "Profiler",
     "TraceMode",
     "TracingError",

@@ -18,6 +18,7 @@ from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, Unit
 from lightning_ssd.activations.weights import is_weight, offloaded_weights
 from lightning_ssd.device import make_clock
 from lightning_ssd.device.storage_tags import BUFFER
+from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 
 HEAD_START = 0.5
 """Seconds of work given to a GPU before timed operations, so that it runs at the clock rate that it can sustain."""
@@ -40,14 +41,21 @@ class TraceMode(UnitDispatchMode):
     Args:
         units: as in `UnitDispatchMode`.
         device: device of the model.
+        lifetimes: recorder of all tensors' lifetimes, which is told of every operation, too.
 
     Attributes:
         graph: graph of the last forward, complete after `finish`.
     """
 
-    def __init__(self, units: Sequence[Sequence[nn.Module]], device: torch.device) -> None:
+    def __init__(
+        self,
+        units: Sequence[Sequence[nn.Module]],
+        device: torch.device,
+        lifetimes: LifetimeRecorder | None = None,
+    ) -> None:
         super().__init__(units)
         self.graph = ForwardGraph()
+        self._lifetimes = lifetimes
         self._device = device
         self._clock = make_clock(device)
         self._spans: list[tuple[Any, Any] | None] = []
@@ -106,6 +114,8 @@ class TraceMode(UnitDispatchMode):
     def begin_backward(self) -> None:
         """Begins to record operations as the backward's."""
         self._backward_of = self.visit
+        if self._lifetimes is not None:
+            self._lifetimes.phase = "backward"
         self._get_ahead(HEAD_START)
         self._leads = MOST_LEADS
         self._backward.__enter__()  # type: ignore[no-untyped-call]
@@ -143,7 +153,7 @@ class TraceMode(UnitDispatchMode):
                 torch.mm(matrix, matrix, out=result)
         self._last = self._clock.now()
 
-    def _time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
+    def time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
         """Runs an operation. Returns its result, and its begin and end (None for a view, which takes no time)."""
         if _only_shows(func):
             return func(*args, **kwargs), None
@@ -163,11 +173,13 @@ class TraceMode(UnitDispatchMode):
 
     def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation of the backward."""
-        result, span = self._time(func, args, kwargs)
+        result, span = self.time(func, args, kwargs)
         visit = self._backward_of
         assert visit is not None
         if span is not None:
             self._backward_spans.append((visit, *span))
+            if self._lifetimes is not None:
+                self._lifetimes.ran(func, (args, kwargs), result, span)
         self.graph.transients.at(visit, backward=True)
         read = {storage._cdata for storage in _read((args, kwargs))}
         for storage in _read(result):
@@ -187,8 +199,10 @@ class TraceMode(UnitDispatchMode):
         for storage in _written(func, args, kwargs):
             if (number := self._known(storage)) is not None:
                 self.graph.buffers[number].changed = True
-        result, span = self._time(func, args, kwargs)
+        result, span = self.time(func, args, kwargs)
         self._spans.append(span)
+        if span is not None and self._lifetimes is not None:
+            self._lifetimes.ran(func, (args, kwargs), result, span, index)
         for position, value in enumerate(tensors_of(result)):
             if value.layout is not torch.strided or value.is_quantized:
                 continue
@@ -227,6 +241,32 @@ class TraceMode(UnitDispatchMode):
 
         yield module.register_forward_pre_hook(before)
         yield module.register_forward_hook(after, always_call=True)
+
+
+class OptimizerTrace(TorchDispatchMode):
+    """Records the operations of an optimizer step that runs inside it.
+
+    Args:
+        trace: mode that times the operations.
+        lifetimes: recorder that is told of them.
+    """
+
+    def __init__(self, trace: TraceMode, lifetimes: LifetimeRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+        self._lifetimes = lifetimes
+
+    def __enter__(self) -> Any:
+        self._lifetimes.phase = "optimizer"
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        result, span = self._trace.time(func, args, kwargs or {})
+        if span is not None:
+            self._lifetimes.ran(func, (args, kwargs), result, span)
+        return result
 
 
 class _BackwardMode(TorchDispatchMode):

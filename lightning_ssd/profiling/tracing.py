@@ -30,7 +30,8 @@ from lightning_ssd.activations.graph import tensors_of
 from lightning_ssd.activations.weights import is_weight
 from lightning_ssd.model_states import Unit
 from lightning_ssd.planning import HardwareProfile
-from lightning_ssd.profiling.trace_mode import TraceMode, count_flops
+from lightning_ssd.profiling.lifetimes import LifetimeRecorder
+from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode, count_flops
 
 FEW, MANY = 2**12, 2**24
 """Most elements of a tensor whose real values are computed: `FEW` for floats, `MANY` for factory functions."""
@@ -73,6 +74,8 @@ def trace(
     mode: FakeTensorMode,
     hardware: HardwareProfile,
     min_bytes: int,
+    lifetimes: LifetimeRecorder | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
 ) -> ForwardGraph:
     """Returns the graph of one forward and backward.
 
@@ -85,11 +88,13 @@ def trace(
         hardware: rates of the machine. An operation is assumed to take the time of its FLOPs or of its bytes, whichever
             is longer.
         min_bytes: saved tensors with a smaller storage are kept on the device.
+        lifetimes: recorder of all tensors' lifetimes in forward, backward and optimizer step; None: no step is made.
+        optimizers: optimizers whose steps are recorded. They step twice, first to allocate their states.
 
     Raises:
         TracingError: the forward can't be traced without values; the message names the operator.
     """
-    recorder = _Tracer([unit.modules for unit in units], hardware)
+    recorder = _Tracer([unit.modules for unit in units], hardware, lifetimes)
 
     def pack(tensor: Tensor) -> "Tensor | _Saved":
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
@@ -119,6 +124,8 @@ def trace(
             recorder.give_value(fake, value.clone())
             return fake
 
+        if lifetimes is not None:
+            lifetimes.register_model(units, module, ())
         with unset_fake_temporarily():
             batch = tree_map_only(Tensor, without_memory, batch)
         with _explained(recorder):
@@ -130,6 +137,16 @@ def trace(
             finally:
                 recorder.end_backward()
         recorder.finish()
+        del loss, batch
+        if lifetimes is not None:
+            lifetimes.register_gradients(units)
+            for optimizer in optimizers:
+                optimizer.step()
+            lifetimes.register_model(units, None, optimizers)
+            with _explained(recorder), OptimizerTrace(recorder, lifetimes):
+                for optimizer in optimizers:
+                    optimizer.step()
+            lifetimes.close()
     return recorder.graph
 
 
@@ -148,8 +165,10 @@ class _View:
 class _Tracer(TraceMode):
     """Records a forward and backward on tensors without memory, with calculated times."""
 
-    def __init__(self, units: Sequence[Sequence[nn.Module]], hardware: HardwareProfile) -> None:
-        super().__init__(units, torch.device("cpu"))
+    def __init__(
+        self, units: Sequence[Sequence[nn.Module]], hardware: HardwareProfile, lifetimes: LifetimeRecorder | None
+    ) -> None:
+        super().__init__(units, torch.device("cpu"), lifetimes)
         self._hardware = hardware
         self.saved_storages: dict[int, _Saved] = {}
         self.last_operator: Any = None
@@ -194,8 +213,8 @@ class _Tracer(TraceMode):
     def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs) if func.namespace == "prim" else super().time_backward(func, args, kwargs)
 
-    def _time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
-        result, span = super()._time(func, args, kwargs)
+    def time(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any] | None]:
+        result, span = super().time(func, args, kwargs)
         if span is None:
             return result, None
         moved = sum(value.nbytes for value in (*tensors_of((args, kwargs)), *tensors_of(result)))

@@ -13,7 +13,8 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, UnitPlan, record
+from lightning_ssd.planning import HardwareProfile, LifetimeProfile, ModelProfile, Plan, UnitPlan, record
+from lightning_ssd.planning.lifetimes import OperatorSpan, TensorLifetime
 from tests.support.profiles import H100, make_model
 
 MODEL = make_model(1)
@@ -28,9 +29,18 @@ class Kind:
         self.content = yaml.safe_load(text) if dump is yaml.safe_dump else json.loads(text)
 
 
+LIFETIMES = LifetimeProfile(
+    "model",
+    (OperatorSpan("work", "forward", 0.0, 1.0), OperatorSpan("work", "backward", 1.0, 3.0)),
+    (TensorLifetime(1, "unit", "weight", 8, (0, 1), unit="unit"),
+     TensorLifetime(2, "work", "saved tensor", 8, (0, 1), 0, 1, recompute_seconds=1.0, sources=(1,))),
+)  # fmt: skip
 KINDS = {
     "machine": Kind(json.dumps(asdict(H100)), HardwareProfile.from_json, HardwareProfile.to_json, json.dumps),
     "model": Kind(json.dumps(asdict(MODEL)), ModelProfile.from_json, ModelProfile.to_json, json.dumps),
+    "lifetimes": Kind(
+        json.dumps({"version": 1, **asdict(LIFETIMES)}), LifetimeProfile.from_json, LifetimeProfile.to_json, json.dumps
+    ),
     "plan": Kind(PLAN.to_yaml(), Plan.load, Plan.save, yaml.safe_dump),
 }
 KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -1,0 +1,255 @@
+"""Lifetimes of all tensors of a training step: when each is allocated, used by operators, and freed (Teraio, 3.1)."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lightning_ssd.planning.record import as_mapping, check_not_negative, from_mapping, load_json
+from lightning_ssd.sizes import check_choice, format_bytes, format_seconds, show_value
+
+VERSION = 1
+"""Version of the JSON format."""
+
+TensorClass = Literal["weight", "gradient", "optimizer state", "saved tensor", "transient", "communication buffer"]
+"""Class of a tensor. A saved tensor is allocated before backward begins and read in backward; a transient is neither
+that nor one of the others."""
+
+Phase = Literal["forward", "backward", "optimizer"]
+"""Part of a training step."""
+
+CLASSES, PHASES = get_args(TensorClass), get_args(Phase)
+
+
+@dataclass(frozen=True)
+class OperatorSpan:
+    """An executed operator. Seconds count from the begin of the step, without idle time of the device.
+
+    Attributes:
+        name: name of the operator in torch.
+        phase: part of the step.
+        start: begin.
+        end: end.
+    """
+
+    name: str
+    phase: str
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        check_choice("phase", self.phase, PHASES)
+        check_not_negative("start", self.start)
+        if not self.end >= self.start:
+            raise ValueError(f"`end={self.end}` is before `start={self.start}`.")
+
+
+@dataclass(frozen=True)
+class TensorLifetime:
+    """A tensor (a storage: views share it) of a training step. Operators are named by their index in the step.
+
+    Attributes:
+        id: number, unique in the profile.
+        name: name of the parameter that it belongs to, or of the operator that allocates it.
+        kind: class of the tensor.
+        nbytes: bytes.
+        uses: operators that read or write it, in order.
+        allocated: operator that allocates it; None: it exists when the step begins.
+        freed: operator after which it is freed; None: it exists when the step ends, and in the next step.
+        unit: name of the unit of a weight, gradient or optimizer state; "" for others.
+        recompute_seconds: seconds to recompute a saved tensor in backward; None: it can't be recomputed.
+        sources: ids of the tensors from which it is recomputed, without weights.
+    """
+
+    id: int
+    name: str
+    kind: str
+    nbytes: int
+    uses: tuple[int, ...]
+    allocated: int | None = None
+    freed: int | None = None
+    unit: str = ""
+    recompute_seconds: float | None = None
+    sources: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, CLASSES)
+        check_not_negative("nbytes", self.nbytes)
+        check_not_negative("recompute_seconds", self.recompute_seconds or 0.0)
+        bounds = (0 if self.allocated is None else self.allocated, *self.uses)
+        bounds = bounds if self.freed is None else (*bounds, self.freed)
+        if min(bounds) < 0 or any(one > other for one, other in pairwise(bounds)):
+            raise ValueError(
+                f"`allocated={self.allocated}`, `uses` and `freed={self.freed}` of the tensor {self.id} must be "
+                "indices of operators in rising order."
+            )
+
+    @property
+    def is_global(self) -> bool:
+        """Whether the tensor exists in every step from begin to end, as weights and optimizer states do."""
+        return self.allocated is None and self.freed is None
+
+
+@dataclass(frozen=True)
+class InactivePeriod:
+    """A time in which a tensor is allocated and no operator uses it.
+
+    Attributes:
+        tensor: index of the tensor in the profile.
+        after: last operator that uses it before.
+        before: first operator that uses it after; not larger than `after` if that is in the next step.
+        seconds: time from the end of `after` to the begin of `before`.
+    """
+
+    tensor: int
+    after: int
+    before: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LifetimeProfile:
+    """All operators and tensors of a training step on one GPU.
+
+    Attributes:
+        name: name of the model.
+        operators: operators of forward, backward and optimizer step, in order.
+        tensors: tensors.
+    """
+
+    name: str
+    operators: tuple[OperatorSpan, ...]
+    tensors: tuple[TensorLifetime, ...]
+
+    def __post_init__(self) -> None:
+        if not self.operators:
+            raise ValueError("`operators` is empty. Profile a step with at least one.")
+        for one, other in pairwise(self.operators):
+            if other.start < one.end:
+                raise ValueError(f"`start` of the operator `{other.name}` is before the `end` of the one before it.")
+        for tensor in self.tensors:
+            last = max((*tensor.uses, tensor.allocated or 0, tensor.freed or 0))
+            if last >= len(self.operators):
+                raise ValueError(
+                    f"`allocated`, `uses` or `freed` of the tensor {tensor.id} names the operator {last}, and there "
+                    f"are {len(self.operators)}."
+                )
+        for number, count in Counter(tensor.id for tensor in self.tensors).items():
+            if count > 1:
+                raise ValueError(f"`id={number}` occurs twice among `tensors`.")
+        ids = {tensor.id for tensor in self.tensors}
+        for tensor in self.tensors:
+            if not ids.issuperset(tensor.sources):
+                raise ValueError(f"A tensor of `sources` of the tensor {tensor.id} does not exist.")
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step in which the GPU never waits."""
+        return self.operators[-1].end
+
+    @cached_property
+    def memory(self) -> dict[str, list[int]]:
+        """Bytes of each class that are allocated while each operator runs."""
+        changes = {kind: [0] * (len(self.operators) + 1) for kind in CLASSES}
+        for tensor in self.tensors:
+            of_kind = changes[tensor.kind]
+            of_kind[tensor.allocated or 0] += tensor.nbytes
+            of_kind[len(self.operators) if tensor.freed is None else tensor.freed + 1] -= tensor.nbytes
+        return {kind: list(accumulate(of_kind))[:-1] for kind, of_kind in changes.items()}
+
+    @cached_property
+    def total(self) -> list[int]:
+        """Bytes of all tensors that are allocated while each operator runs."""
+        return [sum(of_classes) for of_classes in zip(*self.memory.values(), strict=True)]
+
+    @cached_property
+    def active(self) -> list[int]:
+        """Bytes of the tensors that each operator reads or writes."""
+        nbytes = [0] * len(self.operators)
+        for tensor in self.tensors:
+            for use in tensor.uses:
+                nbytes[use] += tensor.nbytes
+        return nbytes
+
+    @cached_property
+    def periods(self) -> tuple[InactivePeriod, ...]:
+        """All inactive periods; those of global tensors wrap round the step."""
+        found = []
+        for index, tensor in enumerate(self.tensors):
+            for after, before in pairwise(tensor.uses):
+                seconds = self.operators[before].start - self.operators[after].end
+                if before > after + 1:
+                    found.append(InactivePeriod(index, after, before, seconds))
+            if tensor.is_global and tensor.uses and (len(tensor.uses) > 1 or len(self.operators) > 1):
+                after, before = tensor.uses[-1], tensor.uses[0]
+                seconds = self.step_seconds - self.operators[after].end + self.operators[before].start
+                found.append(InactivePeriod(index, after, before, seconds))
+        return tuple(found)
+
+    def to_json(self, path: str | Path) -> None:
+        """Saves the profile in the file `path`."""
+        Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")) + "\n", "utf-8")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "LifetimeProfile":
+        """Loads a profile from the JSON file `path`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is invalid; the message names the file and the field.
+        """
+        where = f"the lifetime profile {path}"
+        content = dict(as_mapping(load_json(path, where), where))
+        version = content.pop("version", None)
+        if version != VERSION:
+            raise ValueError(f"{where} has the version {show_value(version)}, and {VERSION} is read. Profile again.")
+        operators = tuple(
+            from_mapping(OperatorSpan, one, f"an entry of `operators` of {where}")
+            for one in _listed(content.get("operators", ()), f"`operators` of {where}")
+        )
+        tensors = []
+        for one in _listed(content.get("tensors", ()), f"`tensors` of {where}"):
+            tensor = dict(as_mapping(one, f"an entry of `tensors` of {where}"))
+            for field in ("uses", "sources"):
+                tensor[field] = _indices(tensor.get(field, ()), f"`{field}` of an entry of `tensors` of {where}")
+            tensors.append(from_mapping(TensorLifetime, tensor, f"an entry of `tensors` of {where}"))
+        return from_mapping(cls, content | {"operators": operators, "tensors": tuple(tensors)}, where)
+
+    def describe(self) -> str:
+        """Returns a summary: seconds and operators of the phases, bytes and inactive periods of the classes."""
+        lines = [f"{self.name}: a step of {format_seconds(self.step_seconds)}, {len(self.operators)} operators, "
+                 f"{len(self.tensors)} tensors, {format_bytes(max(self.total))} at the peak"]  # fmt: skip
+        for phase in PHASES:
+            of_phase = [one for one in self.operators if one.phase == phase]
+            seconds = sum(one.end - one.start for one in of_phase)
+            lines.append(f"  {phase:<22} {format_seconds(seconds):>12} {len(of_phase):>8} operators")
+        waits: dict[str, list[float]] = {kind: [] for kind in CLASSES}
+        for period in self.periods:
+            waits[self.tensors[period.tensor].kind].append(period.seconds)
+        for kind in CLASSES:
+            count = sum(tensor.kind == kind for tensor in self.tensors)
+            if count:
+                middle = sorted(waits[kind])[len(waits[kind]) // 2] if waits[kind] else 0.0
+                lines.append(
+                    f"  {kind:<22} {format_bytes(max(self.memory[kind])):>12} {count:>8} tensors, inactive for "
+                    f"{format_seconds(middle)} (median)"
+                )
+        return "\n".join(lines)
+
+
+def _listed(value: object, where: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} must be a list, not {type(value).__name__}.")
+    return value
+
+
+def _indices(value: object, where: str) -> tuple[int, ...]:
+    """Returns a list of whole numbers as a tuple."""
+    found = _listed(list(value) if isinstance(value, tuple) else value, where)
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in found):
+        raise ValueError(f"{where} must be whole numbers.")
+    return tuple(found)

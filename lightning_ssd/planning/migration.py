@@ -1,0 +1,501 @@
+"""Plans that migrate single tensors out of GPU memory and back within a step, and the simulation of such a step."""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.lifetimes import LifetimeProfile
+from lightning_ssd.planning.record import check_not_negative, check_positive
+from lightning_ssd.sizes import format_bytes, format_seconds
+
+HOST = -1
+"""Number that stands for host memory among the drives."""
+
+STEPS = 2
+"""Simulated steps: migrations that wrap round the step are in flight when the second begins."""
+
+Direction = Literal["out", "in"]
+
+
+@dataclass(frozen=True)
+class MigrationMachine:
+    """What carries and stores migrated tensors.
+
+    Attributes:
+        gpu_bytes: capacity of the GPU.
+        host_bytes: host memory for migrated tensors.
+        link_out: bytes/s from the GPU over PCIe, to host memory and drives together.
+        link_in: bytes/s to the GPU over PCIe.
+        drives: (read, write) bytes/s of each drive. Both directions run at once.
+        cpu_step_rate: parameters/s of the optimizer on the CPU.
+    """
+
+    gpu_bytes: int
+    host_bytes: int
+    link_out: float
+    link_in: float
+    drives: tuple[tuple[float, float], ...]
+    cpu_step_rate: float = 1e9
+
+    def __post_init__(self) -> None:
+        check_not_negative("gpu_bytes", self.gpu_bytes)
+        check_not_negative("host_bytes", self.host_bytes)
+        for name in ("link_out", "link_in", "cpu_step_rate"):
+            check_positive(name, getattr(self, name))
+        for read, write in self.drives:
+            check_positive("read", read)
+            check_positive("write", write)
+
+    @classmethod
+    def of(cls, hardware: HardwareProfile, drives: int = 1) -> "MigrationMachine":
+        """Returns the machine of a profile, whose SSD bandwidth is that of `drives` equal drives together."""
+        one = hardware.ssd_read / drives, hardware.ssd_write / drives
+        return cls(
+            hardware.gpu_bytes,
+            hardware.host_bytes,
+            hardware.copy_out_both,
+            hardware.copy_in_both,
+            (one,) * drives,
+            hardware.cpu_step_rate,
+        )
+
+    def rate(self, drive: int, direction: Direction) -> float:
+        """Returns the bytes/s between the GPU and a drive, or host memory (`HOST`), while nothing else migrates."""
+        link = self.link_out if direction == "out" else self.link_in
+        return link if drive == HOST else min(link, self.drives[drive][direction == "out"])
+
+
+@dataclass(frozen=True)
+class Migration:
+    """A tensor that is out of GPU memory in an inactive period, or is dropped and recomputed.
+
+    Operators are indices in the step; those of the next step are larger than the last index of this one.
+
+    Attributes:
+        tensor: index of the tensor in the profile.
+        after: last operator that uses it before the period: its offload begins when that has ended.
+        absent_from: operator at whose begin it must have left GPU memory.
+        absent_until: operator at whose begin its prefetch may begin; its GPU memory is allocated from here on.
+        before: operator that needs it.
+        drive: number of the drive that stores it, or `HOST`; None: it is recomputed before `before`.
+    """
+
+    tensor: int
+    after: int
+    absent_from: int
+    absent_until: int
+    before: int
+    drive: int | None
+
+
+@dataclass(frozen=True)
+class MigrationPlan:
+    """Migrations of a step.
+
+    Attributes:
+        migrations: migrations, in the order in which they were chosen.
+        cpu_units: units whose optimizer steps on the CPU: their states are in host memory, their gradients are
+            offloaded when backward has computed them, and their new weights are copied to the GPU.
+    """
+
+    migrations: tuple[Migration, ...]
+    cpu_units: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A time in which the set of running work does not change: an operator, or a stall before one.
+
+    Attributes:
+        start: begin in the step, seconds.
+        seconds: duration.
+        out: bytes from the GPU to each drive.
+        into: bytes to the GPU from each drive.
+    """
+
+    start: float
+    seconds: float
+    out: dict[int, float]
+    into: dict[int, float]
+
+
+@dataclass(frozen=True)
+class MigrationPrediction:
+    """The predicted step of a plan.
+
+    Attributes:
+        step_seconds: duration of a step in the steady state.
+        stalls: (operator, seconds) of each wait of the GPU before an operator, for memory or for a tensor.
+        recompute_seconds: GPU seconds of recomputation.
+        gpu_bytes: bytes in GPU memory while each operator runs, with tensors that are in flight.
+        excess_bytes: bytes by which the peak exceeds the GPU's capacity.
+        host_peak_bytes: peak of host memory.
+        ssd_written_bytes: bytes written to drives in a step.
+        slices: bytes that each drive carries over the step.
+    """
+
+    step_seconds: float
+    stalls: tuple[tuple[int, float], ...]
+    recompute_seconds: float
+    gpu_bytes: tuple[int, ...]
+    excess_bytes: int
+    host_peak_bytes: int
+    ssd_written_bytes: int
+    slices: tuple[Slice, ...] = field(repr=False)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds in which the GPU waits."""
+        return sum(seconds for _, seconds in self.stalls)
+
+    @property
+    def score(self) -> tuple[int, float]:
+        """What plans are compared by: bytes that do not fit, then seconds."""
+        return self.excess_bytes, self.step_seconds
+
+    def describe(self) -> str:
+        """Returns a summary of two lines."""
+        over = f", {format_bytes(self.excess_bytes)} more than there is" if self.excess_bytes else ""
+        return (
+            f"step {format_seconds(self.step_seconds)}, of which the GPU waits {format_seconds(self.stall_seconds)} "
+            f"before {len(self.stalls)} operators and recomputes {format_seconds(self.recompute_seconds)}\n"
+            f"peak GPU {format_bytes(max(self.gpu_bytes))}{over}, host {format_bytes(self.host_peak_bytes)}; "
+            f"{format_bytes(self.ssd_written_bytes)} written to drives"
+        )
+
+
+def wrapped(start: int, stop: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yields the parts, within one step of `count` operators, of a range of operators that may reach the next step."""
+    start, stop = start % count, stop - start + start % count
+    if start < min(stop, count):
+        yield start, min(stop, count)
+    if stop > count:
+        yield 0, min(stop - count, start)
+
+
+class _Changes:
+    """Changes of bytes over ranges of operators, which are added up once."""
+
+    def __init__(self, count: int) -> None:
+        self._changes = [0] * (count + 1)
+
+    def add(self, start: int, stop: int, nbytes: int) -> None:
+        for first, last in wrapped(start, stop, len(self._changes) - 1):
+            self._changes[first] += nbytes
+            self._changes[last] -= nbytes
+
+    def sums(self) -> list[int]:
+        """Returns the bytes while each operator runs."""
+        return list(accumulate(self._changes[:-1]))
+
+
+@dataclass
+class _CPUStep:
+    """The optimizer step of a unit on the CPU. Operators as in `Migration`.
+
+    Attributes:
+        ready: the last operator of backward that uses the unit's gradients.
+        absent_from: operator at whose begin the gradients must have left GPU memory.
+        before: the next operator that uses the unit's weights.
+        gradients: bytes that are offloaded.
+        weights: bytes that are copied back.
+        parameters: parameters that are stepped.
+    """
+
+    ready: int
+    absent_from: int
+    before: int
+    gradients: int
+    weights: int
+    parameters: int
+
+
+class GPUStep:
+    """A step without the units that the CPU steps: seconds of its operators, and bytes while each runs.
+
+    Attributes:
+        seconds: GPU seconds of each operator.
+        nbytes: bytes of all tensors in GPU memory while each operator runs.
+        host_bytes: optimizer states and gradients in host memory.
+        jobs: optimizer steps on the CPU.
+        absent: indices of tensors that are not migrated on their own.
+    """
+
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str]) -> None:
+        self.seconds = [one.end - one.start for one in profile.operators]
+        self.nbytes = list(profile.total)
+        self.host_bytes = 0
+        self.absent: set[int] = set()
+        self.jobs: list[_CPUStep] = []
+        if cpu_units:
+            self._move(profile, machine, cpu_units)
+
+    def _move(self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str]) -> None:
+        in_optimizer = [one.phase == "optimizer" for one in profile.operators]
+        moved, whole = defaultdict[int, int](int), defaultdict[int, int](int)
+        by_unit: dict[str, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(profile.tensors):
+            if not tensor.unit:
+                continue
+            for use in tensor.uses:
+                if in_optimizer[use]:
+                    whole[use] += tensor.nbytes
+                    moved[use] += tensor.nbytes if tensor.unit in cpu_units else 0
+            if tensor.unit in cpu_units:
+                by_unit[tensor.unit].append(index)
+        for use, nbytes in moved.items():
+            self.seconds[use] *= 1 - nbytes / whole[use]
+        for members in by_unit.values():
+            self._move_unit(profile, machine, members, in_optimizer)
+
+    def _move_unit(
+        self, profile: LifetimeProfile, machine: MigrationMachine, members: Sequence[int], in_optimizer: Sequence[bool]
+    ) -> None:
+        count = len(profile.operators)
+        job = _CPUStep(0, 0, count, 0, 0, 0)
+        gradients = []
+        for index in members:
+            tensor = profile.tensors[index]
+            uses = [use for use in tensor.uses if not in_optimizer[use]]
+            if tensor.kind == "optimizer state":
+                self.absent.add(index)
+                self.host_bytes += tensor.nbytes
+                self._free(tensor.nbytes, 0, count)
+            elif tensor.kind == "gradient" and uses:
+                gradients.append(tensor)
+                self.absent.add(index)
+                job.ready = max(job.ready, uses[-1])
+                job.gradients += tensor.nbytes
+            elif tensor.kind == "weight" and uses:
+                job.weights += tensor.nbytes
+                job.parameters += tensor.nbytes // 4
+                job.before = min(job.before, uses[0])
+        self.host_bytes += job.gradients
+        if not gradients:
+            return
+        # The copy has twice the time that it takes on an idle link, before an operator waits for it.
+        done = profile.operators[job.ready].end + 2 * job.gradients / machine.link_out
+        starts = [one.start for one in profile.operators]
+        job.absent_from = max(job.ready + 1, bisect_left(starts, done))
+        for tensor in gradients:
+            last = count if tensor.freed is None else tensor.freed + 1
+            self._free(tensor.nbytes, min(job.absent_from, last), last)
+        self.jobs.append(job)
+
+    def _free(self, nbytes: int, start: int, stop: int) -> None:
+        for index in range(start, stop):
+            self.nbytes[index] -= nbytes
+
+
+def simulate_migrations(
+    profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan
+) -> MigrationPrediction:
+    """Returns the prediction for `plan`.
+
+    The GPU runs the operators in order. Before an operator it waits for tensors that the operator needs, and for
+    offloads that make room for it. Of each drive and direction one transfer runs at a time, the one that an operator
+    needs first; so urgent transfers overtake others. All transfers of one direction share the link.
+    """
+    return _Simulation(profile, machine, plan).run()
+
+
+class _Transfers:
+    """The transfers of one direction.
+
+    Args:
+        machine: the machine.
+        direction: from the GPU, or to it.
+    """
+
+    def __init__(self, machine: MigrationMachine, direction: Direction) -> None:
+        self._link = machine.link_out if direction == "out" else machine.link_in
+        self._rates = {drive: machine.rate(drive, direction) for drive in range(HOST, len(machine.drives))}
+        self._queues: dict[int, list[list[float]]] = {drive: [] for drive in self._rates}
+        """[operator that needs it, number, bytes left] of each transfer of a drive, in this order."""
+        self._count = 0
+        self.left: dict[float, float] = {}
+        """Bytes left of each unfinished transfer, by number."""
+
+    def add(self, drive: int, due: int, nbytes: float) -> float:
+        """Queues a transfer that the operator `due` waits for. Returns its number."""
+        self._count += 1
+        insort(self._queues[drive], [due, self._count, nbytes])
+        self.left[self._count] = nbytes
+        return self._count
+
+    def seconds_until(self, due: int) -> float:
+        """Returns the time until all transfers have ended that operators up to `due` wait for."""
+        total = longest = 0.0
+        for drive, queue in self._queues.items():
+            needed = 0.0
+            for when, _, nbytes in queue:
+                if when > due:
+                    break
+                needed += nbytes
+            total += needed
+            longest = max(longest, needed / self._rates[drive])
+        return max(longest, total / self._link)
+
+    def advance(self, seconds: float, due: int) -> dict[int, float]:
+        """Transfers for so many seconds, first what operators up to `due` wait for. Returns the bytes of each drive."""
+        carried: dict[int, float] = {}
+        if not self.left:
+            return carried
+        link = self._link * seconds
+        for last in (due, None):
+            for drive, queue in self._queues.items():
+                room = min(self._rates[drive] * seconds - carried.get(drive, 0.0), link)
+                while queue and room > 0 and (last is None or queue[0][0] <= last):
+                    entry = queue[0]
+                    part = min(room, entry[2])
+                    entry[2] -= part
+                    room -= part
+                    link -= part
+                    carried[drive] = carried.get(drive, 0.0) + part
+                    if entry[2] <= 0:
+                        queue.pop(0)
+                        del self.left[entry[1]]
+        return carried
+
+    def finish(self, due: int) -> None:
+        """Ends the transfers that operators up to `due` wait for: rounding may have left a part of a byte."""
+        for queue in self._queues.values():
+            while queue and queue[0][0] <= due:
+                del self.left[queue.pop(0)[1]]
+
+
+class _Simulation:
+    def __init__(self, profile: LifetimeProfile, machine: MigrationMachine, plan: MigrationPlan) -> None:
+        self.profile = profile
+        self.machine = machine
+        self.plan = plan
+        self.count = len(profile.operators)
+        self.step = GPUStep(profile, machine, plan.cpu_units)
+        self.seconds = list(self.step.seconds)
+        self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
+        self.slices: list[Slice] = []
+        self.now = 0.0
+        self.begin: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        """(due, bytes, drive) of the prefetches that begin with an operator."""
+        self.end: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        """The same of the offloads that begin at the end of an operator."""
+        self.recomputed = 0.0
+        for migration in plan.migrations:
+            self._add(migration)
+
+    def _add(self, migration: Migration) -> None:
+        tensor = self.profile.tensors[migration.tensor]
+        if migration.drive is None:
+            again = tensor.recompute_seconds or 0.0
+            self.seconds[migration.before % self.count] += again
+            self.recomputed += again
+            return
+        for cycle in range(-1, STEPS):
+            base = cycle * self.count
+            if base + migration.before < 0:
+                continue
+            if base + migration.absent_from > 0:
+                offload = (base + migration.absent_from, tensor.nbytes, migration.drive)
+                self.end[max(-1, base + migration.after)].append(offload)
+            prefetch = (base + migration.before, tensor.nbytes, migration.drive)
+            self.begin[max(0, base + migration.absent_until)].append(prefetch)
+
+    def run(self) -> MigrationPrediction:
+        stalls: list[tuple[int, float]] = []
+        jobs = [(cycle * self.count + job.ready, job) for cycle in range(STEPS) for job in self.step.jobs]
+        jobs.sort(key=lambda item: item[0])
+        waiting: list[tuple[float, _CPUStep, int]] = []  # transfer of the gradients, job, operator that needs weights
+        computed: list[tuple[float, int, int]] = []  # when the CPU has made new weights, their bytes, that operator
+        free_at = begun = 0.0
+        first_slice = 0
+        self._offload(-1)
+        for index in range(STEPS * self.count):
+            if index == (STEPS - 1) * self.count:
+                begun, first_slice = self.now, len(self.slices)
+                stalls.clear()
+            for due, nbytes, drive in self.begin.get(index, ()):
+                self.into.add(drive, due, nbytes)
+            wait = 0.0
+            while True:
+                seconds = max(self.out.seconds_until(index), self.into.seconds_until(index))
+                late = [ready for ready, due, _ in computed if due <= index]  # when the CPU has made new weights
+                if seconds:
+                    self._advance(seconds, index)
+                    self.out.finish(index)
+                    self.into.finish(index)
+                elif late:
+                    seconds = max(0.0, late[0] - self.now)
+                    self._advance(seconds, index)
+                    self.now = max(self.now, late[0])
+                else:
+                    break
+                wait += seconds
+                free_at = self._start_jobs(waiting, computed, free_at)
+                self._return_weights(computed)
+            if wait > 0:
+                stalls.append((index % self.count, wait))
+            self._advance(self.seconds[index % self.count], index)
+            self._offload(index)
+            while jobs and jobs[0][0] <= index:
+                base = jobs[0][0] - jobs[0][1].ready
+                job = jobs.pop(0)[1]
+                number = self.out.add(HOST, base + job.absent_from, job.gradients)
+                waiting.append((number, job, base + self.count + job.before))
+            free_at = self._start_jobs(waiting, computed, free_at)
+            self._return_weights(computed)
+        return self._prediction(self.now - begun, stalls, begun, first_slice)
+
+    def _start_jobs(
+        self, waiting: list[tuple[float, _CPUStep, int]], computed: list[tuple[float, int, int]], free_at: float
+    ) -> float:
+        """Starts the CPU steps whose gradients have arrived. Returns when the CPU has no more work."""
+        for entry in [one for one in waiting if one[0] not in self.out.left]:
+            waiting.remove(entry)
+            free_at = max(free_at, self.now) + entry[1].parameters / self.machine.cpu_step_rate
+            computed.append((free_at, entry[2], entry[1].weights))
+        return free_at
+
+    def _return_weights(self, computed: list[tuple[float, int, int]]) -> None:
+        """Begins the copies of the weights that the CPU has computed by now."""
+        while computed and computed[0][0] <= self.now:
+            _, due, nbytes = computed.pop(0)
+            self.into.add(HOST, due, nbytes)
+
+    def _offload(self, index: int) -> None:
+        for due, nbytes, drive in self.end.get(index, ()):
+            self.out.add(drive, due, nbytes)
+
+    def _advance(self, seconds: float, due: int) -> None:
+        out, into = self.out.advance(seconds, due), self.into.advance(seconds, due)
+        if out or into:
+            self.slices.append(Slice(self.now, seconds, out, into))
+        self.now += seconds
+
+    def _prediction(
+        self, seconds: float, stalls: Sequence[tuple[int, float]], begun: float, first: int
+    ) -> MigrationPrediction:
+        nbytes, host = _Changes(self.count), _Changes(self.count)
+        written = 0
+        for migration in self.plan.migrations:
+            size = self.profile.tensors[migration.tensor].nbytes
+            nbytes.add(migration.absent_from, migration.absent_until, -size)
+            if migration.drive == HOST:
+                host.add(migration.after + 1, migration.before, size)
+            elif migration.drive is not None:
+                written += size
+        on_gpu = tuple(one + change for one, change in zip(self.step.nbytes, nbytes.sums(), strict=True))
+        slices = tuple(Slice(one.start - begun, one.seconds, one.out, one.into) for one in self.slices[first:])
+        return MigrationPrediction(
+            seconds,
+            tuple(stalls),
+            self.recomputed,
+            on_gpu,
+            max(0, max(on_gpu) - self.machine.gpu_bytes),
+            self.step.host_bytes + max(host.sums()),
+            written,
+            slices,
+        )

@@ -1,0 +1,403 @@
+"""Teraio's planner: which tensors to migrate in which inactive periods (Algorithm 1), and a search beyond the paper.
+
+The benefit of a migration is the integral over time of the reduction of critical memory pressure (memory beyond the
+GPU's capacity); its cost is the time of its offload and prefetch. The candidate of the best ratio is chosen, its
+transfers are laid on the I/O timeline, and the search repeats until memory fits. If the I/O timeline has no room for
+that, the GPU has to wait: the search is made for a step that is longer.
+"""
+
+from heapq import heapify, heappop, heappush
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_ssd.planning.lifetimes import InactivePeriod, LifetimeProfile
+from lightning_ssd.planning.migration import (
+    HOST,
+    GPUStep,
+    Migration,
+    MigrationMachine,
+    MigrationPlan,
+    MigrationPrediction,
+    simulate_migrations,
+    wrapped,
+)
+
+SATURATED = 2.0
+"""A drive is saturated for a migration if earlier ones make its transfers take longer by this factor."""
+
+MIN_BYTES = 2**20
+"""Bytes of the smallest tensor that is migrated."""
+
+CLOSE = 0.95
+"""Share of the best possible ratio at which a candidate is chosen: to find the very best takes many times longer."""
+
+LONGER, LONGEST = 1.4, 256.0
+"""Factor by which the step is lengthened until transfers have room, and the longest step that is tried."""
+
+STUCK = 0.9
+"""Share of the pressure that is left with a longer step, from which on operators wait for transfers right away."""
+
+PRICES = (8.0, 2.0, 1.0)
+"""Costs of a second of recomputation, in seconds of I/O, that the search beyond the paper tries: recomputation always
+lengthens the step, transfers only where they are late."""
+
+Floats = NDArray[np.float64]
+
+
+def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
+    """Returns the plan of Teraio's algorithm.
+
+    Tensors migrate to drives, and to host memory where drives are saturated. If the transfers have no room in a step,
+    they are planned for a longer one, in which operators wait for them; `simulate_migrations` says where. Migrations
+    that others have made unnecessary are removed in the end.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
+        min_bytes: bytes of the smallest tensor that is migrated.
+    """
+    return _search(profile, machine, min_bytes)
+
+
+def plan_migrations(
+    profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES
+) -> tuple[MigrationPlan, MigrationPrediction]:
+    """Returns the best plan that also recomputes saved tensors, and steps units on the CPU, and its prediction.
+
+    The plan of `plan_teraio` is a candidate, so the result is never predicted to be slower.
+
+    Args:
+        profile: as in `plan_teraio`.
+        machine: as in `plan_teraio`.
+        min_bytes: as in `plan_teraio`.
+    """
+
+    def consider(cpu_units: frozenset[str], price: float | None) -> tuple[MigrationPlan, MigrationPrediction]:
+        plan = _search(profile, machine, min_bytes, cpu_units, price)
+        return plan, simulate_migrations(profile, machine, plan)
+
+    best = consider(frozenset(), None)
+    price: float | None = None
+    for other in PRICES:
+        if not best[1].stalls and not best[1].excess_bytes:
+            return best
+        if (found := consider(frozenset(), other))[1].score < best[1].score:
+            best, price = found, other
+    # Units in the order of backward: those whose gradients are complete first have the most time for a CPU step.
+    units = list(dict.fromkeys(tensor.unit for tensor in profile.tensors if tensor.unit))[::-1]
+    amount = len(units)
+    count = 0
+    while amount and (best[1].stalls or best[1].excess_bytes):
+        tried = {other for other in (count + amount, count - amount) if 0 <= other <= len(units)}
+        found = min((consider(frozenset(units[:one]), price) for one in tried), key=lambda item: item[1].score,
+                    default=best)  # fmt: skip
+        if found[1].score < best[1].score:
+            best, count = found, len(found[0].cpu_units)
+        else:
+            amount //= 2
+    return best
+
+
+def _search(
+    profile: LifetimeProfile,
+    machine: MigrationMachine,
+    min_bytes: int,
+    cpu_units: frozenset[str] = frozenset(),
+    price: float | None = None,
+) -> MigrationPlan:
+    """Returns the plan for the shortest step in which the transfers have room; arguments as in `_Search`."""
+    factor, before = 1.0, inf
+    while True:
+        search = _Search(profile, machine, min_bytes, cpu_units, price, factor)
+        # All bytes beyond the capacity have to leave in a step.
+        least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
+        if factor >= least or factor >= LONGEST:
+            search.choose(in_time=True)
+            left = float(search.pressure.sum())
+            if left >= STUCK * before or (left and factor >= LONGEST):
+                # Operators right before or after the use of a tensor need its memory, however long the step is.
+                search.choose(in_time=False)
+                left = 0.0
+            if not left:
+                return MigrationPlan(tuple(search.necessary()), cpu_units)
+            before = left
+        factor = min(LONGEST, max(LONGER * factor, least))
+
+
+class _Search:
+    """The search, over the operators of one step that repeats.
+
+    Args:
+        profile: lifetimes of all tensors.
+        machine: the machine.
+        min_bytes: bytes of the smallest tensor that is migrated.
+        cpu_units: units whose optimizer steps on the CPU.
+        price: cost of a second of recomputation, seconds of I/O; None: nothing is recomputed.
+        factor: factor on the times of operators that leaves time for transfers.
+    """
+
+    def __init__(
+        self,
+        profile: LifetimeProfile,
+        machine: MigrationMachine,
+        min_bytes: int,
+        cpu_units: frozenset[str] = frozenset(),
+        price: float | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        self.profile = profile
+        self.machine = machine
+        self.cpu_units = cpu_units
+        self.price = price
+        step = GPUStep(profile, machine, cpu_units)
+        self.count = len(profile.operators)
+        self.seconds: Floats = factor * np.array(step.seconds)
+        self.nbytes = np.array(step.nbytes, dtype=np.float64)
+        self.pressure: Floats = np.maximum(0.0, self.nbytes - machine.gpu_bytes)
+        self.host: Floats = np.full(self.count, float(step.host_bytes))
+        self.starts: Floats = np.concatenate([[0.0], np.cumsum(self.seconds)])
+        self.links = {"out": machine.link_out * self.seconds, "in": machine.link_in * self.seconds}
+        self.drives = [{"out": write * self.seconds, "in": read * self.seconds} for read, write in machine.drives]
+        writes = inf if machine.host_bytes > self.host[0] else sum(write for _, write in machine.drives)
+        self.most_out = min(machine.link_out, writes) * float(np.sum(step.seconds))
+        """Bytes that can leave the GPU in a step that is not lengthened."""
+        self.planned = [0.0] * len(machine.drives)
+        """Seconds of transfers that are planned for each drive."""
+        self.chosen: list[Migration] = []
+        self.needed: dict[int, list[int]] = {}
+        """Operators before which a tensor is needed for the recomputation of others."""
+        self.taken: dict[tuple[int, int], Migration] = {}
+        """The chosen migration of each tensor and operator after which it begins."""
+        ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
+        self.sources = [tuple(ids[source] for source in tensor.sources) for tensor in profile.tensors]
+        self.periods = [
+            period
+            for period in profile.periods
+            if profile.tensors[period.tensor].nbytes >= min_bytes and period.tensor not in step.absent
+        ]
+
+    def choose(self, *, in_time: bool) -> None:
+        """Chooses candidates of the best ratio until memory fits, or no candidate reduces the pressure.
+
+        Args:
+            in_time: whether transfers have to fit into the I/O timeline; else operators may wait for them.
+        """
+        heap = self._candidates()
+        heapify(heap)
+        while heap and self.pressure.any():
+            _, number, again = heappop(heap)
+            period = self.periods[number]
+            if in_time and (period.tensor, period.after) in self.taken:
+                continue
+            found = self._recompute(period) if again else self._migrate(period, in_time=in_time)
+            if found is None:
+                continue
+            # A ratio only falls as others are chosen: those in the heap are bounds of the present ones.
+            if not heap or found[0] >= CLOSE * -heap[0][0]:
+                self._take(found[1], in_time=in_time)
+            else:
+                heappush(heap, (-found[0], number, again))
+
+    def _candidates(self) -> list[tuple[float, int, bool]]:
+        """Returns a bound of the ratio (negative), the period, and whether it is recomputed, for each candidate."""
+        if not self.periods:
+            return []
+        bounds = np.array([self._bounds(period) for period in self.periods])
+        sizes = np.array([float(self.profile.tensors[period.tensor].nbytes) for period in self.periods])
+        again = [self.profile.tensors[period.tensor].recompute_seconds for period in self.periods]
+        places = [*range(len(self.planned)), *([HOST] if self.machine.host_bytes > 0 else [])]
+        if not places:
+            costs = np.full(len(sizes), np.inf)
+        else:
+            costs = sizes * min(self._cost(1.0, place) for place in places)
+        # Seconds under pressure up to each operator, for two steps, because periods reach into the next one.
+        under = np.cumsum(np.tile(np.where(self.pressure > 0, self.seconds, 0.0), 2))
+        under = np.concatenate([[0.0], under])
+        pressed = under[bounds[:, 1]] - under[bounds[:, 0] + 1]
+        heap = []
+        for number in np.flatnonzero(pressed > 0).tolist():
+            benefit = float(sizes[number] * pressed[number])
+            heap.append((-benefit / float(costs[number]), number, False))
+            seconds = again[number]
+            if self.price is not None and seconds is not None and not self._is_forward(int(bounds[number, 1])):
+                heap.append((-benefit / max(1e-9, self.price * seconds), number, True))
+        return heap
+
+    def _bounds(self, period: InactivePeriod) -> tuple[int, int]:
+        """Returns the operators between which a tensor is not needed, the second one possibly of the next step."""
+        before = period.before if period.before > period.after else period.before + self.count
+        needed = [use for use in self.needed.get(period.tensor, ()) if period.after < use < before]
+        return period.after, min(needed, default=before)
+
+    def _is_forward(self, operator: int) -> bool:
+        return self.profile.operators[operator % self.count].phase == "forward"
+
+    def _cost(self, size: float, drive: int) -> float:
+        """Returns the seconds of offload and prefetch."""
+        return size / self.machine.rate(drive, "out") + size / self.machine.rate(drive, "in")
+
+    def _migrate(self, period: InactivePeriod, *, in_time: bool) -> tuple[float, Migration] | None:
+        """Returns the ratio and the migration of a candidate, or None if it would reduce no pressure."""
+        drives = sorted(range(len(self.planned)), key=lambda drive: self.planned[drive])[:1]
+        size = self.profile.tensors[period.tensor].nbytes
+        after, before = self._bounds(period)
+        if not in_time:
+            span = self._pressed(after + 1, before)
+            old = self.taken.get((period.tensor, period.after))
+            if span is None or (old is not None and old.drive is None):
+                return None
+            if old is not None:  # it is absent for longer
+                span = min(span[0], old.absent_from), max(span[1], old.absent_until)
+                return self._rated(period, before, *span, old.drive)
+            where = HOST if self._fits_host(after + 1, before, size) else next(iter(drives), None)
+            return None if where is None else self._rated(period, before, *span, where)
+        for drive in drives:
+            span, factor = self._lay(after, before, size, drive)
+            if span is not None and (factor < SATURATED or not self._fits_host(after + 1, before, size)):
+                return self._rated(period, before, *span, drive)
+        if not self._fits_host(after + 1, before, size):
+            return None
+        span, _ = self._lay(after, before, size, HOST)
+        return None if span is None else self._rated(period, before, *span, HOST)
+
+    def _recompute(self, period: InactivePeriod) -> tuple[float, Migration] | None:
+        """Returns the ratio and the recomputation of a candidate, or None if its sources are absent then."""
+        after, before = self._bounds(period)
+        absent = {one.tensor for one in self.chosen if _covers(one, before, self.count)}
+        taken = period.tensor in self.needed or (period.tensor, period.after) in self.taken
+        if taken or absent.intersection(self.sources[period.tensor]):
+            return None
+        return self._rated(period, before, after + 1, before, None)
+
+    def _rated(
+        self, period: InactivePeriod, before: int, start: int, stop: int, drive: int | None
+    ) -> tuple[float, Migration] | None:
+        tensor = self.profile.tensors[period.tensor]
+        benefit = 0.0
+        for first, last in wrapped(start, stop, self.count):
+            benefit += float(np.minimum(self.pressure[first:last], tensor.nbytes) @ self.seconds[first:last])
+        if benefit <= 0:
+            return None
+        cost = self._cost(tensor.nbytes, drive) if drive is not None else (
+            max(1e-9, (self.price or 0.0) * (tensor.recompute_seconds or 0.0))
+        )  # fmt: skip
+        return benefit / float(cost), Migration(period.tensor, period.after, start, stop, before, drive)
+
+    def _lay(self, after: int, before: int, size: int, drive: int) -> tuple[tuple[int, int] | None, float]:
+        """Lays offload and prefetch on the timeline: the first as early, the second as late as there is room.
+
+        Returns:
+            The operators without the tensor (None: there are none), and the time of the transfers over that on an idle
+            machine, of the slower one.
+        """
+        out = np.cumsum(self._room("out", drive, after + 1, before))
+        into = np.cumsum(self._room("in", drive, after + 1, before)[::-1])
+        if not len(out) or out[-1] < size or into[-1] < size:
+            return None, SATURATED
+        start = after + 2 + int(np.searchsorted(out, size))
+        stop = before - 1 - int(np.searchsorted(into, size))
+        if start >= stop:
+            return None, SATURATED
+        elapsed = self._time(start) - self._time(after + 1), self._time(before) - self._time(stop)
+        idle = size / self.machine.rate(drive, "out"), size / self.machine.rate(drive, "in")
+        # Transfers end with an operator: one operator more is no sign of saturation.
+        slack = self.seconds[(start - 1) % self.count], self.seconds[stop % self.count]
+        factors = [(took - more) / alone for took, more, alone in zip(elapsed, slack, idle, strict=True)]
+        return (start, stop), max(factors)
+
+    def _time(self, operator: int) -> float:
+        """Returns the begin of an operator, of the next step if it is larger than the last one of this."""
+        return float(self.starts[operator % self.count] + operator // self.count * self.starts[-1])
+
+    def _room(self, direction: str, drive: int, start: int, stop: int) -> Floats:
+        """Returns the bytes that can be carried while each operator of a range runs."""
+        link = self._window(self.links[direction], start, stop)
+        if drive == HOST:
+            return link
+        return np.minimum(link, self._window(self.drives[drive][direction], start, stop))
+
+    def _window(self, values: Floats, start: int, stop: int) -> Floats:
+        parts = [values[first:last] for first, last in wrapped(start, stop, self.count)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else values[:0]
+
+    def _pressed(self, start: int, stop: int) -> tuple[int, int] | None:
+        """Returns the shortest range that has all operators under pressure of a range."""
+        (found,) = np.nonzero(self._window(self.pressure, start, stop))
+        return (start + int(found[0]), start + int(found[-1]) + 1) if len(found) else None
+
+    def _fits_host(self, start: int, stop: int, size: int) -> bool:
+        return all(
+            float(self.host[first:last].max(initial=0.0)) + size <= self.machine.host_bytes
+            for first, last in wrapped(start, stop, self.count)
+        )
+
+    def _take(self, migration: Migration, *, in_time: bool) -> None:
+        """Chooses a migration: memory, I/O timeline and host memory follow."""
+        size = self.profile.tensors[migration.tensor].nbytes
+        old = self.taken.get((migration.tensor, migration.after))
+        self.taken[migration.tensor, migration.after] = migration
+        if old is not None:
+            self.chosen[self.chosen.index(old)] = migration
+            self._change(old, size)
+            self._change(migration, -size)
+            return
+        self.chosen.append(migration)
+        self._change(migration, -size)
+        if migration.drive is None:
+            for source in self.sources[migration.tensor]:
+                self.needed.setdefault(source, []).append(migration.before)
+            return
+        if migration.drive == HOST:
+            for first, last in wrapped(migration.after + 1, migration.before, self.count):
+                self.host[first:last] += size
+        else:
+            self.planned[migration.drive] += self._cost(size, migration.drive)
+        stop = migration.before if in_time else self.count + migration.after
+        self._carry("out", migration.drive, migration.after + 1, stop, size)
+        self._carry("in", migration.drive, migration.before - 1, migration.after, size)
+
+    def _change(self, migration: Migration, nbytes: int) -> None:
+        """Changes the memory of the operators without the tensor."""
+        for first, last in wrapped(migration.absent_from, migration.absent_until, self.count):
+            self.nbytes[first:last] += nbytes
+            self.pressure[first:last] = np.maximum(0.0, self.nbytes[first:last] - self.machine.gpu_bytes)
+
+    def _carry(self, direction: str, drive: int, start: int, stop: int, size: float) -> None:
+        """Removes `size` bytes from the timeline, from operator `start` on, backwards if `stop` is before it."""
+        low, high = (start, stop) if start <= stop else (stop + 1, start + 1)
+        room = self._room(direction, drive, low, high)
+        if start > stop:
+            room = room[::-1]
+        carried = np.minimum(room, np.maximum(0.0, size - (np.cumsum(room) - room)))
+        carried = carried if start <= stop else carried[::-1]
+        done = 0
+        for first, last in wrapped(low, high, self.count):
+            part = carried[done : done + last - first]
+            self.links[direction][first:last] -= part
+            if drive != HOST:
+                self.drives[drive][direction][first:last] -= part
+            done += last - first
+
+    def necessary(self) -> list[Migration]:
+        """Returns the chosen migrations without those that memory does not need, the least beneficial ones first."""
+        kept: list[Migration] = []
+        for migration in reversed(self.chosen):
+            size = self.profile.tensors[migration.tensor].nbytes
+            ranges = list(wrapped(migration.absent_from, migration.absent_until, self.count))
+            most = max(float(self.nbytes[first:last].max()) for first, last in ranges)
+            if most + size <= self.machine.gpu_bytes:
+                for first, last in ranges:
+                    self.nbytes[first:last] += size
+            else:
+                kept.append(migration)
+        return kept[::-1]
+
+
+def _covers(migration: Migration, operator: int, count: int) -> bool:
+    """Returns whether a tensor is absent at the begin of an operator."""
+    return any(
+        first <= operator % count <= last
+        for first, last in wrapped(migration.absent_from, migration.absent_until, count)
+    )

@@ -1,0 +1,223 @@
+"""Records the lifetimes of all tensors of a training step: forward, backward and optimizer step (Teraio, 3.1)."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd.activations.graph import ForwardGraph, Saved, tensors_of
+from lightning_ssd.device.clock import Clock
+from lightning_ssd.device.storage_tags import LIFETIME
+from lightning_ssd.model_states import Unit
+from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, Phase, TensorClass, TensorLifetime
+
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")
+"""Namespaces of operators that communicate, or copy to and from communication buffers."""
+
+
+@dataclass
+class _Lifetime:
+    """A storage under observation.
+
+    Attributes:
+        name: name of its parameter, or of the operator that has allocated it.
+        nbytes: bytes.
+        kind: class; None: it follows from the uses.
+        unit: name of the unit of its parameter.
+        uses: operators that use it.
+        allocated: operator that allocated it; None: it existed before the first.
+        freed: the last operator before it was freed; None: it is alive.
+        communicates: whether a collective operator uses it.
+    """
+
+    name: str
+    nbytes: int
+    kind: TensorClass | None = None
+    unit: str = ""
+    uses: list[int] = field(default_factory=list)
+    allocated: int | None = None
+    freed: int | None = None
+    communicates: bool = False
+
+
+class LifetimeRecorder:
+    """Records each operator of a step with the storages that it reads and writes.
+
+    A storage is alive as long as its Python object (see `device/storage_tags.py`). Storages may be freed on any thread;
+    operators are recorded by the thread that runs them, one at a time.
+
+    Attributes:
+        phase: part of the step that runs.
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = "forward"
+        self._operators: list[tuple[str, Phase, Any]] = []
+        self._lifetimes: list[_Lifetime] = []
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._of_operation: dict[int, int] = {}
+        """Index of the operator of each operation of a forward graph."""
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._operators)
+
+    def register(self, tensor: Tensor, kind: TensorClass, name: str, unit: str = "") -> None:
+        """Sets the class of a tensor, which exists before the step unless an operator has allocated it."""
+        if tensor.layout is torch.strided:
+            lifetime = self._lifetimes[self._number(tensor.untyped_storage(), name, allocated=False)]
+            if lifetime.kind is None:
+                lifetime.kind, lifetime.unit, lifetime.name = kind, unit, name
+
+    def register_model(
+        self, units: Sequence[Unit], module: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Registers the weights and buffers of a model, their gradients, and the optimizers' states."""
+        names: dict[Tensor, tuple[str, str]] = {parameter: (unit.name, name) for unit in units for name, parameter in unit.parameters}
+        for name, buffer in () if module is None else module.named_buffers():
+            self.register(buffer, "weight", name)
+        for weight, (unit, name) in names.items():
+            self.register(weight, "weight", f"{unit}.{name}", unit)
+        self.register_gradients(units)
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                unit, name = names.get(parameter, ("", "parameter"))
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        self.register(value, "optimizer state", f"{unit}.{name}.{key}", unit)
+
+    def register_gradients(self, units: Sequence[Unit]) -> None:
+        """Registers the gradients that exist now."""
+        for unit in units:
+            for name, parameter in unit.parameters:
+                if parameter.grad is not None:
+                    self.register(parameter.grad, "gradient", f"{unit.name}.{name}.grad", unit.name)
+
+    def ran(self, func: Any, given: Any, result: Any, span: tuple[Any, Any], operation: int | None = None) -> None:
+        """Records an operator.
+
+        Args:
+            func: the dispatched operator.
+            given: its arguments.
+            result: its result.
+            span: begin and end on the device's clock.
+            operation: index of the operator among the operations of a forward graph.
+        """
+        index = len(self._operators)
+        self._operators.append((func._schema.name.removeprefix("aten::"), self.phase, span))
+        if operation is not None:
+            self._of_operation[operation] = index
+        for tree, allocated in ((given, False), (result, True)):
+            for value in tensors_of(tree):
+                if value.layout is not torch.strided or value.is_quantized:
+                    continue
+                storage = value.untyped_storage()
+                lifetime = self._lifetimes[self._number(storage, func._schema.name, allocated=allocated)]
+                lifetime.communicates |= func.namespace in COLLECTIVES
+                if not lifetime.uses or lifetime.uses[-1] != index:
+                    lifetime.uses.append(index)
+
+    def _number(self, storage: torch.UntypedStorage, name: str, *, allocated: bool) -> int:
+        owner, number = getattr(storage, LIFETIME, (None, 0))
+        if owner is self:
+            return int(number)
+        number = len(self._lifetimes)
+        made_by = len(self._operators) - 1 if allocated else None
+        self._lifetimes.append(_Lifetime(name.removeprefix("aten::"), storage.nbytes(), allocated=made_by))
+        setattr(storage, LIFETIME, (self, number))
+        self._alive[number] = weakref.ref(storage, lambda _: self._gone(number))
+        return number
+
+    def _gone(self, number: int) -> None:
+        if not self._closed:
+            self._lifetimes[number].freed = len(self._operators) - 1
+
+    def close(self) -> None:
+        """Ends the recording: storages that are alive now were not freed in the step."""
+        self._closed = True
+        self._alive.clear()
+
+    def profile(self, name: str, clock: Clock, graph: ForwardGraph, saved: Sequence[Saved]) -> LifetimeProfile:
+        """Returns the profile, after `close`. The device must have executed all operators.
+
+        A gradient that is alive at the end is counted as freed after its last use: `zero_grad` frees it before it is
+        written again.
+
+        Args:
+            name: name of the model.
+            clock: clock of the spans.
+            graph: graph of the forward, whose buffers may be recomputed.
+            saved: saved tensors of the graph.
+        """
+        operators = []
+        now = 0.0
+        for func, phase, span in self._operators:
+            begin, now = now, now + (clock.elapsed(*span) or 0.0)
+            operators.append(OperatorSpan(func, phase, begin, now))
+        turn = next((index for index, one in enumerate(operators) if one.phase != "forward"), len(operators))
+        found = {
+            number: _tensor(number, lifetime, turn, len(operators) - 1)
+            for number, lifetime in enumerate(self._lifetimes)
+            if lifetime.nbytes and not (lifetime.freed is not None and lifetime.freed < (lifetime.allocated or 0))
+        }
+        for number, recomputed in self._recomputed(graph, saved, operators).items():
+            if number in found and found[number].kind == "saved tensor":
+                seconds, sources = recomputed
+                sources = tuple(one for one in sources if one in found)
+                found[number] = replace(found[number], recompute_seconds=seconds, sources=sources)
+        return LifetimeProfile(name, tuple(operators), tuple(found.values()))
+
+    def _recomputed(
+        self, graph: ForwardGraph, saved: Sequence[Saved], operators: Sequence[OperatorSpan]
+    ) -> Mapping[int, tuple[float, tuple[int, ...]]]:
+        """Returns the seconds and source tensors of the recomputation of each saved tensor, by number."""
+        by_result: dict[tuple[int, int], list[int]] = {}
+        for number, lifetime in enumerate(self._lifetimes):
+            if lifetime.allocated is not None:
+                by_result.setdefault((lifetime.allocated, lifetime.nbytes), []).append(number)
+        users: dict[int, list[int]] = {}
+        for number, lifetime in enumerate(self._lifetimes):
+            for use in lifetime.uses:
+                users.setdefault(use, []).append(number)
+        result: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for item in saved:
+            if not item.again or any(index not in self._of_operation for index in item.chain):
+                continue
+            chain = [self._of_operation[index] for index in item.chain]
+            made = by_result.get((chain[-1], item.nbytes), [])
+            if len(made) != 1:
+                continue
+            sources = {number for use in chain for number in users.get(use, ())}
+            outside = tuple(
+                number
+                for number in sorted(sources)
+                if self._lifetimes[number].allocated not in chain and self._lifetimes[number].kind is None
+            )
+            result[made[0]] = sum(operators[use].end - operators[use].start for use in chain), outside
+        return result
+
+
+def _tensor(number: int, lifetime: _Lifetime, turn: int, last: int) -> TensorLifetime:
+    """Returns the record of a lifetime.
+
+    Args:
+        number: id of the tensor.
+        lifetime: what was recorded.
+        turn: the first operator of the backward.
+        last: the last operator of the step.
+    """
+    kind, freed = lifetime.kind, lifetime.freed
+    if kind is None:
+        saved = (lifetime.allocated or 0) < turn and bool(lifetime.uses) and lifetime.uses[-1] >= turn
+        kind = "communication buffer" if lifetime.communicates else "saved tensor" if saved else "transient"
+    if freed is None and kind not in ("weight", "optimizer state"):
+        freed = lifetime.uses[-1] if kind == "gradient" and lifetime.uses else last
+    if freed is not None and lifetime.uses:
+        freed = max(freed, lifetime.uses[-1])
+    allocated = None if kind in ("weight", "optimizer state") and freed is None else lifetime.allocated
+    return TensorLifetime(
+        number, lifetime.name, kind, lifetime.nbytes, tuple(lifetime.uses), allocated, freed, lifetime.unit
+    )

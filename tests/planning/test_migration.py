@@ -1,0 +1,201 @@
+"""Teraio's planner: memory fits while each operator runs, transfers fit their drives, and no migration is in vain."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
+from lightning_ssd.planning.migration import (
+    HOST,
+    Migration,
+    MigrationMachine,
+    MigrationPlan,
+    MigrationPrediction,
+    simulate_migrations,
+    wrapped,
+)
+from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> LifetimeProfile:
+    """Any step of a few operators: global tensors, saved tensors that can be recomputed or not, gradients, states."""
+    counts = [draw(st.integers(1, 6)) for _ in range(3)]
+    phases = [
+        name for name, count in zip(("forward", "backward", "optimizer"), counts, strict=True) for _ in range(count)
+    ]
+    operators, now = [], 0.0
+    for phase in phases:
+        begin, now = now, now + draw(st.floats(0.1, 5.0))
+        operators.append(OperatorSpan("work", phase, begin, now))
+    turn, end, last = counts[0], counts[0] + counts[1], len(phases) - 1
+    forward, backward, optimizer = st.integers(0, turn - 1), st.integers(turn, end - 1), st.integers(end, last)
+    size = st.integers(1, 50)
+    tensors: list[TensorLifetime] = []
+    for number in range(draw(st.integers(0, 4))):
+        unit = f"unit{number}"
+        uses = draw(forward), draw(backward), draw(optimizer)
+        nbytes = draw(size)
+        tensors.append(TensorLifetime(len(tensors), "w", "weight", nbytes, uses, unit=unit))
+        tensors.append(TensorLifetime(len(tensors), "g", "gradient", nbytes, uses[1:], uses[1], uses[2], unit))
+        tensors.append(TensorLifetime(len(tensors), "s", "optimizer state", 2 * nbytes, uses[2:], unit=unit))
+    for _ in range(draw(st.integers(1, 8))):
+        uses = draw(forward), draw(backward)
+        again = draw(st.one_of(st.none(), st.floats(0.01, 1.0)))
+        saved = [one.id for one in tensors if one.kind == "saved tensor" and (one.allocated or 0) <= uses[0]]
+        sources = tuple(draw(st.lists(st.sampled_from(saved), unique=True, max_size=2))) if saved and again else ()
+        name = "saved tensor"
+        tensors.append(
+            TensorLifetime(len(tensors), "a", name, draw(size), uses, *uses, recompute_seconds=again, sources=sources)
+        )
+    return LifetimeProfile("any", tuple(operators), tuple(tensors))
+
+
+@st.composite
+def machines(draw: st.DrawFn, profile: LifetimeProfile) -> MigrationMachine:
+    speed = st.floats(0.5, 50.0)
+    drives = draw(st.lists(st.tuples(speed, speed), max_size=3))
+    capacity = draw(st.integers(max(profile.active), max(max(profile.total), max(profile.active))))
+    host = draw(st.sampled_from([0, 20, 1000]))
+    return MigrationMachine(capacity, host, draw(speed), draw(speed), tuple(drives), draw(speed))
+
+
+def check_physics(machine: MigrationMachine, found: MigrationPrediction) -> None:
+    """In each part of the step, no drive and no link carries more than its bandwidth."""
+    for part in found.slices:
+        for carried, direction, link in ((part.out, "out", machine.link_out), (part.into, "in", machine.link_in)):
+            assert sum(carried.values()) <= link * part.seconds * (1 + 1e-9) + 1e-6
+            for drive, nbytes in carried.items():
+                assert nbytes <= machine.rate(drive, direction) * part.seconds * (1 + 1e-9) + 1e-6  # type: ignore[arg-type]
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_memory_fits_or_the_plan_says_so(data: st.DataObject) -> None:
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    plan = plan_teraio(profile, machine, min_bytes=1)
+    found = simulate_migrations(profile, machine, plan)
+    check_physics(machine, found)
+    assert found.host_peak_bytes <= machine.host_bytes
+    assert found.excess_bytes == max(0, max(found.gpu_bytes) - machine.gpu_bytes)
+    if machine.drives:  # each period of a tensor is long enough for a step that waits
+        assert not found.excess_bytes
+    # What waits is in the prediction: the step is the operators and the stalls.
+    assert found.step_seconds == pytest.approx(profile.step_seconds + found.stall_seconds)
+    for one in plan.migrations:
+        tensor = profile.tensors[one.tensor]
+        count = len(profile.operators)
+        assert one.after < one.absent_from < one.absent_until <= one.before
+        absent = {index for part in wrapped(one.absent_from, one.absent_until, count) for index in range(*part)}
+        assert not absent.intersection(tensor.uses)
+        for index in absent:  # it is allocated then
+            assert tensor.is_global or (tensor.allocated or 0) <= index <= (tensor.freed or count)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=100)
+def test_each_migration_is_needed(data: st.DataObject) -> None:
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    plan = plan_teraio(profile, machine, min_bytes=1)
+    whole = simulate_migrations(profile, machine, plan)
+
+    def beyond(found: MigrationPrediction) -> int:
+        return sum(max(0, nbytes - machine.gpu_bytes) for nbytes in found.gpu_bytes)
+
+    for index in range(len(plan.migrations)):
+        fewer = replace(plan, migrations=plan.migrations[:index] + plan.migrations[index + 1 :])
+        assert beyond(simulate_migrations(profile, machine, fewer)) > beyond(whole)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) -> None:
+    profile = data.draw(profiles())
+    machine = data.draw(machines(profile))
+    teraio = simulate_migrations(profile, machine, plan_teraio(profile, machine, min_bytes=1))
+    plan, found = plan_migrations(profile, machine, min_bytes=1)
+    check_physics(machine, found)
+    assert found.score <= teraio.score
+    assert found == simulate_migrations(profile, machine, plan)
+    count = len(profile.operators)
+    ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
+    for one in plan.migrations:  # the sources of a recomputed tensor are in GPU memory then
+        if one.drive is None:
+            sources = {ids[source] for source in profile.tensors[one.tensor].sources}
+            for other in plan.migrations:
+                parts = wrapped(other.absent_from, other.absent_until, count)
+                absent = any(first <= one.before % count < last for first, last in parts)
+                assert not (other.tensor in sources and absent)
+
+
+def one_saved_tensor(size: int) -> LifetimeProfile:
+    """Ten operators of a second: a tensor that the first and the last use, and one that the fifth uses alone."""
+    operators = tuple(
+        OperatorSpan("work", "forward" if index < 5 else "backward", float(index), index + 1.0) for index in range(10)
+    )
+    saved = TensorLifetime(0, "saved", "saved tensor", size, (0, 9), 0, 9)
+    workspace = TensorLifetime(1, "workspace", "transient", 10, (4, 5), 4, 5)
+    return LifetimeProfile("model", operators, (saved, workspace))
+
+
+def test_a_tensor_leaves_for_as_long_as_the_drive_allows() -> None:
+    """10 bytes at 5 bytes/s out and 10 in: absent from the fourth operator to the ninth."""
+    machine = MigrationMachine(10, 0, 100.0, 100.0, ((10.0, 5.0),))
+    plan = plan_teraio(one_saved_tensor(10), machine, min_bytes=1)
+    assert plan.migrations == (Migration(0, 0, 3, 8, 9, 0),)
+    found = simulate_migrations(one_saved_tensor(10), machine, plan)
+    assert (found.step_seconds, found.stalls, found.excess_bytes) == (pytest.approx(10.0), (), 0)
+    assert (found.ssd_written_bytes, found.host_peak_bytes) == (10, 0)
+
+
+def test_a_slow_drive_stalls_the_operator_that_needs_the_memory() -> None:
+    machine = MigrationMachine(10, 0, 100.0, 100.0, ((10.0, 1.0),))
+    found = simulate_migrations(one_saved_tensor(10), machine, plan_teraio(one_saved_tensor(10), machine, min_bytes=1))
+    assert found.excess_bytes == 0
+    assert found.stalls and all(4 <= operator <= 9 for operator, _ in found.stalls)
+    assert found.step_seconds > 10
+
+
+def test_host_memory_is_taken_where_the_drive_is_saturated_within_its_limit() -> None:
+    slow = MigrationMachine(10, 10, 100.0, 100.0, ((10.0, 1.0),))
+    assert [one.drive for one in plan_teraio(one_saved_tensor(10), slow, min_bytes=1).migrations] == [HOST]
+    fast = replace(slow, drives=((10.0, 5.0),))
+    assert [one.drive for one in plan_teraio(one_saved_tensor(10), fast, min_bytes=1).migrations] == [0]
+    little = replace(slow, host_bytes=9)
+    assert [one.drive for one in plan_teraio(one_saved_tensor(10), little, min_bytes=1).migrations] == [0]
+
+
+def test_urgent_transfers_overtake_others() -> None:
+    """Both tensors leave at once; the one whose memory is needed first goes first, although it was queued last."""
+    operators = tuple(OperatorSpan("work", "forward", float(index), index + 1.0) for index in range(6))
+    tensors = tuple(TensorLifetime(number, "saved", "saved tensor", 10, (number, 5), number, 5) for number in range(2))
+    profile = LifetimeProfile("model", operators, tensors)
+    machine = MigrationMachine(10, 0, 100.0, 100.0, ((100.0, 5.0),))
+    later, sooner = Migration(0, 0, 5, 5, 5, 0), Migration(1, 1, 4, 5, 5, 0)
+    found = simulate_migrations(profile, machine, MigrationPlan((later, sooner)))
+    assert not [stall for stall in found.stalls if stall[0] == 4]
+
+
+def test_a_cpu_step_needs_no_states_on_the_gpu() -> None:
+    """States alone exceed the GPU's memory: with steps on the CPU the weights stay, and the step fits."""
+    operators = tuple(
+        OperatorSpan("work", phase, float(index), index + 1.0)
+        for index, phase in enumerate(["forward"] * 3 + ["backward"] * 3 + ["optimizer"] * 2)
+    )
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (0, 5, 6), unit="unit"),
+        TensorLifetime(1, "g", "gradient", 40, (5, 6), 5, 6, "unit"),
+        TensorLifetime(2, "s", "optimizer state", 80, (6, 7), unit="unit"),
+    )
+    profile = LifetimeProfile("model", operators, tensors)
+    machine = MigrationMachine(100, 1000, 100.0, 100.0, (), 10.0)
+    assert simulate_migrations(profile, machine, plan_teraio(profile, machine, min_bytes=1)).excess_bytes == 60
+    plan, found = plan_migrations(profile, machine, min_bytes=1)
+    assert plan.cpu_units == {"unit"}
+    assert found.excess_bytes == 0 and found.host_peak_bytes == 120
+    # The optimizer's two seconds are the CPU's, which takes one for 10 parameters, and copies take 0.8.
+    assert 6.0 < found.step_seconds < 8.0
