@@ -144,7 +144,7 @@ class LifetimeProfile:
         ids = {tensor.id for tensor in self.tensors}
         for tensor in self.tensors:
             if not ids.issuperset(tensor.sources):
-                raise ValueError(f"A tensor of `sources` of the tensor {tensor.id} does not exist.")
+                raise ValueError(f"`sources` of the tensor {tensor.id} has an `id` that does not exist.")
 
     @property
     def step_seconds(self) -> float:

@@ -107,7 +107,7 @@ class MigrationPlan:
 
 
 @dataclass(frozen=True)
-class Slice:
+class Traffic:
     """A time in which the set of running work does not change: an operator, or a stall before one.
 
     Attributes:
@@ -145,7 +145,7 @@ class MigrationPrediction:
     excess_bytes: int
     host_peak_bytes: int
     ssd_written_bytes: int
-    slices: tuple[Slice, ...] = field(repr=False)
+    slices: tuple[Traffic, ...] = field(repr=False)
 
     @property
     def stall_seconds(self) -> float:
@@ -377,7 +377,7 @@ class _Simulation:
         self.step = GPUStep(profile, machine, plan.cpu_units)
         self.seconds = list(self.step.seconds)
         self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
-        self.slices: list[Slice] = []
+        self.slices: list[Traffic] = []
         self.now = 0.0
         self.begin: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """(due, bytes, drive) of the prefetches that begin with an operator."""
@@ -472,7 +472,7 @@ class _Simulation:
     def _advance(self, seconds: float, due: int) -> None:
         out, into = self.out.advance(seconds, due), self.into.advance(seconds, due)
         if out or into:
-            self.slices.append(Slice(self.now, seconds, out, into))
+            self.slices.append(Traffic(self.now, seconds, out, into))
         self.now += seconds
 
     def _prediction(
@@ -488,7 +488,7 @@ class _Simulation:
             elif migration.drive is not None:
                 written += size
         on_gpu = tuple(one + change for one, change in zip(self.step.nbytes, nbytes.sums(), strict=True))
-        slices = tuple(Slice(one.start - begun, one.seconds, one.out, one.into) for one in self.slices[first:])
+        slices = tuple(Traffic(one.start - begun, one.seconds, one.out, one.into) for one in self.slices[first:])
         return MigrationPrediction(
             seconds,
             tuple(stalls),

@@ -76,7 +76,9 @@ class LifetimeRecorder:
         self, units: Sequence[Unit], module: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
         """Registers the weights and buffers of a model, their gradients, and the optimizers' states."""
-        names: dict[Tensor, tuple[str, str]] = {parameter: (unit.name, name) for unit in units for name, parameter in unit.parameters}
+        names: dict[Tensor, tuple[str, str]] = {
+            parameter: (unit.name, name) for unit in units for name, parameter in unit.parameters
+        }
         for name, buffer in () if module is None else module.named_buffers():
             self.register(buffer, "weight", name)
         for weight, (unit, name) in names.items():
