@@ -12,6 +12,18 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import ModelStates
 
 
+def scales_only(precision: pl.plugins.Precision) -> bool:
+    """Returns whether a plugin does nothing to a loss but `scale`, besides the hooks before a backward."""
+    base, mixed = pl.plugins.Precision.pre_backward, pl.plugins.MixedPrecision.pre_backward
+    return type(precision).pre_backward in (base, mixed)
+
+
+def scale(precision: pl.plugins.Precision, loss: Tensor) -> Tensor:
+    """Returns the loss as `pre_backward` of the plugin does, without the hooks."""
+    scaler = getattr(precision, "scaler", None)
+    return loss if scaler is None else scaler.scale(loss)
+
+
 def offload_precision(precision: pl.plugins.Precision, states: ModelStates) -> pl.plugins.Precision:
     """Returns the plugin that does the same as `precision` for the gradients of `states`.
 

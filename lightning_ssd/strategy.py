@@ -1,6 +1,7 @@
 """`SSDOffloadStrategy`: the only file that knows Lightning's Strategy contract."""
 
 import contextlib
+import functools
 import gc
 import logging
 import zipfile
@@ -16,10 +17,11 @@ from typing_extensions import override
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader, mark_weights
 from lightning_ssd.activations.config import SMALLEST_TIER
-from lightning_ssd.callbacks import SwapPlanner, add_default_callbacks, remove_default_callbacks
+from lightning_ssd.callbacks import AutoPlanner, SwapPlanner, add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
 from lightning_ssd.callbacks.offloader import trainer_callbacks
 from lightning_ssd.device import expand_segments
+from lightning_ssd.micro_batch_retry import MicroBatchRetry
 from lightning_ssd.model_states import (
     Ending,
     Loaded,
@@ -50,7 +52,7 @@ from lightning_ssd.model_states import (
 from lightning_ssd.out_of_memory import explain_out_of_memory
 from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_visit
-from lightning_ssd.precision import autocast_dtype, offload_precision
+from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_only
 from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import check_choice, parse_bytes
 from lightning_ssd.storage import Backend
@@ -92,8 +94,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             that is measured in the first two or three steps. If all fit, they are kept and saved-tensor hooks are
             disabled. Otherwise the training is profiled and planned within 25 steps or 30 seconds: each saved tensor is
             kept, offloaded or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
-            Micro-batches that may need more memory than the measured ones offload all saved tensors. Trainings with
-            compiled code are not planned: they offload the excess. On a CPU device all saved tensors are kept.
+            Micro-batches that may need more memory than the measured ones offload all saved tensors. One of the first
+            ones that runs out of memory is run again like that, with the same numbers. Trainings with compiled code are
+            not planned: they offload the excess. On a CPU device all saved tensors are kept.
             `"ssdtrain"`: as many bytes as the measured bandwidth transfers while the device computes (SSDTrain's rule),
             and more if the device has no room for the others. A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is
             everything, like 1.0). Bytes: `"8GiB"`. `"none"`: no activations.
@@ -222,6 +225,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Restores the settings of torch's CUDA allocator; `None`: they were not changed."""
         """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
         self._recovery: Recovery | None = None
+        self._retry: MicroBatchRetry | None = None
+        """Runs the present micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""
         self._failure: BaseException | None = None
         """The error that has ended the training."""
         self._precision: pl.plugins.Precision | None = None
@@ -700,8 +705,48 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._begin("train")
         if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)
+        self._retry = self._prepare_retry(args, kwargs)
+        return self._forward(args, kwargs) if self._retry is None else self._retry.forward()
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.offloader is not None
         with self.offloader.hooks():
             return super().training_step(*args, **kwargs)
+
+    def _prepare_retry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatchRetry | None:
+        """Returns an object that runs the present micro-batch again if it runs out of memory; `None`: it can't be.
+
+        Optimizer steps may have begun in a backward whose weights are offloaded, and in manual optimization.
+        """
+        module = self.lightning_module
+        assert module is not None
+        auto = next((one for one in trainer_callbacks(module.trainer) if isinstance(one, AutoPlanner)), None)
+        supported = self.model_states is None and module.automatic_optimization
+        if auto is None or not auto.may_run_out or not supported:
+            return None
+        save_memory = functools.partial(auto.save_memory, module.trainer)
+        return MicroBatchRetry(module.trainer, (args, kwargs), lambda: self._forward(args, kwargs), save_memory)
+
+    @override
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        retry, self._retry = self._retry, None
+        plugin, module = self.precision_plugin, self.lightning_module
+        if retry is None or not scales_only(plugin):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert module is not None
+        # As in Lightning's, whose hooks run once.
+        self.pre_backward(closure_loss)
+        scaled = plugin.pre_backward(closure_loss, module)
+        retry.backward(
+            (closure_loss, scaled),
+            lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
+            lambda loss: scale(plugin, loss),
+        )
+        detached = plugin.post_backward(scaled, module)
+        self.post_backward(detached)
+        return detached
 
     @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -759,6 +804,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         offloader, self.offloader = self.offloader, None
         states, self.model_states = self.model_states, None
         recovery, self._recovery = self._recovery, None
+        self._retry = None
         restores, self._restore_callbacks = self._restore_callbacks, []
         self._offloads = None
         self._starts_from_checkpoint = False

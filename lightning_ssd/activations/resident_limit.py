@@ -47,6 +47,8 @@ class ResidentLimit:
     SPARE = 1.1
     #: Share of the limit above which the first micro-batch waits for copies: its backward's memory is not known yet.
     UNKNOWN = 0.5
+    #: Share of the limit by which it is lowered when a micro-batch with a known limit has run out of memory.
+    WITHHELD = 0.05
 
     def __init__(self, meter: AllocatorMeter) -> None:
         self.measuring = False
@@ -75,6 +77,8 @@ class ResidentLimit:
         """The allocator's peak at the end of the present micro-batch's backward; 0: none has ended."""
         self._without_hooks = False
         """Whether that backward had no saved-tensor hooks, so that all its saved storages stayed, expected or not."""
+        self._withheld = 0.0
+        """Bytes of the meter's limit that are not used, as micro-batches have run out of memory below it."""
         self._room = float("inf")
         """Bytes of saved storages that may still be kept in the present micro-batch."""
 
@@ -84,7 +88,7 @@ class ResidentLimit:
         Args:
             expected_bytes: bytes of saved storages that could be offloaded in the last micro-batch; 0: unknown.
         """
-        limit, allocated = self.meter.limit(), self.meter.allocated()
+        limit, allocated = self.meter.limit() - self._withheld, self.meter.allocated()
         # More would be seen too late without hooks: when there is no memory left.
         most = min(limit, self.needed_bytes or limit) if self._without_hooks else limit
         self._limit = limit
@@ -127,6 +131,11 @@ class ResidentLimit:
         self.measuring = self.scarce = True
         self._room = 0.0
         self.meter.reset_peak()
+
+    def lower(self) -> None:
+        """Called when the present micro-batch has run out of memory, before it is run again and measured."""
+        if self.known:
+            self._withheld += self.WITHHELD * self.meter.limit()
 
     @property
     def known(self) -> bool:

@@ -19,6 +19,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
+from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.step_profiling import StepProfiling
@@ -35,6 +36,12 @@ PATIENCE = 2
 
 COMPILED = "`torch.compile` compiles a part of the training"
 """The obstacle of trainings with compiled code."""
+
+PROVEN = 16
+"""Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rules."""
+
+MAX_FAILED_PROFILES = 3
+"""Profiles that micro-batches which ran out of memory may end, before the training is not planned."""
 
 DISTRUSTED = 4
 """Micro-batches unlike the planned ones before the training is planned again. It doubles with each plan."""
@@ -80,6 +87,10 @@ class AutoPlanner(pl.Callback):
     - `"offload"`: they have no room, and the training can't be planned, because parts of it are compiled or several
       processes train. Saved tensors without room are offloaded, as in the first steps.
 
+    A micro-batch that runs out of memory is run again with all saved tensors offloaded (`MicroBatchRetry`), and then
+    less memory is used. That is possible for the first micro-batches under each rule or plan, and for those that are
+    larger than earlier ones.
+
     A log line says which. The callback does nothing if `offload` is not `"auto"`, or if the user's callbacks profile
     the training. On a CPU there is no limit of device memory: all saved tensors are kept from the first step on.
 
@@ -119,6 +130,13 @@ class AutoPlanner(pl.Callback):
         self._distrusted = 0
         """Micro-batches since the last plan that did not follow it."""
         self._patience = DISTRUSTED
+        self._rule: object = None
+        """The outcome, and the plan or the phase of profiling, of the last micro-batch."""
+        self._proven = 0
+        """Micro-batches in a row under that rule that had enough memory."""
+        self._ran_out = False
+        """Whether a micro-batch of the present step has run out of memory."""
+        self._failed_profiles = 0
 
     @override
     def __getstate__(self) -> Mapping[str, Any]:
@@ -129,6 +147,11 @@ class AutoPlanner(pl.Callback):
     def decides(self) -> bool:
         """Whether the callback decides in the present training, whose device has a limit of memory."""
         return self._guard is not None
+
+    @property
+    def may_run_out(self) -> bool:
+        """Whether the present micro-batch is prepared to run out of memory: it is one of the first under its rule."""
+        return self._guard is not None and self._proven < PROVEN
 
     # ---- a training ----
 
@@ -164,6 +187,8 @@ class AutoPlanner(pl.Callback):
             if self.planner is None:  # the planner counts its own steps
                 self._profiling_budget.begin_step()
         self._shape = BatchShape.of(batch)
+        if not self._batches.covers(self._shape):
+            self._proven = 0
         if self._shape is not None:
             self._batches.add(self._shape)
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
@@ -171,6 +196,10 @@ class AutoPlanner(pl.Callback):
             self._follow_limit(trainer, offloader, self._guard, trained)
         else:
             self._follow_plan(trainer, offloader, self.planner, self._guard, trained)
+        swaps = self.planner
+        rule = self.outcome, None if swaps is None else (swaps.measuring, swaps.calibrating, id(swaps.plan))
+        if rule != self._rule:
+            self._rule, self._proven = rule, 0
         self._at_boundary = False
 
     @override
@@ -194,13 +223,17 @@ class AutoPlanner(pl.Callback):
         offloader = find_offloader(trainer)
         assert offloader is not None
         self._restore(offloader)
+        self._proven += 1
         if self.planner is None:
             self._guard.end(self._shape)
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             return
         self._at_boundary = True
         self._steps += 1
-        if self.planner is None:
+        ran_out, self._ran_out = self._ran_out, False
+        if ran_out and self.planner is not None:
+            self._plan_smaller(trainer, offloader, self._guard, self.planner)
+        elif self.planner is None:
             self._profiling_budget.end_step()
             self._decide(trainer, pl_module, self._guard)
         elif self._distrusted >= self._patience and not self.planner.measuring:
@@ -327,6 +360,52 @@ class AutoPlanner(pl.Callback):
         policy, self._policy = self._policy, None
         if policy is not None and offloader.policy.placement is self._placement:
             offloader.run(policy)
+
+    # ---- a micro-batch that ran out of memory ----
+
+    def save_memory(self, trainer: pl.Trainer, part: str) -> None:
+        """Prepares the second attempt of a micro-batch: all saved tensors are offloaded, one at a time.
+
+        Args:
+            trainer: the Trainer.
+            part: forward or backward, which has failed.
+        """
+        offloader = find_offloader(trainer)
+        assert offloader is not None and self._guard is not None
+        pl.utilities.rank_zero_info(
+            f"offload='auto': the {_name(offloader)} has run out of memory in the {part} of a micro-batch, which is "
+            "run again with all saved tensors offloaded."
+        )
+        self._proven, self._ran_out, self._short = 0, True, True
+        self._restore(offloader)
+        if self.planner is not None:
+            self._failed_profiles += self.planner.measuring
+            self.planner.discard()
+        offloader.begin_micro_batch()
+        policy = replace(offloader.policy, window_bytes=0, hooks_enabled=True, mode=None)
+        if self.planner is not None:
+            self._replace(offloader, replace(policy, placement=OffloadAll(tuple(offloader.tiers))))
+            return
+        self._guard.limit.lower()
+        self._guard.limit.measure()
+        offloader.run(policy)
+        for callback in trainer_callbacks(trainer):
+            if isinstance(callback, PrefetchScheduler):
+                callback.hold(0)  # until a plan has a window
+
+    def _plan_smaller(
+        self, trainer: pl.Trainer, offloader: ActivationOffloader, guard: MemoryGuard, planner: SwapPlanner
+    ) -> None:
+        """Has steps after one that ran out of memory need less."""
+        if self._failed_profiles < MAX_FAILED_PROFILES:
+            planner.plan_smaller("a step has run out of memory")
+            return
+        self._remove_planner(trainer)
+        self._obstacle = "profiling needs more memory than there is"
+        self.outcome = "offload"
+        self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {self._obstacle}")
+        placement = OffloadExcess(tuple(offloader.tiers), guard.limit)
+        offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))
 
     # ---- how ----
 

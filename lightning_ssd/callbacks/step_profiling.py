@@ -91,6 +91,13 @@ class StepProfiling(pl.Callback):
         self._due = self._step + warm_up - 1
         self._phase = "waiting"
 
+    def discard(self) -> None:
+        """Discards the present profile, as its micro-batch is run again: the next step is profiled instead."""
+        if self._phase != "idle":
+            assert self._profiler is not None
+            self._profiler.close()
+            self.schedule(1)
+
     def continue_budget(self, budget: ProfilingBudget) -> None:
         """Counts the steps and seconds of `budget` as spent on profiling."""
         self._profiling_budget = budget

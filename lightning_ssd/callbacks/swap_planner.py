@@ -437,7 +437,9 @@ class SwapPlanner(StepProfiling):
             return  # the device is behind
         self._compared_steps = runner.num_steps
         self.comparison = comparison
-        if comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps and self._leave_to_fragments(runner):
+        fragments = "the allocator has freed its cached memory in steps, because fragments of it were too small"
+        fragmented = comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps
+        if fragmented and self._leave_to_fragments(runner, fragments):
             return
         self._log_comparison(trainer, runner, comparison)
         if self._usual is None:
@@ -454,16 +456,19 @@ class SwapPlanner(StepProfiling):
             pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}: planning again.")
             self._restart_profiling(runner)
 
-    def _leave_to_fragments(self, runner: PlanRunner) -> bool:
+    def plan_smaller(self, reason: str) -> None:
+        """Plans with less GPU memory, if there is a plan; a step is over, and none has begun."""
+        if self.runner is not None and not self.measuring:
+            self.calibrating = False
+            self._leave_to_fragments(self.runner, reason)
+
+    def _leave_to_fragments(self, runner: PlanRunner, reason: str) -> bool:
         """Plans with less GPU memory, as fragments take up the rest; returns whether another plan is in force."""
         if self.user_plan is not None or self._left_to_fragments >= MAX_LEFT_TO_FRAGMENTS:
             return False
         self._left_to_fragments += LEFT_TO_FRAGMENTS
         limit = int((1 - self._left_to_fragments) * self._gpu_bytes())
-        pl.utilities.rank_zero_info(
-            "SwapPlanner: the allocator has freed its cached memory in steps, because fragments of it were too small: "
-            f"planning again with {format_bytes(limit)} of the GPU."
-        )
+        pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again with {format_bytes(limit)} of the GPU.")
         runner.hardware = replace(runner.hardware, gpu_bytes=limit)
         self._apply(runner, self._make_plan(runner))
         return True

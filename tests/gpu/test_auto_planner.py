@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.callbacks import AutoPlanner
 from tests.support.plans import quiet_trainer
 
@@ -136,3 +137,79 @@ def test_a_compiled_training_that_has_no_room_offloads(tmp_path: Path) -> None:
     cap(0.75 * plain.peak)
     found, ours = fit(tmp_path, "ssd_offload", [TOKENS] * 8, compiled=True)
     assert found == expected and ours.outcomes[-1] == "offload" and all(ours.hooks)
+
+
+class _RunsOut(torch.autograd.Function):
+    """Its backward asks for more memory than the GPU has, once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, left: list[str]) -> Tensor:  # type: ignore[override]
+        ctx.left = left
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if "backward" in ctx.left:
+            ctx.left.remove("backward")
+            torch.empty(2**44, dtype=torch.uint8, device=grad.device)
+        return grad, None
+
+
+class Demanding(Llama):
+    """Asks for more memory than the GPU has, once in a forward and once in a backward."""
+
+    left: list[str] = []  # noqa: RUF012  # of the class, which no attempt restores
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and "forward" in self.left:
+            self.left.remove("forward")
+            torch.empty(2**44, dtype=torch.uint8, device=self.device)
+        return _RunsOut.apply(loss, self.left) if batch_idx == 3 else loss  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_micro_batch_that_runs_out_of_memory_is_run_again(
+    precision: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data: Any = [torch.randint(0, 512, (ROWS, TOKENS // 2), generator=generator) for _ in range(8)]
+
+    def losses(strategy: str) -> list[float]:
+        module = Demanding()
+        trainer = quiet_trainer(
+            tmp_path, accelerator="gpu", strategy=strategy, max_epochs=1, accumulate_grad_batches=2, precision=precision
+        )
+        trainer.fit(module, DataLoader(data, batch_size=None))
+        return [loss.item() for loss in module.losses]
+
+    Demanding.left = []
+    expected = losses("auto")
+    Demanding.left = ["forward", "backward"]
+    with caplog.at_level("INFO"):
+        assert losses("ssd_offload") == expected
+    assert Demanding.left == []
+    lines = [line for line in caplog.messages if "has run out of memory in the" in line]
+    assert len(lines) == 2 and "forward" in lines[0] and "backward" in lines[1]
+
+
+@pytest.mark.usefixtures("uncapped")
+@pytest.mark.parametrize("room", [1.1, 1.3])
+def test_trains_from_the_first_step_wherever_offloading_everything_fits(room: float, tmp_path: Path) -> None:
+    lengths = [TOKENS] * 20
+    expected, _ = fit(tmp_path, "auto", lengths)
+    window: Any = PrefetchScheduler(window_bytes=0)
+    with_all_offloaded: Any = SSDOffloadStrategy(offload=1.0)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    module = Llama()
+    generator = torch.Generator().manual_seed(1)
+    data: Any = [torch.randint(0, 512, (ROWS, TOKENS), generator=generator) for _ in range(2)]
+    trainer = quiet_trainer(tmp_path, accelerator="gpu", strategy=with_all_offloaded, callbacks=[window], max_epochs=1)
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    least = torch.cuda.max_memory_reserved()
+    del module, trainer
+    cap(room * least)
+    found, _ = fit(tmp_path, "ssd_offload", lengths)
+    assert found == expected

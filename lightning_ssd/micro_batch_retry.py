@@ -1,0 +1,277 @@
+"""`MicroBatchRetry`: runs a micro-batch that has run out of device memory again, with all saved tensors offloaded.
+
+What fits is not known before the first backward, and a prediction may be wrong later: allocations of other processes,
+fragments, a longer text beside the tensors of a batch. The failed attempt leaves no trace: its graph and gradients are
+dropped, the state that `training_step` may have changed is restored (`StepState`), and `training_step` runs again with
+the same random numbers. Hooks between forward and backward have run and are not repeated.
+
+The micro-batch is not run again where user code could tell the difference: where hooks of the module run between
+forward and backward, where hooks of modules or parameters run in backward, where parameters or the batch were changed
+in place. Then the error is raised as before, with a note of the reason.
+"""
+
+import contextlib
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.step_state import RandomState, StepState
+
+__all__ = ["MicroBatchRetry"]
+
+_BETWEEN = ("on_before_backward", "on_before_zero_grad", "optimizer_zero_grad", "backward")
+"""Methods of a module that run between forward and backward, or contain backward."""
+
+
+class MicroBatchRetry:
+    """Runs one micro-batch, twice if needed.
+
+    All methods are called on the training thread.
+
+    Args:
+        trainer: the Trainer.
+        inputs: arguments of `training_step`.
+        forward: runs `training_step`.
+        save_memory: called before the second attempt, with the part of the first one that has failed; puts a policy in
+            force that needs less device memory.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        inputs: object,
+        forward: Callable[[], Any],
+        save_memory: Callable[[str], None],
+    ) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._forward = forward
+        self._save_memory = save_memory
+        self._state: StepState | None = StepState(self._module, inputs, trainer._results)
+        self._gradients = _Gradients(self._module)
+        self._output: Any = None
+        """Result of `training_step`, whose graph is dropped before a second attempt."""
+
+    def forward(self) -> Any:
+        """Runs `training_step`, and returns its result."""
+        assert self._state is not None
+        try:
+            self._output = self._forward()
+            return self._output
+        except torch.OutOfMemoryError as error:
+            obstacle = self._state.obstacle() or self._gradients.obstacle()
+            if obstacle is not None:
+                _refuse(error, obstacle)
+                raise
+        # The exception, and with it the frames of the failed attempt, are freed here.
+        self._run_again_after("forward")
+        with self._explained("forward"):
+            self._output = self._forward()
+        return self._output
+
+    def backward(
+        self, losses: tuple[Tensor, Tensor], run: Callable[[Tensor], object], scale: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Runs the backward of the micro-batch.
+
+        Args:
+            losses: the loss as Lightning gives it to the strategy, and the scaled one.
+            run: runs the backward of a scaled loss.
+            scale: returns a scaled loss.
+        """
+        random = RandomState()
+        self._gradients = _Gradients(self._module)
+        try:
+            run(losses[1])
+            return
+        except torch.OutOfMemoryError as error:
+            obstacle = self._obstacle_in_backward(losses[1])
+            if obstacle is not None:
+                _refuse(error, obstacle)
+                raise
+        for loss in losses:
+            _drop_graph(loss)
+        first, self._output = _Output(self._output), None
+        name = self._module._current_fx_name
+        self._run_again_after("backward")
+        with self._explained("forward"):
+            output = self._forward()
+        first.fill(output)
+        self._module._current_fx_name = name
+        random.restore()  # hooks between forward and backward may have drawn numbers
+        with self._gradients.kept(), self._explained("backward"):
+            run(scale(_loss_of(output) / self._trainer.accumulate_grad_batches))
+
+    def _run_again_after(self, part: str) -> None:
+        """Restores the state before the micro-batch. A second failure is an error."""
+        state, self._state = self._state, None
+        assert state is not None
+        gc.collect()
+        self._gradients.drop()
+        state.restore()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # segments of small blocks, which the second attempt needs otherwise
+        self._save_memory(part)
+
+    @contextlib.contextmanager
+    def _explained(self, part: str) -> Iterator[None]:
+        """Adds a note to an OutOfMemoryError of the second attempt."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"lightning_ssd: memory has run out again in the {part}{_place(error, self._module)}, with all saved "
+                "tensors offloaded, one at a time: what else is there needs more memory than there is."
+            )
+            raise
+
+    def _obstacle_in_backward(self, loss: Tensor) -> str | None:
+        """Returns why the micro-batch can't be run again; `None`: it can."""
+        module = self._module
+        if self._state is None:
+            return "it was run again already"
+        for name in _BETWEEN:
+            if getattr(type(module), name) is not getattr(pl.LightningModule, name) or name in vars(module):
+                return f"`{name}` of the module can't be run again"
+        if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+            return "hooks of modules have run in backward"
+        if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in module.parameters()):
+            return "hooks of parameters have run in backward"
+        if self._gradients.accumulated() and _has_nested_backward(loss):
+            return "gradients of a backward within backward were accumulated"
+        return self._state.obstacle()
+
+
+class _Gradients:
+    """The gradients before a backward."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._before = [(one, one.grad, 0 if one.grad is None else one.grad._version) for one in trained]
+        self._complete: list[tuple[Tensor, Tensor]] = []
+        """Parameters, and their gradients to which the failed backward has added its own."""
+
+    def obstacle(self) -> str | None:
+        """Returns why a forward can't be run again: a backward has run in it."""
+        changed = any(one.grad is not grad for one, grad, _ in self._before) or self.accumulated()
+        return "a backward has run in `training_step`" if changed else None
+
+    def accumulated(self) -> bool:
+        """Returns whether a gradient of earlier micro-batches was changed in place."""
+        return any(grad is not None and grad._version != version for _, grad, version in self._before)
+
+    def drop(self) -> None:
+        """Removes the gradients of a failed backward, except those that were added to earlier micro-batches'.
+
+        These are complete: a parameter's gradient is accumulated once in a backward.
+        """
+        for parameter, grad, version in self._before:
+            if grad is not None and grad._version != version:
+                self._complete.append((parameter, grad))
+                parameter.grad = None
+            else:
+                parameter.grad = grad
+
+    def kept(self) -> "_KeepComplete":
+        """Returns a context in which complete gradients are not accumulated again."""
+        return _KeepComplete(self._complete)
+
+
+class _KeepComplete:
+    """While a backward runs, replaces its gradients by those that are complete already.
+
+    Args:
+        complete: parameters and their complete gradients.
+    """
+
+    def __init__(self, complete: list[tuple[Tensor, Tensor]]) -> None:
+        self._complete = complete
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        for parameter, grad in self._complete:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_replace_by(grad)))
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for parameter, grad in self._complete:
+            parameter.grad = grad
+
+
+def _replace_by(grad: Tensor) -> Callable[[Tensor], None]:
+    def replace(parameter: Tensor) -> None:
+        parameter.grad = grad
+
+    return replace
+
+
+class _Output:
+    """The result of the first `training_step`, which Lightning has already: its tensors are empty until `fill`.
+
+    Args:
+        output: the result.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self._emptied: list[tuple[int, Tensor]] = []
+        for index, value in enumerate(tree_leaves(output)):
+            if isinstance(value, Tensor) and _drop_graph(value):
+                value.data = value.data.new_empty(0)
+                self._emptied.append((index, value))
+
+    def fill(self, output: Any) -> None:
+        """Gives the tensors the equal values of the second result."""
+        values = tree_leaves(output)
+        for index, tensor in self._emptied:
+            tensor.data = values[index].detach()
+
+
+def _drop_graph(tensor: Tensor) -> bool:
+    """Frees the graph of a tensor, unless another tensor has it, too. Returns whether there was one."""
+    if tensor.grad_fn is None or tensor._is_view():
+        return False
+    tensor.detach_()
+    return True
+
+
+def _loss_of(output: Any) -> Tensor:
+    """Returns the loss of the result of a `training_step`."""
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def _place(error: BaseException, module: nn.Module) -> str:
+    """Returns the innermost part of `module` in whose forward an error was raised, for a sentence, or nothing."""
+    names = {id(part): name for name, part in module.named_modules() if name}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = names.get(id(frame.f_locals.get("self")), found)
+    return f" of `{found}`" if found else ""
+
+
+def _has_nested_backward(loss: Tensor) -> bool:
+    """Returns whether nodes of a graph run a backward of their own, as reentrant checkpointing does."""
+    seen: set[Node] = set()
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if "Checkpoint" in node.name():
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+def _refuse(error: BaseException, obstacle: str) -> None:
+    error.add_note(f"lightning_ssd: the micro-batch could not be run again with less memory: {obstacle}.")

@@ -1,0 +1,206 @@
+"""`StepState`: the state that a `training_step` may change, recorded before it, and restored before it is run again.
+
+It consists of the states of random number generators, and of everything that is reachable from the module and from the
+batch: attributes, buffers, states of metrics, and the containers and objects that attributes refer to. Lightning's
+logged values are recorded, too. Tensors are copied to the host. Large tensors, the batch's and parameters are not
+copied: their version counters tell whether they were changed, and then the state can't be restored. Global variables,
+files and loggers are not recorded.
+"""
+
+import io
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_ssd._lightning import fabric, pl
+
+COPIED = 2**24
+"""Bytes of the largest tensor that is copied."""
+
+_LOGGED_BY = "training_step."
+"""Prefix of the keys of values that a `training_step` has logged."""
+
+FEW = 10_000
+"""Most elements of a container whose elements are recorded, too."""
+
+_ATOMS = (
+    str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType,
+    torch.dtype, torch.device, pl.Trainer, pl.LightningDataModule, torch.utils.data.DataLoader,
+    torch.utils.data.Dataset, torch.optim.Optimizer,
+)  # fmt: skip
+"""Types of objects that have no state, or whose state no `training_step` changes."""
+
+
+class StepState:
+    """The present state of a training.
+
+    Args:
+        module: the module.
+        inputs: arguments of its `training_step`.
+        logged: values that were logged, by their key.
+    """
+
+    def __init__(self, module: pl.LightningModule, inputs: object, logged: dict[str, Any] | None) -> None:
+        self.random = RandomState()
+        self._logged = logged
+        self._keys = {} if logged is None else {k: v for k, v in logged.items() if k.startswith(_LOGGED_BY)}
+        self._restores: list[Callable[[], None]] = []
+        self._compared: list[tuple[Tensor, int]] = []
+        """Tensors that are not copied, and their versions."""
+        self._opaque: type | None = None
+        """Class of an iterator or file, whose position can't be restored; `None`: there is none."""
+        self._seen: dict[int, object] = {}
+        """Recorded objects by their identity; the values keep them alive."""
+        for parameter in module.parameters():
+            self._seen[id(parameter)] = parameter
+            self._compared.append((parameter, parameter._version))
+        with torch._C._DisableTorchDispatch():  # modes of the user see no copies
+            self._record([module, *self._keys.values()], copy=True)
+            self._record([inputs], copy=False)
+
+    def obstacle(self) -> str | None:
+        """Returns why the state can't be restored; `None`: it can."""
+        if any(tensor._version != version for tensor, version in self._compared):
+            return "`training_step` has changed a parameter, its batch, or a large tensor in place"
+        return None if self._opaque is None else f"`training_step` may have read or written a {self._opaque.__name__}"
+
+    def restore(self) -> None:
+        """Restores the state, if there is no obstacle."""
+        if self._logged is not None:
+            for key in [key for key in self._logged if key.startswith(_LOGGED_BY) and key not in self._keys]:
+                del self._logged[key]
+        with torch._C._DisableTorchDispatch():
+            for restore in self._restores:
+                restore()
+        self.random.restore()
+
+    def _record(self, values: Iterable[object], *, copy: bool) -> None:
+        """Records objects, and those that they refer to."""
+        found = list(values)
+        while found:
+            value = found.pop()
+            if id(value) in self._seen or isinstance(value, _ATOMS):
+                continue
+            self._seen[id(value)] = value
+            found += self._record_one(value, copy=copy)
+
+    def _record_one(self, value: Any, *, copy: bool) -> Iterable[object]:
+        """Records one object, and returns the objects that it refers to."""
+        if isinstance(value, Tensor):
+            self._record_tensor(value, copy=copy)
+            return ()
+        if isinstance(value, np.ndarray):
+            array = value.copy()
+            self._restores.append(lambda: np.copyto(value, array))
+            return ()
+        if (restore := _restore_generator(value)) is not None:
+            self._restores.append(restore)
+            return ()
+        if isinstance(value, Iterator | io.IOBase):
+            self._opaque = type(value)
+            return ()
+        referred: list[object] = []
+        if isinstance(value, dict):
+            items = dict(value)
+            self._restores.append(lambda: _refill(value, items))
+            referred += items.values() if len(items) <= FEW else ()
+        elif isinstance(value, list | deque):
+            elements = list(value)
+            self._restores.append(lambda: _replace(value, elements))
+            referred += elements if len(elements) <= FEW else ()
+        elif isinstance(value, set):
+            members = set(value)
+            self._restores.append(lambda: _exchange(value, members))
+        elif isinstance(value, tuple):
+            referred += value if len(value) <= FEW else ()
+        if (attributes := _attributes(value)) is not None:
+            before = dict(attributes)
+            self._restores.append(lambda: _refill(attributes, before))
+            module = isinstance(value, nn.Module)
+            referred += [each for name, each in before.items() if not (module and name.endswith("_hooks"))]
+        return referred
+
+    def _record_tensor(self, tensor: Tensor, *, copy: bool) -> None:
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.grad_fn is None
+        if not (copy and plain and not tensor.is_inference() and tensor.nbytes <= COPIED):
+            if not tensor.is_inference():
+                self._compared.append((tensor, tensor._version))
+            return
+        data = tensor.data
+        before = data.cpu() if data.device.type != "cpu" else data.clone()
+
+        def restore() -> None:
+            tensor.data = data  # the counter of versions stays, as autograd may have saved the tensor
+            data.copy_(before)
+
+        self._restores.append(restore)
+
+
+class RandomState:
+    """The present states of the random number generators of torch, its devices, NumPy and Python."""
+
+    def __init__(self) -> None:
+        self._states = fabric.utilities.seed._collect_rng_states()
+
+    def restore(self) -> None:
+        """Restores the states."""
+        fabric.utilities.seed._set_rng_states(dict(self._states))
+
+
+def _attributes(value: object) -> dict[str, Any] | None:
+    """Returns the attributes of an object that are recorded; `None`: none are.
+
+    Objects of Python's own classes, such as threads and locks, are not recorded.
+    """
+    if type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
+        return None
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
+
+
+def _restore_generator(value: Any) -> Callable[[], None] | None:
+    """Returns a function that restores a generator of random numbers; `None`: the value is none."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: (value.set_state(state), None)[1]
+    if isinstance(value, random.Random):
+        own = value.getstate()
+        return lambda: value.setstate(own)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        given = bits.state
+        return lambda: setattr(bits, "state", given)
+    if isinstance(value, np.random.RandomState):
+        legacy = value.get_state()
+        return lambda: value.set_state(legacy)
+    return None
+
+
+def _refill(mapping: dict[Any, Any], items: dict[Any, Any]) -> None:
+    # A subclass may have a `__setitem__` of its own; an OrderedDict has an order of its own.
+    if type(mapping) is dict:
+        mapping.clear()
+        mapping.update(items)
+        return
+    for key in [key for key in mapping if key not in items]:
+        del mapping[key]
+    for key, value in items.items():
+        if key not in mapping or mapping[key] is not value:
+            mapping[key] = value
+
+
+def _replace(sequence: Any, elements: list[Any]) -> None:
+    sequence.clear()
+    sequence.extend(elements)
+
+
+def _exchange(members: set[Any], before: set[Any]) -> None:
+    members.clear()
+    members.update(before)

@@ -1,0 +1,312 @@
+"""A micro-batch that runs out of memory is run again with less, and no number and no hook shows it."""
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
+from tests.support.compare import assert_same
+from tests.support.limited_memory import LimitedMemory
+from tests.support.meter import Meter, use
+from tests.support.plans import BOTH, quiet_trainer
+
+pytestmark = pytest.mark.timeout(180)
+
+WIDTH = 8
+
+AMPLE, SHORT = Meter(1e9, 10**6), Meter(1e6, 999_000)
+
+
+class Counts:
+    """An object of the user."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.last: deque[float] = deque(maxlen=4)
+
+
+class Stateful(pl.LightningModule):
+    """Its `training_step` changes each kind of state, and all of it goes into the loss."""
+
+    def __init__(self, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.metric = MeanMetric()
+        self.counts, self.seen, self.by_name, self.number = Counts(), [], {"sum": torch.zeros(())}, 0
+        self.noise, self.python = torch.Generator().manual_seed(3), random.Random(4)
+        self.numpy, self.array = np.random.default_rng(5), np.zeros(2)
+        self.checkpointing = checkpointing
+
+    def block(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(self.first(x)).relu(), 0.2, self.training)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.number += 1
+        self.counts.calls += self.number
+        self.array += self.number
+        self.mean.data.mul_(0.9).add_(batch.mean(0))
+        self.by_name["sum"] += batch.sum()
+        drawn = self.python.random() + self.numpy.random() + random.random() + np.random.rand()  # noqa: NPY002
+        hidden = batch + torch.randn(WIDTH, generator=self.noise) + self.mean + drawn
+        if self.checkpointing is None:
+            hidden = self.block(self.block(hidden))
+        else:
+            hidden = checkpoint(self.block, checkpoint(self.block, hidden, use_reentrant=False), use_reentrant=False)
+        states = self.counts.calls + sum(self.seen) + float(self.array.sum()) + self.by_name["sum"]
+        loss = (self.last(hidden) * states.sin()).square().mean()
+        self.seen.append(loss.item())
+        self.counts.last.append(loss.item())
+        self.metric.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("metric", self.metric, on_step=False, on_epoch=True)
+        return {"loss": loss, "hidden": hidden}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class CountHooks(pl.Callback):
+    """Counts the calls of each hook, which draw random numbers."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.outputs: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs += outputs["hidden"].flatten().tolist()
+
+
+def _count(name: str) -> Any:
+    def hook(self: CountHooks, *_: Any, **__: Any) -> None:
+        self.calls[name] += 1
+        torch.rand(1)
+
+    return hook
+
+
+for _name in [name for name in dir(pl.Callback) if name.startswith("on_") and name not in vars(CountHooks)]:
+    setattr(CountHooks, _name, _count(_name))
+
+
+@dataclass
+class Run:
+    weights: dict[str, Tensor]
+    seen: list[float]
+    state: tuple[Any, ...]
+    outputs: list[float]
+    metrics: list[dict[str, float]]
+    calls: Counter[str]
+    failures: int
+
+
+def train(
+    strategy: Any,
+    memory: LimitedMemory | None = None,
+    accumulate: int = 1,
+    batches: int = 6,
+    rows: Sequence[int] = (),
+    module: Any = Stateful,
+    callbacks: Sequence[pl.Callback] = (),
+    **how: Any,
+) -> Run:
+    """Trains two epochs; returns all that a user sees."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    data = [torch.randn(count, WIDTH) for count in (rows or [4] * batches)]
+    made, hooks = module(), CountHooks()
+    memory = memory or LimitedMemory()
+    with TemporaryDirectory() as root, memory:
+        logger = CSVLogger(root)
+        trainer = quiet_trainer(
+            Path(root),
+            strategy=strategy,
+            max_epochs=2,
+            accumulate_grad_batches=accumulate,
+            callbacks=[memory.counting, hooks, *callbacks],
+            logger=logger,
+            log_every_n_steps=1,
+            **how,
+        )
+        trainer.fit(made, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+        metrics = list(logger.experiment.metrics)
+    state = made.number, made.counts.calls, list(made.counts.last), made.array.tolist(), made.by_name["sum"].item()
+    return Run(dict(made.state_dict()), made.seen, state, hooks.outputs, metrics, hooks.calls, memory.failures)
+
+
+def assert_equal(one: Run, other: Run) -> None:
+    assert_same(one.weights, other.weights)
+    assert (one.seen, one.state, one.calls) == (other.seen, other.state, other.calls)
+    assert one.metrics == other.metrics and one.outputs == other.outputs
+
+
+def train_by_default(meter: Meter, memory: LimitedMemory, **how: Any) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        use(meter, patch)
+        return train(SSDOffloadStrategy(**BOTH), memory, **how)
+
+
+@pytest.mark.parametrize(
+    ("failures", "meter", "accumulate", "checkpointing"),
+    [
+        ([(1, 5), (2, 70)], AMPLE, 2, None),
+        ([(1, 70), (4, 20)], AMPLE, 1, False),
+        ([(2, 10), (3, 70), (8, 60), (9, 5)], SHORT, 1, None),
+    ],
+)
+def test_numbers_logs_and_hooks_are_those_of_a_training_with_enough_memory(
+    failures: list[tuple[int, int]], meter: Meter, accumulate: int, checkpointing: bool | None
+) -> None:
+    how: dict[str, Any] = {"accumulate": accumulate, "module": lambda: Stateful(checkpointing)}
+    run = train_by_default(meter, LimitedMemory(fails_at=failures), **how)
+    assert run.failures == len(failures)
+    assert_equal(train("auto", **how), run)
+
+
+@pytest.mark.thorough
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(st.integers(1, 24), st.integers(1, 110), max_size=12),
+    st.integers(1, 3),
+    st.sampled_from([AMPLE, SHORT]),
+    st.sampled_from([None, False, True]),
+    st.sampled_from(["32-true", "bf16-mixed"]),
+)
+def test_any_allocation_may_fail(
+    failures: dict[int, int], accumulate: int, meter: Meter, checkpointing: bool | None, precision: str
+) -> None:
+    """At most one of each micro-batch: a second failure is an error."""
+    how: dict[str, Any] = {"accumulate": accumulate, "module": lambda: Stateful(checkpointing), "precision": precision}
+    how["batches"] = 12
+    run = None
+    try:
+        run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
+    except torch.OutOfMemoryError as error:
+        # Reentrant checkpointing accumulates gradients in several backwards.
+        assert checkpointing and accumulate > 1 and "could not be run again" in str(error.__notes__)
+    if run is not None:
+        assert_equal(train("auto", **how), run)
+
+
+def least_memory(**how: Any) -> int:
+    """Returns the peak of a training that offloads all saved tensors, one at a time."""
+    memory = LimitedMemory()
+    train(SSDOffloadStrategy(**BOTH, offload=1.0), memory, callbacks=[PrefetchScheduler(window_bytes=0)], **how)
+    return memory.highest_ever
+
+
+@pytest.mark.parametrize(
+    ("share", "rows", "accumulate"),
+    [
+        (1.01, [64] * 10, 1),
+        pytest.param(1.1, [64, 64, 80, 32, 64, 100, 64, 64, 100, 100], 2, marks=pytest.mark.thorough),
+    ],
+)
+def test_trains_wherever_offloading_everything_fits(share: float, rows: list[int], accumulate: int) -> None:
+    how: dict[str, Any] = {"rows": rows, "accumulate": accumulate}
+    memory = LimitedMemory(share * least_memory(**how))
+    run = train_by_default(memory, memory, **how)
+    assert_equal(train("auto", **how), run)
+
+
+@pytest.mark.thorough
+@settings(max_examples=25, deadline=None)
+@given(st.floats(1.01, 1.6), st.lists(st.integers(8, 100), min_size=4, max_size=12), st.integers(1, 3))
+def test_never_runs_out_of_memory_where_offloading_everything_fits(
+    share: float, rows: list[int], accumulate: int
+) -> None:
+    test_trains_wherever_offloading_everything_fits(share, rows, accumulate)
+
+
+@pytest.mark.parametrize("allocation", [2, 70])
+def test_one_line_says_it(allocation: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), batches=3)
+    part = "forward" if allocation == 2 else "backward"
+    (line,) = [line for line in caplog.messages if "run out of memory" in line]
+    assert run.failures == 1
+    assert line == (
+        f"offload='auto': the CPU has run out of memory in the {part} of a micro-batch, which is run again with all "
+        "saved tensors offloaded."
+    )
+
+
+def test_a_plan_that_ran_out_of_memory_is_replaced_by_a_smaller_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        train_by_default(SHORT, LimitedMemory(fails_at=[(15, 30)]), batches=9)
+    assert "SwapPlanner: a step has run out of memory: planning again with 937.50 KiB of the GPU." in caplog.messages
+
+
+@pytest.mark.thorough
+def test_a_training_whose_profiles_run_out_of_memory_is_not_planned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        train_by_default(SHORT, LimitedMemory(fails_at=[(number, 30) for number in range(5, 19)]), batches=9)
+    lines = [line for line in caplog.messages if line.startswith("offload='auto': offloads")]
+    assert len(lines) == 1 and "profiling needs more memory than there is" in lines[0]
+
+
+class Twice(Stateful):
+    """Always runs out of memory in the second micro-batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.last(self.fails(batch))
+        return super().training_step(batch, batch_idx)
+
+    def fails(self, batch: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+
+
+def test_the_error_of_a_second_failure_says_what_was_tried() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+        train_by_default(AMPLE, LimitedMemory(), module=Twice)
+    assert any("memory has run out again in the forward, with all saved" in note for note in caught.value.__notes__)
+
+
+class SeesBackward(Stateful):
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.number += 1
+
+
+class ChangesParameters(Stateful):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.last.weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
+
+
+class Reads(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = iter(range(100))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (SeesBackward, "`on_before_backward` of the module"),
+        (ChangesParameters, "changed a parameter"),
+        (Reads, "range_iterator"),
+    ],
+)
+def test_what_a_user_would_see_twice_is_not_run_again(module: Any, reason: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 70)]), module=module)
+    assert any("could not be run again" in note and reason in note for note in caught.value.__notes__)
