@@ -30,6 +30,7 @@ from lightning_ssd.model_states import CommitRecord, ModelStates, Settings, desc
 from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.model_states.settings import show, type_name
 from lightning_ssd.storage import StorageError
+from lightning_ssd.uncopied import Uncopied
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
-class Recovery:
+class Recovery(Uncopied):
     """Records one training, and resumes from the record of a killed one.
 
     Args:
@@ -292,6 +293,9 @@ class _ReplayLoader:
             raise AttributeError(name)
         return getattr(self._dataloader, name)
 
+    def __reduce__(self) -> Any:
+        return _same, (self._dataloader,)  # a copied Trainer does not continue the training
+
     def __len__(self) -> int:
         return len(self._dataloader)
 
@@ -386,6 +390,10 @@ def _random() -> dict[str, Any]:
 
 def _set_random(states: dict[str, Any]) -> None:
     fabric.utilities.seed._set_rng_states(dict(states))
+
+
+def _same(dataloader: Any) -> Any:
+    return dataloader
 
 
 def _loader_settings(dataloader: Any) -> dict[str, str]:

@@ -239,6 +239,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Settings with which `model_states` were made."""
         self.num_nodes = 1  # the Trainer sets it
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy does not continue the training, and `Uncopied` objects are None in it.
+        own: dict[str, Any] = {"_restore_callbacks": [], "_restore_allocator": None, "_precision": None}
+        return super().__getstate__() | own | {"_precision_plugin": self._precision or self._precision_plugin}
+
     # ---- the device ----
 
     @property

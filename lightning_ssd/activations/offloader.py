@@ -49,6 +49,7 @@ from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
 from lightning_ssd.types import EVICT_MARGIN, Choice, OffloadTierName
+from lightning_ssd.uncopied import Uncopied
 
 
 class BudgetError(RuntimeError):
@@ -82,7 +83,7 @@ class OffloadStats:
     load_stall: float = 0.0
 
 
-class ActivationOffloader:
+class ActivationOffloader(Uncopied):
     """Offloads the saved tensors of one device.
 
     Args:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from lightning_ssd.uncopied import ModuleHook, Uncopied
+
 
 class Segment(NamedTuple):
     """A part of a forward in which no unit begins or ends.
@@ -41,7 +43,7 @@ class UnitCall(NamedTuple):
     time: int
 
 
-class UnitDispatchMode(TorchDispatchMode):
+class UnitDispatchMode(Uncopied, TorchDispatchMode):
     """Intercepts every operation of the forwards that run inside it. Operations of backwards are not intercepted.
 
     The mode belongs to the training thread. Autograd's threads inherit it during a backward that begins inside it.
@@ -112,8 +114,8 @@ class UnitDispatchMode(TorchDispatchMode):
                     self.left(self._open.pop(), output)
                 self._turn("exit", index)
 
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+        self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
 
     def _turn(self, event: Literal["enter", "exit"], index: int) -> None:
         if self._open:

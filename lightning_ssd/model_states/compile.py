@@ -10,7 +10,7 @@ from types import FunctionType
 
 from torch import nn
 
-from lightning_ssd.model_states.hooks import ModuleHook
+from lightning_ssd.uncopied import ModuleHook
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.model_states.hooks import ModuleHook
+from lightning_ssd.uncopied import ModuleHook
 
 Loaded = Mapping[nn.Parameter, Tensor]
 """Checkpoint values of parameters."""

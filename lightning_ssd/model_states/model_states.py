@@ -54,6 +54,7 @@ from lightning_ssd.model_states.summoned import SummonedWeights
 from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_unit
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
+from lightning_ssd.uncopied import Uncopied
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class StateBytes:
     ssd: int
 
 
-class ModelStates:
+class ModelStates(Uncopied):
     """Trains one model whose states are offloaded: the facade over all that moves and steps its flat parameters.
 
     Duty: hooks the model and its optimizers, passes each event to the piece that has the state for it, and restores the

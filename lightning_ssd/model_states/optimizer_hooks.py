@@ -26,7 +26,9 @@ def hook_step(
         end: called after.
     """
 
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if stepping is not optimizer:  # Lightning's wrapper: once it was copied, torch calls the hooks for it, too
+            return None
         begin(optimizer)
 
         def with_grads(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -43,9 +45,10 @@ def hook_step(
         grads.hide(True)
         return args, kwargs
 
-    def after(optimizer: Optimizer, *_: object) -> None:
-        grads.hide(False)
-        end(optimizer)
+    def after(stepping: Optimizer, *_: object) -> None:
+        if stepping is optimizer:
+            grads.hide(False)
+            end(optimizer)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.hooks import ModuleHook
 from lightning_ssd.model_states.lazy import LazyTensors
 from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
 from lightning_ssd.model_states.staged import StagedFlats
+from lightning_ssd.uncopied import ModuleHook
 
 
 class StateDicts:

@@ -30,6 +30,7 @@ from lightning_ssd.planning.model import visit_name
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.types import Tier
+from lightning_ssd.uncopied import ModuleHook, Uncopied
 
 QUEUE = 128
 """Operations that surely fit into a GPU's launch queue, together with the copies of their saved tensors."""
@@ -38,7 +39,7 @@ REST = "rest"
 """Name of the operator that sums the operations of a unit whose results are not saved."""
 
 
-class Profiler:
+class Profiler(Uncopied):
     """Profiles a training: one micro-batch operation by operation, then a few ordinary steps.
 
     The results of the training do not change, bit for bit. The recorded micro-batch and `profile` synchronize the host
@@ -182,7 +183,8 @@ class Profiler:
         self._launches.clear()
         for index, unit in enumerate(self.units):
             for module in unit.modules:
-                self._handles.append(module.register_forward_pre_hook(self._begin_visit(index), prepend=True))
+                hook = ModuleHook(self._begin_visit(index))
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def begin_forward(self, *, of_step: bool) -> None:
         """Called when a timed micro-batch begins; `of_step` is True for the first one of a step."""

@@ -19,6 +19,7 @@ from lightning_ssd.activations.weights import is_weight, offloaded_weights
 from lightning_ssd.device import make_clock
 from lightning_ssd.device.storage_tags import BUFFER
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
+from lightning_ssd.uncopied import ModuleHook
 
 HEAD_START = 0.5
 """Seconds of work given to a GPU before timed operations, so that it runs at the clock rate that it can sustain."""
@@ -239,8 +240,8 @@ class TraceMode(UnitDispatchMode):
             if self._entered and not in_backward() and self._where:
                 self._where.pop()
 
-        yield module.register_forward_pre_hook(before)
-        yield module.register_forward_hook(after, always_call=True)
+        yield module.register_forward_pre_hook(ModuleHook(before))
+        yield module.register_forward_hook(ModuleHook(after), always_call=True)
 
 
 class OptimizerTrace(TorchDispatchMode):

@@ -149,6 +149,9 @@ def main() -> int:
     }
     listed = yaml.safe_load((HERE / "exceptions.yaml").read_text()) or []
     expected = [ExpectedFailure(**entry) for entry in listed]
+    if not plain:
+        print("no test takes the default strategy and passes without redirection")
+        return 0
     found = {name: run_suite(checkout, STRATEGIES[name], list(plain), options.only) for name in options.strategy}
     return 0 if all([compare(name, plain, results, expected) for name, results in found.items()]) else 1
 

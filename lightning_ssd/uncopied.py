@@ -1,7 +1,18 @@
-"""Module hooks of one training, which copies of the modules do not have."""
+"""Parts of one training in copies of the Trainer or the module, which user code may make at any hook."""
 
 from collections.abc import Callable
 from typing import Any
+
+
+class Uncopied:
+    """Base class of objects that own threads, files or buffers of one training, or work on its tensors.
+
+    In a copy (`copy.deepcopy`, pickle) of an object that refers to one there is None in its place: the copy does not
+    continue the training.
+    """
+
+    def __reduce__(self) -> Any:
+        return _none, ()
 
 
 class ModuleHook:
@@ -30,3 +41,7 @@ def no_hook(*args: Any, **kwargs: Any) -> None:
 
 def _make_no_hook() -> Callable[..., None]:
     return no_hook
+
+
+def _none() -> None:
+    return None
