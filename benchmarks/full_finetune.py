@@ -20,10 +20,10 @@ Options:
   recover          `recover=True`: a killed run would go on
   plain-kernel     AdamW by torch's kernels instead of our own
   mixed            `precision="bf16-mixed"` instead of `bf16-true`
-  batch=N, steps=N, rounds=N, gpu=GIB, host=GIB
+  batch=N, warm-up=N, steps=N, rounds=N, gpu=GIB, host=GIB
   resident=GIB     `gpu_memory=` of the strategy: whole units stay on the GPU (with mode auto)
   gpu-steps=N      the GPU makes the steps of N % of the units in host memory, from the second step on; 0: of none.
-                   Without it, the share is chosen by the seconds of the first 30 steps or so: give `steps=40`
+                   Without it, a trial chooses the share, which needs `warm-up=32`
 
 Batches of 16 x 1024 tokens (and 229 of a T5's decoder), gradient checkpointing, bf16 weights with fp32 master weights
 and states (`bf16-true`; with `mixed`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next,
@@ -43,8 +43,18 @@ from typing import Any
 
 from benchmarks.processes import cap_gpu_memory, run_alone
 
-CLIPPING = ("host:{}", "host:{},deferred", "host:{},speculative,limit=1000000")
-"""Cases that show the cost of clipping: none, every step clipped, and no step clipped that is speculated."""
+CLIPPING = (
+    "host:{}",
+    "host:{},deferred,gpu-steps=0",
+    "host:{},deferred,gpu-steps=15",
+    "host:{},deferred,gpu-steps=30",
+    "host:{},deferred,warm-up=32",
+    "auto:{},deferred,resident=14",
+    "host:{},speculative,limit=1000000",
+)
+"""Cases that show the cost of clipping: none; every step clipped, with all optimizer steps on the CPU, with fixed
+shares of them on the GPU, with the share that a trial finds, and with units that stay on the GPU; and speculated steps
+of which none is clipped."""
 
 SHAPES = {"gpt": ("2048x24", "2560x32", "3072x34"), "t5": ("1024x24,clip",), "llama": ("3072x28,clip",)}
 """Cases of each model, unless others are given."""
@@ -103,7 +113,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         batch = random_batch(case["model"], case["batch"])
 
         def __len__(self) -> int:
-            return case["batch"] * (WARM_UP + case["steps"])
+            return case["batch"] * (case["warm-up"] + case["steps"])
 
         def __getitem__(self, index: int) -> dict[str, Tensor]:
             return {name: values[index % case["batch"]] for name, values in self.batch.items()}
@@ -132,7 +142,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         precision="bf16-mixed" if case["mixed"] else "bf16-true",
         strategy=strategy,
         max_epochs=1,
-        callbacks=[probe, *([TimelineRecorder(WARM_UP + 1, timeline, steps=2)] if timeline else [])],
+        callbacks=[probe, *([TimelineRecorder(case["warm-up"] + 1, timeline, steps=2)] if timeline else [])],
         gradient_clip_val=float(case["limit"]) if case["clip"] else None,
         logger=False,
         enable_checkpointing=False,
@@ -146,7 +156,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
         model = FineTunedGPT(50304, 1024, hidden, case["layers"], hidden // 128, gradient_checkpointing=True)
     started = time.perf_counter()
     trainer.fit(model, DataLoader(SameTokens(), batch_size=case["batch"]))
-    steps = probe.seconds(WARM_UP)
+    steps = probe.seconds(case["warm-up"])
     result = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "step": statistics.median(steps),
@@ -182,6 +192,7 @@ def parse(text: str, model: str) -> dict[str, Any]:
     hidden, layers = map(int, shape.split("x"))
     case: dict[str, Any] = {"model": model, "mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "steps": 4}
     case |= {"rounds": 1, "gpu": 24, "host": 0, "resident": 0, "lr": 1e-4, "overlap": "optimized", "gpu-steps": -1}
+    case["warm-up"] = WARM_UP
     case |= {
         "limit": 1,
         "how": "auto",
@@ -210,7 +221,7 @@ def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]
         arguments = {name: case[name] for name in ("model", "hidden", "layers", "batch", "steps")}
         arguments |= {
             "mode": case["mode"].removeprefix("deepspeed-"),
-            "warm-up": WARM_UP,
+            "warm-up": case["warm-up"],
             "gpu-gib": case["gpu"],
             "clip": case["limit"] if case["clip"] else 0.0,
             "path": f"{path}/deepspeed",

@@ -488,7 +488,10 @@ class ModelStates(Uncopied):
         return None if self.staging is None else self.staging.store.stats()
 
     def stepped(self) -> WorkCounter:
-        """Returns the parameters that the CPU has stepped, and the seconds it took."""
+        """Returns the offloaded parameters that were stepped, and the seconds of the CPU.
+
+        Where the device makes a part of the steps at the same time, the rate is that of both.
+        """
         return self._steps.work()
 
     # ---- the journal of `recover=True` ----

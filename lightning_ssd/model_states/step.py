@@ -49,7 +49,7 @@ class OptimizerStep:
         scale: future of the number that the gradient is multiplied with; None: the step is skipped.
         limit: largest absolute value of the scaled gradient's elements; None: no limit.
         worker: runs the jobs.
-        count: called after each job, on the worker's thread, with the parameters stepped and the seconds it took.
+        count: called after each job with the parameters stepped and the seconds that the CPU took.
         priority: priority of the jobs and their reads; the lowest goes first.
         opt_state_priority: priority of the second job of a step in two parts.
     """
@@ -161,6 +161,7 @@ class OptimizerStep:
                 weights.set_result(None)
 
         def commit(_: None) -> "Future[None]":  # on the thread that completes the copies
+            self.count(sum(view.numel for view in self.store.flat.param_views), 0.0)
             self._end(committed=True)
             return finished(None)
 

@@ -43,7 +43,7 @@ class StepScheduler:
     which future the next step, the journal and `revert_partial_step` wait for.
 
     Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
-    `backward`. Callbacks run on other threads: `_count` on the worker's; those of a step's own futures where
+    `backward`. Callbacks run on other threads: `_count` on that of a job; those of a step's own futures where
     `OptimizerStep` says. The future of the journal's last record completes on the journal's thread, and has no callback
     of this class.
 
@@ -357,12 +357,12 @@ class StepScheduler:
                     )
 
     def _count(self, parameters: int, seconds: float) -> None:
-        """Adds a job's work. Runs on the worker's thread."""
+        """Adds a job's work. Runs on the thread that ends the job."""
         with self._lock:
             self._work = self._work.plus(parameters, seconds)
 
     def work(self) -> WorkCounter:
-        """Returns the parameters that the CPU has stepped, and the seconds it took. Any thread may call."""
+        """Returns the offloaded parameters that were stepped, and the seconds of the CPU. Any thread may call."""
         with self._lock:
             return self._work
 

@@ -29,7 +29,7 @@ from tests.support.models import Model
 from tests.support.moves import Mover
 from tests.support.products import combinations
 from tests.support.state_stores import CPU, STATES, masters_of, open_store, weights_of
-from tests.support.states import offloading, ssd, train
+from tests.support.states import assert_nothing_is_left, offloading, ssd, train
 from tests.support.steps import Stepped
 
 pytestmark = pytest.mark.timeout(120)
@@ -135,6 +135,41 @@ def test_states_that_move_and_checkpoints_amid_a_training(tmp_path: Path, monkey
     assert_same(train(tmp_path, ssd(tier="ssd"), Model(), callbacks=[ours, mover], **how), expected)
     assert_same(ours.read, plain.read)
     assert shared.steps > 0 and mover.moves > 2
+
+
+class Lost(CPUCopyEngine):
+    """Copies of the device's steps, which fail from a number of calls on."""
+
+    calls_left = 0
+
+    def sibling(self) -> CPUCopyEngine:
+        return Failing(self.device)
+
+
+class Failing(CPUCopyEngine):
+    """See `Lost`."""
+
+    def d2h(self, *arguments: Any, **named: Any) -> Any:
+        Lost.calls_left -= 1
+        if Lost.calls_left < 0:
+            raise RuntimeError("the device is lost")
+        return super().d2h(*arguments, **named)
+
+
+@pytest.mark.parametrize("clip", ["deferred", "speculative"])
+def test_a_training_whose_copies_fail_ends_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any
+) -> None:
+    """It names values that are lost, since they were overwritten in part; with two versions none are."""
+    Shared(monkeypatch, share=1.0)
+    monkeypatch.setattr(build, "make_copy_engine", Lost)
+    monkeypatch.setattr(Lost, "calls_left", 22)
+    model = Model()
+    with pytest.raises(RuntimeError, match="the device is lost") as raised:
+        train(tmp_path, offloading(clip=clip), model, gradient_clip_val=0.5)
+    notes = "".join(getattr(raised.value, "__notes__", []))
+    assert ("are NaN now" in notes) == (clip == "deferred")
+    assert_nothing_is_left(tmp_path)
 
 
 # ---- one step of one flat parameter ----
