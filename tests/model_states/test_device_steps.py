@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
 from lightning_ssd.model_states import build
+from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStepper, pieces
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import Layout, StateStore
@@ -84,6 +85,18 @@ def test_numbers_are_plain_lightnings(
     shared = Shared(monkeypatch)
     assert_same(train(tmp_path, offloading(**strategy), Model(optimizer), **how), expected)
     assert (shared.steps > 0) == (accumulate == 1)
+
+
+@pytest.mark.parametrize(("gpu_memory", "selected"), [("100kB", False), ("1MB", True)])
+def test_pieces_take_memory_of_prefetched_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_memory: Any, selected: bool
+) -> None:
+    """Without room for them and three units, the CPU makes all steps."""
+    monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
+    found: list[bool] = []
+    monkeypatch.setattr(DeviceShare, "note", lambda share, work: found.append(share.select(share._order)))
+    train(tmp_path, offloading(gpu_memory=gpu_memory), Model(), max_epochs=1)
+    assert found and set(found) == {selected}
 
 
 class Engines(LateCopies):

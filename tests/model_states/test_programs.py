@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.access import Toy, fit
 from tests.support.compare import assert_same
+from tests.support.device_steps import Shared
 
 WIDTH = 8
 
@@ -158,6 +159,7 @@ TRAININGS = st.fixed_dictionaries(
         "clip": st.sampled_from([None, 0.05]),
         "accumulate": st.sampled_from([1, 2]),
         "overlap": st.sampled_from(["optimized", "none"]),
+        "on_device": st.booleans(),
     }
 )
 
@@ -190,10 +192,13 @@ def run(path: Path, parts: list[Build], code: Any, training: Any, states: str | 
         module.at(hook, action)
     strategy = None if states is None else {"overlap": training["overlap"]}
     arguments = {"gradient_clip_val": training["clip"], "accumulate_grad_batches": training["accumulate"]}
-    try:
-        return fit(path, module, states, strategy=strategy, **arguments)  # type: ignore[no-any-return]
-    except RuntimeError as error:  # as autograd's, where user code changes what backward needs
-        return error
+    with pytest.MonkeyPatch.context() as patch:
+        if training["on_device"]:
+            Shared(patch)
+        try:
+            return fit(path, module, states, strategy=strategy, **arguments)  # type: ignore[no-any-return]
+        except RuntimeError as error:  # as autograd's, where user code changes what backward needs
+            return error
 
 
 def check(path: Path, parts: list[Build], code: Any, training: Any, places: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 
 
 class Shared:
@@ -19,6 +20,7 @@ class Shared:
         """Steps that the device has made."""
         self._random = random.Random(seed)
         monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
+        monkeypatch.setattr(ParamPrefetcher, "change_budget", lambda prefetcher, nbytes: True)
         submit = DeviceStepper.submit
 
         def counted(stepper: DeviceStepper, *arguments: Any, **named: Any) -> Any:
