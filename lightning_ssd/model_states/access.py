@@ -112,6 +112,8 @@ class Access:
                 shared with a weight.
         """
         offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
+        for flat in {parameter.flat: None for parameter in offloaded}:
+            self.staged.pull(flat)
         versions = [parameter._version for parameter in offloaded]
         with ordinary(offloaded):
             yield

@@ -153,8 +153,24 @@ class FlatParameter:
         }
 
     def memory(self, index: int) -> Tensor | None:
-        """Returns the memory that user code shares with parameter `index`, if any."""
+        """Returns the memory that user code shares with parameter `index`, if any.
+
+        Tensors in state dicts are on the CPU, with the bits of master weights, whatever the parameter is in plain
+        training.
+        """
         return self.shared[index].tensor() if index in self.shared else None
+
+    def share(self, index: int, masters: Tensor) -> Tensor:
+        """Returns CPU memory with the values of parameter `index`, which user code shares with it from now on.
+
+        Args:
+            index: the parameter.
+            masters: its present master weights.
+        """
+        if index not in self.shared:
+            with torch.inference_mode(False), torch.no_grad():
+                self.shared[index] = SharedMemory(masters.clone())
+        return self.shared[index].tensor()
 
     def view(self, index: int) -> Tensor:
         """Returns the compute weights of parameter `index`. The flat parameter must be resident."""

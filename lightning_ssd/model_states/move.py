@@ -440,7 +440,9 @@ class _Move:
             flat = item.flat
             for index, (parameter, values) in enumerate(weights.items()):
                 memory = flat.memory(index)
-                parameter.data = values if memory is None else memory
+                if memory is not None and (memory.device, memory.dtype) == (values.device, values.dtype):
+                    values = memory
+                parameter.data = values
             for parameter, state in states.items():
                 self._owners[flat].state[parameter] = state
             self.masters |= masters

@@ -76,7 +76,7 @@ class Weights(Source):
             return self.item.parameter.data
         if (memory := self.flat.memory(self.index)) is not None:
             self.access.staged.pull(self.flat)  # other parameters of the flat may have been changed, too
-            return memory
+            return memory.to(self.flat.device, self.item.dtype)
         if not self.flat.mixed:
             return self.flat.view(self.index)
         masters = self.access.staged.stage(self.flat).masters
@@ -86,7 +86,9 @@ class Weights(Source):
         if self.whole:
             return
         flat, item = self.flat, self.item
-        if flat.memory(self.index) is not None:  # `values` are this memory
+        if (memory := flat.memory(self.index)) is not None:
+            if (values.device, values.dtype) != (memory.device, memory.dtype):  # else `values` are this memory
+                write_changed(memory, values.to(memory.device))
             self.access.staged.pull(flat)
             return
         self.access.begin_change(flat)
@@ -110,11 +112,22 @@ class Weights(Source):
         return super().values(tensor)
 
     def share(self) -> Tensor:
-        """Returns the parameter's memory in plain training, which other tensors share from now on."""
+        """Returns the parameter's memory in plain training, which other tensors share from now on.
+
+        Raises:
+            RuntimeError: a state dict has the values in other memory.
+        """
         values = self.read()
-        if not self.whole and self.flat.memory(self.index) is None:
+        if self.whole:
+            return values
+        if (memory := self.flat.memory(self.index)) is None:
             values = values.clone(memory_format=torch.preserve_format)
             self.flat.shared[self.index] = SharedMemory(values)
+        elif not values.is_set_to(memory):
+            raise RuntimeError(
+                f"`.data` can't share memory with {self.name}, which is offloaded, while a state dict has its values. "
+                "Drop the state dict, or copy the values (`copy_`)."
+            )
         return values
 
     def changed(self) -> None:

@@ -131,7 +131,7 @@ class StagedFlats:
         with _plain_operators():
             for index in flat.shared:
                 tensor, item = flat.memory(index), flat.param_views[index]
-                if tensor is not None and not same_bits(tensor.to("cpu"), item.of(masters).to(item.dtype)):
+                if tensor is not None and not same_bits(tensor.to("cpu"), item.of(masters).to(tensor.dtype)):
                     found[index] = tensor
         return found
 

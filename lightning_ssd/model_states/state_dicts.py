@@ -24,8 +24,9 @@ class StateDicts:
 
     Threads: the training thread.
 
-    Ownership: values of a state dict are copies, or lazy tensors while `lazy` makes them. Loaded values belong to
-    `StagedFlats` until they are stored.
+    Ownership: weights in a module's state dict share memory with the parameters as long as user code references them,
+    as in plain training; states of an optimizer are copies. Both are lazy tensors while `lazy` makes them. Loaded
+    values belong to `StagedFlats` until they are stored.
 
     Args:
         module: the model.
@@ -105,7 +106,7 @@ class StateDicts:
         return _own_parameters(owner, self._masters.by_param)
 
     def _after_state_dict(self, owner: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        """Replaces compute weights in a state dict by master weights: copies of the offloaded ones."""
+        """Replaces compute weights in a state dict by master weights, those of offloaded ones on the CPU."""
         offloaded = self._offloaded(owner)
         mastered = self._mastered(owner)
         self._masters.sync(parameter for _, parameter in mastered)
@@ -118,7 +119,7 @@ class StateDicts:
             return
         flat_params = {self._where[parameter][0] for _, parameter in offloaded}
         for name, parameter in offloaded:
-            if prefix + name not in state:
+            if state.get(prefix + name, parameter) is parameter:  # missing, or wanted itself (`keep_vars=True`)
                 continue
             flat, index = self._where[parameter]
             if flat.summoned:  # the parameter is whole: its own value is the one that counts
@@ -126,10 +127,9 @@ class StateDicts:
                 continue
             masters = flat.param_views[index].of(self._staged.stage(flat, keep=flat_params).masters)
             if self.lazy.enabled:
-                masters = self.lazy.make((flat, index), masters, self._reader(flat, index))
+                state[prefix + name] = self.lazy.make((flat, index), masters, self._reader(flat, index))
             else:
-                masters = masters.clone()
-            state[prefix + name] = masters
+                state[prefix + name] = flat.share(index, masters)
 
     def _before_load(
         self, owner: nn.Module, state: object, prefix: str, metadata: Mapping[str, Any], *_: object

@@ -471,7 +471,7 @@ class StateStore:
         masters = staged.masters()
         for index, item in enumerate(self.flat.param_views):
             memory = self.flat.memory(index)
-            if memory is not None and memory.device.type == "cpu":
+            if memory is not None and (memory.device.type, memory.dtype) == ("cpu", item.dtype):
                 item.parameter.data = memory.copy_(item.of(masters))
             else:
                 item.parameter.data = item.of(masters).to(item.dtype, copy=True)

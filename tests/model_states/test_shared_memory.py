@@ -112,6 +112,17 @@ def load(module: Sharing, i: int, j: int) -> None:
     module.blocks[0].load_state_dict({name: 0.5 * value for name, value in module.target.state_dict().items()})
 
 
+def keep_state_dict(module: Sharing, i: int, j: int) -> None:
+    module.kept += module.target.up.state_dict().values()
+
+
+def write_state_dict(module: Sharing, i: int, j: int) -> None:
+    """The usual moving average over state dicts: nothing else refers to the tensors that are written."""
+    new = module.blocks[i % 2].state_dict(keep_vars=j % 2 == 0)
+    for name, value in module.target.state_dict(keep_vars=j % 3 == 0).items():
+        value.mul_(0.75).add_(new[name].detach(), alpha=0.25)
+
+
 def drop(module: Sharing, i: int, j: int) -> None:
     if module.kept:
         module.kept.pop(i % len(module.kept))
@@ -126,7 +137,7 @@ def write_and_drop(module: Sharing, i: int, j: int) -> None:
 OPERATIONS: list[Operation] = [
     assign, assign_and_forget, assign_kept, assign_array, assign_parts_of_a_buffer, assign_without_effect, share, swap,
     alias, write_tensor, write_array, write_weight, write_both, load, drop,
-    write_and_drop,
+    write_and_drop, keep_state_dict, write_state_dict,
 ]  # fmt: skip
 WRITES: list[Operation] = [write_tensor, write_array]
 """Those that plain training allows between a forward and its backward."""
@@ -281,6 +292,58 @@ def test_data_that_is_set_while_weights_are_whole(tmp_path: Path, states: str) -
         return module
 
     compare(tmp_path, make, states)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("states", PLACES)
+def test_tensors_of_state_dicts_are_those_of_the_parameters(tmp_path: Path, states: str, precision: Any) -> None:
+    """One that is kept has the values of later steps, and what is written to it counts, as in plain torch."""
+
+    def act(module: Any) -> Any:
+        write_state_dict(module, 0, 1)
+        if not module.kept:
+            module.kept = list(module.state_dict().values())
+        for value in module.kept:
+            value.mul_(0.9)
+        return [value.clone() for value in module.kept]
+
+    compare(tmp_path, lambda: _kept("on_train_batch_end", act), states, precision=precision)
+
+
+def test_a_state_dict_of_other_bits_than_the_weights(tmp_path: Path) -> None:
+    """In `bf16-true` it has the fp32 master weights; it is one value with the weight all the same."""
+
+    def act(module: Any) -> None:
+        weight = module.blocks[0].up.weight
+        kept = module.blocks[0].up.state_dict()["weight"]
+        assert kept.dtype == torch.float32
+        with torch.no_grad():
+            kept.fill_(0.3)
+            assert torch.equal(weight, torch.full_like(weight, 0.3))
+            weight[0] = 2
+        assert torch.equal(kept[0], torch.full((8,), 2.0)) and torch.equal(kept[1], torch.full((8,), 0.3))
+        with pytest.raises(RuntimeError, match="while a state dict has its values"):
+            module.blocks[1].up.weight.data = weight.data
+
+    fit(tmp_path, Toy("on_train_batch_end", act), "host", precision="bf16-true")
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_compiled_code_reads_what_was_written_to_a_state_dict(tmp_path: Path, states: str) -> None:
+    def make() -> Toy:
+        module = Toy("on_train_batch_end", lambda module: write_state_dict(module, 1, 1))
+        module.blocks.append(module.target)
+        for block in module.blocks:
+            block.compile(backend="aot_eager")
+        return module
+
+    compare(tmp_path, make, states)
+
+
+def _kept(hook: str, act: Any) -> Sharing:
+    module = Sharing(momentum=0.5)
+    module.at(hook, act)
+    return module
 
 
 def test_a_tensor_that_is_assigned_is_not_kept_alive(tmp_path: Path) -> None:

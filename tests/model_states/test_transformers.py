@@ -1,5 +1,6 @@
 """Models of transformers: tied and shared embeddings, models in models, folders, and building on `meta`."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_models_that_were_built_on_meta(tmp_path: Path, make: Any) -> None:
 
     class Looking(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            before.update(pl_module.state_dict())
+            before.update(copy.deepcopy(pl_module.state_dict()))
 
     torch.manual_seed(1)
     trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=2, logger=False, enable_checkpointing=False,
