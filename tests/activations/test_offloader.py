@@ -760,6 +760,52 @@ def test_prefetch_window(tmp_path: Path, window: int, depth: int | None, ahead: 
         assert ssd(cache).bytes_in == (1 + ahead) * storage
 
 
+def test_the_prefetch_window_moves_on_with_backward(tmp_path: Path) -> None:
+    """Each storage that has arrived makes room for one more, and none is read again that backward has unpacked."""
+    storage, count = 32 * 32 * 4, 8
+    with open_cache(tmp_path) as cache:
+        cache.begin_micro_batch()
+        with cache.hooks():
+            losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(count)]
+        change_policy(cache, window_bytes=2 * storage)
+        for done, loaded in enumerate([3, 3, 4, 5, 6, 7, 8, 8], start=1):
+            losses[-done].backward(retain_graph=True)
+            assert ssd(cache).bytes_in == loaded * storage
+
+
+def test_storages_kept_for_the_begin_of_backward_count_in_the_window(tmp_path: Path) -> None:
+    """As long as backward has not unpacked them, so much less is prefetched."""
+    storage, count = 32 * 32 * 4, 8
+    with open_cache(tmp_path) as cache:
+        change_policy(cache, window_bytes=2 * storage)
+        # The second micro-batch keeps the first one and two more: the first has shown the order of backward.
+        for expected in ([3, 3, 4, 5, 6, 7, 8, 8], [0, 1, 2, 2, 3, 4, 5, 5]):
+            cache.begin_micro_batch()
+            with cache.hooks():
+                losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(count)]
+            wait_for_writes(cache)
+            before = ssd(cache).bytes_in
+            for loaded in expected:
+                losses.pop().backward()
+                assert ssd(cache).bytes_in - before == loaded * storage
+            cache.end_backward()
+
+
+def test_storages_saved_after_backward_began_are_prefetched(tmp_path: Path) -> None:
+    storage = 32 * 32 * 4
+    with open_cache(tmp_path) as cache:
+        cache.begin_micro_batch()
+        with cache.hooks():
+            first = [randn(32, 32).requires_grad_().exp().sum() for _ in range(2)]
+        first.pop().backward()
+        with cache.hooks():
+            second = [randn(32, 32).requires_grad_().exp().sum() for _ in range(4)]
+        change_policy(cache, window_bytes=9 * storage)
+        before = ssd(cache).bytes_in
+        second.pop().backward()
+        assert ssd(cache).bytes_in - before == 5 * storage
+
+
 def test_forwarding_and_cancelling(tmp_path: Path) -> None:
     """While the drive takes nothing, backward has its tensors from memory; a store that nobody needs is cancelled."""
     backend, threads = GatedBackend(), 4

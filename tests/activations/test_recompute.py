@@ -257,6 +257,77 @@ def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(cache: 
         assert torch.equal(actual, expected)
 
 
+def test_a_second_backward_after_an_argument_was_changed(cache: ActivationOffloader) -> None:
+    """Values that can't be recomputed any more are kept for it."""
+
+    offset = torch.ones(100)
+
+    def forward(x: Tensor, changes: bool) -> Tensor:
+        out = (x + offset).sin().sum()
+        if changes:
+            offset.mul_(2)
+        return out
+
+    values = torch.randn(100)
+    directed = Directed(cache)
+    gradients(lambda x: forward(x, False), [values], directed.record)
+    choices = everything(directed.end_record())
+    assert "recompute" in choices.values()
+    found = []
+    for hooks in (nullcontext, lambda: directed.direct(choices)):
+        offset.fill_(1)
+        x = values.clone().requires_grad_()
+        with hooks():
+            loss = forward(x, True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(x.grad)
+    directed.end_direct()
+    assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
+
+
+def test_a_backward_under_autocast_recomputes_what_the_forward_computed(cache: ActivationOffloader) -> None:
+    def forward(x: Tensor) -> Tensor:
+        return (x @ x).sin().sum()
+
+    values = torch.randn(16, 16)
+    directed = Directed(cache)
+    gradients(forward, [values], directed.record)
+    choices = everything(directed.end_record())
+    found = []
+    for hooks in (nullcontext, lambda: directed.direct(choices)):
+        x = values.clone().requires_grad_()
+        with hooks():
+            loss = forward(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+        found.append(x.grad)
+    directed.end_direct()
+    assert found[0] is not None and found[1] is not None and torch.equal(found[0], found[1])
+
+
+def test_an_operation_that_returns_another_dtype_in_backward_is_refused(cache: ActivationOffloader) -> None:
+    counts = torch.arange(100)
+
+    def forward(x: Tensor) -> Tensor:
+        return (x * counts.sqrt()).sum()  # the root of integers has the default dtype
+
+    directed = Directed(cache)
+    gradients(forward, [torch.randn(100)], directed.record)
+    choices = everything(directed.end_record())
+    assert "recompute" in choices.values()
+    x = torch.randn(100, requires_grad=True)
+    with directed.direct(choices):
+        loss = forward(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(RuntimeError, match="it depends on more than its arguments"):
+            loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    directed.end_direct()
+
+
 def test_recomputation_ignores_data_that_is_assigned_after_the_operation(cache: ActivationOffloader) -> None:
     """The operation is recomputed from its argument as it was."""
     alive = []

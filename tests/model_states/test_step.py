@@ -1,5 +1,6 @@
 """The optimizer step of one flat parameter: whatever is known when, it is that of torch, once, or none."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning_ssd.device import Worker, finished
 from lightning_ssd.model_states.adam import any_kernel
 from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.state_store import StateStore
+from tests.support.faults import Move, Operation, WrappingBackend
 from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
 from tests.support.steps import ARRIVED, Stepped
 
@@ -92,6 +94,43 @@ def test_a_speculation_without_memory_waits_for_the_scale(tmp_path: Path, worker
         known.set_result(1.0)
         done.result(timeout=60)
         assert same(masters_of(store), torchs(store, 1.0)) and made.jobs == [15] and store.steps == 1
+
+
+def test_a_serial_step_ends_when_its_values_are_written(
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It excludes all other jobs until then. The drive writes nothing before the step waits for its writes."""
+    events: list[str] = []
+    gate = threading.Event()
+
+    class Late(WrappingBackend):
+        name = "late"
+
+        def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
+            if operation == "write":
+                assert gate.wait(timeout=60)
+                events.append("write")
+            return call(buffer, offset)
+
+    gate.set()
+    with open_store(tmp_path, ("ssd", "ssd"), make_layout(2), Late()) as (store, _):
+        store.drain()
+        gate.clear()
+        events.clear()
+        written = store.written
+
+        def wait_for_writes(*arguments: Any) -> "Future[None]":
+            gate.set()
+            return written(*arguments)
+
+        monkeypatch.setattr(store, "written", wait_for_writes)
+        done, _ = Stepped(store, worker, finished(1.0)).step.serial([])
+        done.add_done_callback(lambda _: events.append("end"))
+        done.result(timeout=60)
+        worker.submit(lambda: None).result(timeout=60)  # the callback of `done` has run, on the same thread
+        gate.set()
+        store.drain()
+        assert events == ["write", "write", "end"]
 
 
 @pytest.mark.parametrize("drop", [False, True])
