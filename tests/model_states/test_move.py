@@ -123,7 +123,7 @@ def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.
     """Units that found no room on the device stay where they were, and training goes on."""
     from lightning_ssd.model_states import move as module
 
-    bring = module._Move._bring
+    bring = module._Move._copy_to_device
     brought = []
 
     def one_only(self: Any, item: Any) -> Any:
@@ -135,7 +135,7 @@ def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.
     class Once(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step == 3 and not brought:
-                monkeypatch.setattr(module._Move, "_bring", one_only)
+                monkeypatch.setattr(module._Move, "_copy_to_device", one_only)
                 units = {unit.name: UnitPlan("gpu", "gpu", "keep", {}) for unit in find_units(pl_module)}
                 trainer.strategy.move_states(Plan(units, 2**20, 2**20))
                 assert trainer.strategy.model_states.stores
