@@ -182,7 +182,7 @@ def _totals(trainer: Any) -> dict[str, float]:
         stats = cache.stats()
         for name in ("saved", "stored", "forwarded", "loaded", "store_stall", "load_stall"):
             totals[name] = getattr(stats, name)
-        totals["sending_seconds"] = cache.sending_seconds
+        totals["sending_seconds"] = cache.offload_seconds
     return totals
 
 

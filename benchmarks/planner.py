@@ -180,7 +180,7 @@ def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict
     runner.hardware.to_json(path / "machine.json")
     return {
         "plans": sweep.results,
-        "settled": asdict(runner.placement),
+        "placement": asdict(runner.placement),
         "profile": json.loads((path / "profile.json").read_text()),
         "machine": json.loads((path / "machine.json").read_text()),
     }
@@ -239,13 +239,13 @@ def plot(results: dict[str, Any], picture: Path) -> None:
         planned, swept = _split(result)
         swept.sort(key=lambda row: row["coefficient"])
         model, machine = _profiles(result)
-        given = result["settled"]
-        settled = FixedPlacement(
-            tuple(given["weights"]), tuple(given["states"]), given["staging_bytes"], given["host_room"]
+        given = result["placement"]
+        placement = FixedPlacement(
+            tuple(given["weights"]), tuple(given["states"]), given["staging_bytes"], given["host_limit"]
         )
         fine = [step / 20 for step in range(21)]
         curve = [
-            simulate(model, machine, plan_with_coefficient(model, machine, share, settled)).step_seconds
+            simulate(model, machine, plan_with_coefficient(model, machine, share, placement)).step_seconds
             for share in fine
         ]
         axes.plot(fine, curve, color="tab:gray", label="simulated")

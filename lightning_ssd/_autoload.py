@@ -1,8 +1,8 @@
 """Registers the package's strategies with Lightning, with no import in user code.
 
 torch calls `register` at the end of `import torch`, through the entry point group `torch.backends`. Lightning
-is imported later, so `register` leaves a hook that adds the strategies' names as soon as there is a
-`StrategyRegistry` to add them to.
+is imported later, so `register` installs an import hook that adds the strategies' names once there is a
+`StrategyRegistry`.
 
 Only the standard library may be imported here, and nothing may raise: it would break `import torch` itself.
 """
@@ -33,7 +33,7 @@ asking: str | None = None
 
 
 def register() -> None:
-    """Adds the strategies to every `StrategyRegistry`: those already imported and those still to come."""
+    """Adds the strategies to every `StrategyRegistry`, whether it is imported already or later."""
     with suppress(Exception):
         if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _RegistryFinder())
@@ -62,7 +62,7 @@ def _add_strategies_after_exec(loader: Any) -> None:
     exec_module = loader.exec_module
 
     def exec_and_add(module: ModuleType) -> None:
-        del loader.exec_module  # back to the class's own: a loader may serve several modules
+        del loader.exec_module  # restores the class's method: a loader may load several modules
         exec_module(module)
         _add_strategies(module)
 

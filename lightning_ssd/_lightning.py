@@ -3,7 +3,7 @@
 Lightning is published twice, as `lightning.pytorch` and as `pytorch_lightning`, with separate class trees:
 a Trainer of one refuses the strategies and callbacks of the other. This is the one place that decides which
 tree the package's own classes derive from: that of the Trainer that asked for a strategy by name, else the
-one that is imported, else `lightning.pytorch`. Everything else takes `pl` and `fabric` from here.
+one that is imported, else `lightning.pytorch`. All other modules import `pl` and `fabric` from here.
 """
 
 import sys
@@ -37,7 +37,7 @@ def require(tree: str) -> None:
     if pl.__name__ != tree:
         raise RuntimeError(
             f"A `{tree}` Trainer asked for a lightning_ssd strategy, but in this process lightning_ssd is"
-            f" bound to `{pl.__name__}`, and a Trainer accepts strategies of its own package only. Take"
+            f" bound to `{pl.__name__}`, and a Trainer accepts strategies of its own package only. Import"
             f" Trainer, LightningModule and callbacks from `{pl.__name__}`; or import `{tree}`, and not"
-            f" `{pl.__name__}`, before anything of lightning_ssd is used."
+            f" `{pl.__name__}`, before lightning_ssd is used."
         )

@@ -116,7 +116,7 @@ def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
     """Checks that a recipe and the files of `-c` options are YAML mappings. Missing files are not checked.
 
     Raises:
-        ValueError: a file is not; the message names the file, which the parser of the recipe would not do.
+        ValueError: a file is no YAML mapping. The message names the file; the error of the recipe's parser would not.
         OSError: a file could not be read.
     """
     import yaml
@@ -125,7 +125,7 @@ def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
     options.add_argument("-c", "--config", action="append", default=[])
     try:
         known, _ = options.parse_known_args(overrides)
-    except argparse.ArgumentError:  # the parser of the recipe reports it
+    except argparse.ArgumentError:  # the recipe's parser reports it
         known = argparse.Namespace(config=[])
     for file in (recipe, *known.config):
         if not Path(file).is_file():
@@ -187,7 +187,7 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
 
 
 def _check_settings(config: Any) -> None:
-    """Checks values of a recipe that Lightning and torch would refuse only in the first step, or accept.
+    """Checks values that Lightning and torch accept, or refuse only in the first step.
 
     Raises:
         ValueError: A value is out of range, or `ckpt_path` is no checkpoint.
@@ -205,8 +205,8 @@ def _check_settings(config: Any) -> None:
 def _refused_input(error: BaseException) -> str | None:
     """Returns the message of an error that refuses a recipe's input, or None for every other error.
 
-    An error refuses input if this package or Lightning has raised it, or if it names a file or a missing package, and
-    no batch was trained yet. Errors of other code, such as the user's modules, are shown with their traceback.
+    An error refuses input if no batch was trained yet, and the error was raised by this package or Lightning, or names
+    a file or a missing package. Errors of other code, such as the user's modules, are shown with their traceback.
     """
     from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -393,11 +393,11 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
 
         seconds = simulate(model, hardware, plan_as_configured(config, model, hardware)).step_seconds
         print(
-            f"\nThis plan is in force with `callbacks=[SwapPlanner(plan=...)]`. A run without SwapPlanner takes "
-            f"{seconds:.2f} s a step: the arguments of its strategy alone place the states."
+            f"\n`callbacks=[SwapPlanner(plan=...)]` applies this plan. Without SwapPlanner, the strategy's arguments "
+            f"choose the tiers of states, and a step takes {seconds:.2f} s."
         )
     if args.replay:
-        print("\nmigration at   throughput, 1 where the GPU never waits")
+        print("\nmigration at   throughput, relative to a GPU that never waits")
         for bandwidth, throughput in replay(model, hardware, plan, [2.0**power * 1e9 for power in range(8)]):
             print(f"{bandwidth / 1e9:>7.0f} GB/s   {throughput:.3f}")
 
@@ -575,22 +575,20 @@ def _reporting(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(str(error))
 
 
-def _checkpoint(text: str) -> Path:
-    if not (path := Path(text)).exists():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
-    return path
+def _existing(exists: Callable[[Path], bool], problem: str) -> Callable[[str], Path]:
+    """Returns the parser of a path that exists; `problem` is the message for other paths."""
+
+    def parse(text: str) -> Path:
+        if not exists(path := Path(text)):
+            raise argparse.ArgumentTypeError(problem.format(text))
+        return path
+
+    return parse
 
 
-def _file(text: str) -> Path:
-    if not (path := Path(text)).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
-    return path
-
-
-def _directory(text: str) -> Path:
-    if not (path := Path(text)).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a directory")
-    return path
+_checkpoint = _existing(Path.exists, "there is no file {!r}")
+_file = _existing(Path.is_file, "there is no file {!r}")
+_directory = _existing(Path.is_dir, "{!r} is not a directory")
 
 
 def _positive(text: str) -> float:

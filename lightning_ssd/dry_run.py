@@ -28,7 +28,7 @@ from lightning_ssd.planning import (
     make_plan,
     simulate,
 )
-from lightning_ssd.planning.placement import default_plan, default_window
+from lightning_ssd.planning.saved_groups import default_plan, default_window
 from lightning_ssd.profiling import LifetimeRecorder, TracingError, count_samples, fake_tensors, trace, unit_profiles
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.strategy import SSDOffloadStrategy
@@ -109,9 +109,9 @@ def _traceable(config: Any, batch: Sequence[str]) -> Iterator[tuple[pl.Lightning
 
 
 def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfile) -> Plan:
-    """Returns the plan that a run follows whose user gives no `SwapPlanner`: states are in the strategy's tiers.
+    """Returns the plan of a run without a user's `SwapPlanner`.
 
-    Weights and optimizer states are in one tier, which `states="auto"` chooses without `gpu_memory`. With
+    Weights and optimizer states are in one tier, as `states="auto"` chooses it without `gpu_memory`. With
     `offload="auto"` saved tensors are kept if all fit, and planned otherwise. With `"none"` they are kept. With
     `"ssdtrain"`, or an amount, they are offloaded up to the bytes that the link transfers during a forward.
 
@@ -126,10 +126,12 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
         fits = nbytes <= GPU_SHARE * hardware.gpu_bytes
         states = "gpu" if fits else "host" if nbytes <= 0.85 * hardware.host_bytes else "ssd"
     tiers: tuple[Tier, ...] = (states,) * len(model.units)
-    carried = int(model.forward_seconds * hardware.copy_out)
+    transferred = int(model.forward_seconds * hardware.copy_out)
     left = hardware.host_bytes - (nbytes if states == "host" else 0)
     amount = _strategy_argument(config, "offload") or "auto"
-    room: dict[InputChoice, int] = {"host": max(0, min(carried, int(left)))} if amount not in ("auto", "none") else {}
+    room: dict[InputChoice, int] = (
+        {"host": max(0, min(transferred, int(left)))} if amount not in ("auto", "none") else {}
+    )
     placement = FixedPlacement(tiers, tiers)
     plan = default_plan(model, placement, room, default_window(model, tiers))
     if amount == "auto" and simulate(model, hardware, plan).excess_bytes(hardware):
@@ -253,7 +255,7 @@ def _first_batch(config: Any, module: pl.LightningModule, trainer: pl.Trainer) -
     source: Any = module
     if config.get("data") is not None:
         source = _instantiate(config, "data", pl.LightningDataModule)
-        trainer.datamodule = source  # type: ignore[attr-defined]  # modules ask it what the data needs
+        trainer.datamodule = source  # type: ignore[attr-defined]  # modules read sizes of the data from it
         source.trainer = trainer
     try:
         source.prepare_data()

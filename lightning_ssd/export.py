@@ -14,7 +14,7 @@ from lightning_ssd.storage import StorageError
 
 __all__ = ["export"]
 
-_TAKEN = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
+_COPIED = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt")
 
 
 def export(
@@ -27,7 +27,7 @@ def export(
     like: Path | None = None,
     trust: bool = False,
 ) -> list[Path]:
-    """Writes the weights in `checkpoint` as safetensors, one file at a time, so that RAM is needed for one file.
+    """Writes the weights in `checkpoint` as safetensors, one file at a time, in RAM for one file.
 
     Args:
         checkpoint: a Lightning checkpoint, a file of `torch.save` with a state dict, or a sharded checkpoint.
@@ -59,12 +59,12 @@ def export(
         if trust or "weights_only" not in str(error).lower():
             raise ValueError(f"{checkpoint} can't be read as a checkpoint: {error}") from error
         raise ValueError(
-            f"{checkpoint} holds more than tensors, such as hyperparameters of classes of its own. If you trust it, "
+            f"{checkpoint} has objects that are not tensors, such as hyperparameters of user classes. If you trust it, "
             "add --trust."
         ) from error
     weights: dict[str, Tensor] = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else {}
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise ValueError(f"{checkpoint} has no state dict: name a checkpoint of a training, or a file of one.")
+        raise ValueError(f"{checkpoint} has no state dict: name a checkpoint, or a file with a state dict.")
     chosen = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     seen: set[object] = set()
     for name, value in list(chosen.items()):  # tied weights are written once: loading ties them again
@@ -77,7 +77,7 @@ def export(
         raise ValueError(f"no weight in {checkpoint} begins with {prefix!r}. They begin with {', '.join(starts)}.")
     folder.mkdir(parents=True, exist_ok=True)
     if like is not None:
-        for pattern in _TAKEN:
+        for pattern in _COPIED:
             for file in like.glob(pattern):
                 shutil.copy(file, folder)
     return _write(chosen, folder, shard_bytes, dtype)

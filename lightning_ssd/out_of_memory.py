@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig
-from lightning_ssd.device import available_memory, process_gpu_memory
+from lightning_ssd.device import allocator_memory, available_memory, process_gpu_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.sizes import format_bytes
 
@@ -65,13 +65,13 @@ def explain_out_of_memory(
 
 def _describe_device(device: torch.device) -> tuple[str, bool]:
     """Returns a sentence about the device's memory, and whether much of it is fragments."""
-    if device.type != "cuda":
+    memory = allocator_memory(device)
+    if memory is None:
         return f"{format_bytes(available_memory())} of RAM are free.", False
-    allowed = process_gpu_memory(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    allowed, allocated, reserved = process_gpu_memory(device), memory.allocated(), memory.reserved()
     text = (
         f"this process may use {format_bytes(allowed)} of the GPU; {format_bytes(allocated)} are allocated, "
-        f"{format_bytes(torch.cuda.max_memory_allocated(device))} at the peak, and {format_bytes(reserved)} reserved."
+        f"{format_bytes(memory.peak())} at the peak, and {format_bytes(reserved)} reserved."
     )
     return text, reserved - allocated > FRAGMENTED * allowed
 

@@ -92,7 +92,7 @@ class _OffloadHalfPrecision(_OffloadPrecision, pl.plugins.HalfPrecision):
 class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {}  # Lightning would save it under the name of this class, where plain Lightning finds no scaler
+        return {}  # Lightning would save it under the name of this class, which plain Lightning does not look up
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -110,7 +110,8 @@ class _OffloadMixedPrecision(_OffloadPrecision, pl.plugins.MixedPrecision):
     ) -> Any:
         if self.scaler is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
-        # As in Lightning's, but that the step begins before backward, and that gradients are unscaled where they are.
+        # As in Lightning's, except that the step begins before backward, and that offloaded gradients are unscaled on
+        # the host.
         torch_optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
         if not self.states.defer_to_user_hooks:
             self.states.begin_step(torch_optimizer)

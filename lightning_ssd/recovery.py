@@ -2,14 +2,14 @@
 
 This state is the Trainer's own checkpoint without offloaded weights, the states of all random number generators, and
 the position in the data. A loader without a `state_dict` is read again from the beginning of the epoch, with the random
-numbers of that time.
+numbers that the killed run had there.
 
 A record is made when the next batch is fetched: all hooks of the batch before, and validation, have run by then.
 
 A record belongs to one `fit`: to a model, settings, data, and the number of the `fit` in its script, or among those
-with the same `path`. Another `fit` does not resume from it, and raises an error with the reason. A script that is run
-again may repeat its first `fit` calls or skip them, which is not known. So the record of its second `fit` is neither
-kept for later nor resumed by the first one: several `fit` calls need different paths.
+with the same `path`. Another `fit` does not resume from it, and raises an error with the reason. When a script is run
+again, it may repeat its first `fit` calls or skip them, and the package can't tell which. So the first `fit` neither
+resumes from a record of the second one nor keeps that record: several `fit` calls need different paths.
 """
 
 import inspect
@@ -101,18 +101,18 @@ class Recovery(Uncopied):
     def __init__(self, trainer: pl.Trainer, states: ModelStates, path: Path) -> None:
         if "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters:
             raise ValueError(
-                "`recover=True` counts the batches that a training has had, and `training_step(dataloader_iter)` "
-                "fetches them itself. Take `training_step(batch, batch_idx)`, or set `recover=False`."
+                "`recover=True` counts the batches of a training, but `training_step(dataloader_iter)` fetches them "
+                "itself. Define `training_step(batch, batch_idx)`, or set `recover=False`."
             )
         self._trainer = trainer
         self._states = states
         self._path = path.absolute()
-        self._resume: deque[_DataPosition] = deque()
+        self._positions: deque[_DataPosition] = deque()
         self._resumed: CommitRecord | None = None
         """The record that the Trainer restores."""
         self._kept_gradients: dict[str, Tensor] = {}
         self._ahead = 0
-        """Number of batches that the Trainer prefetches before the first step."""
+        """Batches that the Trainer still prefetches before the first step."""
         self.random: dict[str, Any] | None = None
         """States of random number generators to restore when the resumed training continues."""
         self._recorded_step: int | None = None
@@ -136,7 +136,7 @@ class Recovery(Uncopied):
         checkpoint = dict(record.training_state)
         own = checkpoint.pop(_KEY)
         self._kept_gradients = checkpoint.pop(_GRADIENTS)
-        self._resume.extend(_DataPosition(**position) for position in own["places"])
+        self._positions.extend(_DataPosition(**position) for position in own["places"])
         self._ahead, self.random = own["ahead"], own["random"]
         self._resumed = record
         self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint | self._hyper_parameters()
@@ -148,9 +148,9 @@ class Recovery(Uncopied):
     def _refuse(record: CommitRecord, different: list[str]) -> None:
         if different:
             raise StorageError(
-                f"{record.file} is of a run that was killed, and this one can't go on from it: {describe(different)}. "
-                f"Put that back; or {record.remedy}. Where a script has several `fit`s with `recover=True`, give each "
-                "a `path` of its own."
+                f"{record.file} is of a run that was killed, and this run can't resume from it: {describe(different)}. "
+                f"Restore that setting; or {record.remedy}. If a script has several `fit`s with `recover=True`, give "
+                "each a `path` of its own."
             )
 
     def wrap_dataloader(self, dataloader: Any) -> Any:
@@ -162,20 +162,16 @@ class Recovery(Uncopied):
         """
         if getattr(dataloader, "persistent_workers", False):
             raise ValueError(
-                "`recover=True` reads data again up to where it was, and workers that stay from epoch to epoch can't "
-                "be where they were. Set `persistent_workers=False`, or `recover=False`."
+                "`recover=True` reads data again up to its position, but persistent workers can't be reset to theirs. "
+                "Set `persistent_workers=False`, or `recover=False`."
             )
         stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
-        position = self._resume.popleft() if self._resume else None
+        position = self._positions.popleft() if self._positions else None
         if position is not None and self._resumed is not None:
             self._refuse(self._resumed, differences(position.settings, _loader_settings(dataloader)))
         # A loader without a length is prefetched, so that its own state is ahead of the training.
-        kind = (
-            _StatefulReplayLoader
-            if stateful and fabric.utilities.data.sized_len(dataloader) is not None
-            else _ReplayLoader
-        )
-        return kind(dataloader, position, self)
+        sized = fabric.utilities.data.sized_len(dataloader) is not None
+        return (_StatefulReplayLoader if stateful and sized else _ReplayLoader)(dataloader, position, self)
 
     def before_batch(self) -> None:
         """Called before the next batch is fetched. Makes a record if a step was made since the last one."""
@@ -196,9 +192,9 @@ class Recovery(Uncopied):
         _ended[self._path] += 1
 
     def _continue(self, random: dict[str, Any]) -> None:
-        if self._resume:
+        if self._positions:
             assert self._resumed is not None
-            self._refuse(self._resumed, [f"{len(self._resume)} training dataloaders more were read then"])
+            self._refuse(self._resumed, [f"{len(self._positions)} more training dataloaders were read"])
         self._resumed = None
         for loader in self._wrapped_loaders():
             loader.fast_forward()
@@ -227,7 +223,7 @@ class Recovery(Uncopied):
             self._states.record(_encode_on_cpu(checkpoint))
         except NotPlainError as error:
             raise ValueError(
-                f"`recover=True` records what Lightning would put in a checkpoint, and {error}; or set `recover=False`."
+                f"`recover=True` records the content of Lightning's checkpoints: {error}; or set `recover=False`."
             ) from error
 
     def _with_hyper_parameters(self) -> "list[Any]":
@@ -243,13 +239,13 @@ class Recovery(Uncopied):
         return [] if current is None else [loader for loader in current.flattened if isinstance(loader, _ReplayLoader)]
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Returns gradients that are kept from one batch to the next, which only manual optimization may need."""
+        """Returns the gradients that manual optimization keeps from one batch to the next, by parameter name."""
         module = self._trainer.lightning_module
         if module.automatic_optimization:
             return {}
         offloaded = self._states.parameters  # their gradients are refused elsewhere if they are kept
-        staying = {name: value for name, value in module.named_parameters() if value not in offloaded}
-        return {name: value.grad for name, value in staying.items() if value.grad is not None}
+        resident = {name: value for name, value in module.named_parameters() if value not in offloaded}
+        return {name: value.grad for name, value in resident.items() if value.grad is not None}
 
 
 @dataclass(frozen=True)
@@ -288,7 +284,7 @@ class _ReplayLoader:
         self._batches = 0
 
     def __getattr__(self, name: str) -> Any:
-        # Lightning would restore a loader with `state_dict` and `load_state_dict`, which is done here instead.
+        # Without these two methods, Lightning does not restore the loader, which is restored here instead.
         if name.startswith("__") or name in ("state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._dataloader, name)
@@ -346,8 +342,8 @@ class _ReplayLoader:
 class _StatefulReplayLoader(_ReplayLoader):
     """A dataloader with a `state_dict`, whose position the Trainer restores.
 
-    The dataloader goes to its position when the first batch is fetched, and may draw random numbers for that. The
-    training's random number generators are restored after it.
+    The dataloader restores its position when the first batch is fetched, and may draw random numbers for that. So the
+    training's random number generators are restored afterwards.
     """
 
     def __iter__(self) -> "_StatefulReplayLoader":
@@ -429,14 +425,14 @@ def _encode_on_cpu(checkpoint: dict[str, Any]) -> Callable[[], PlainData]:
         return tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor.clone()
 
     encoded = encode(checkpoint, "checkpoint", copy)
-    arrived: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        arrived = torch.cuda.Event()
-        arrived.record()
+        copied = torch.cuda.Event()
+        copied.record()
 
     def wait() -> PlainData:
-        if arrived is not None:
-            arrived.synchronize()
+        if copied is not None:
+            copied.synchronize()
         return encoded
 
     return wait

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 class span:
     """Annotates the work inside of a `with` block for torch's profiler, on any thread.
 
-    It differs from torch's `record_function` in two points: it costs almost nothing while no profiler records (instead
+    It differs from torch's `record_function` in two points: it takes almost no time while no profiler records (instead
     of ten microseconds), and dispatch modes do not intercept it as an operator of the forward.
     """
 

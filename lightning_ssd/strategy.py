@@ -51,7 +51,7 @@ from lightning_ssd.model_states import (
 )
 from lightning_ssd.out_of_memory import explain_out_of_memory
 from lightning_ssd.planning import Plan
-from lightning_ssd.planning.model import is_later_visit
+from lightning_ssd.planning.model import is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_only
 from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import check_choice, parse_bytes
@@ -286,14 +286,14 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._uninitialized = meta_to_placeholder(self.model)
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-        self._offloaded = self._parameters_to_offload(fitting=fitting)
+        self._offloaded = self._parameters_offloaded(fitting=fitting)
         held = self._offloaded | self._uninitialized.parameters
         self.model._apply(lambda tensor: tensor if tensor in held else tensor.to(self.root_device))
         for module in self.model.modules():  # as `to` does, besides moving tensors
             if isinstance(module, fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin):
                 module._device = self.root_device
 
-    def _parameters_to_offload(self, *, fitting: bool) -> set[torch.nn.Parameter]:
+    def _parameters_offloaded(self, *, fitting: bool) -> set[torch.nn.Parameter]:
         assert self.model is not None
         return offloaded_parameters(self.model, parse_bytes(self.config.min_bytes, "min_bytes"), fitting=fitting)
 
@@ -308,7 +308,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             with super().tensor_init_context(empty_init):
                 yield
             return
-        # Not on the device, which may have no room. With `empty_init`, units are initialized one by one in `setup`.
+        # The device may have no room for the model. With `empty_init`, `setup` initializes one unit after the other.
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
@@ -341,7 +341,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         else:
             chosen = "`states='gpu'`" if self.states_config.states == "gpu" else None
             if self._user_plan() is not None:
-                chosen = "as SwapPlanner's `plan` says"
+                chosen = "by SwapPlanner's `plan`"
             need, room = bytes_on_device(self.model, fitting=True), self.states_config.resident_budget(device)
             of_states = describe_resident(need, room, chosen, device)
         planned = _has_planner(trainer)
@@ -350,7 +350,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
 
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
-        """Sets up as Lightning does, and offloads model states before all of them are on the device."""
+        """Runs Lightning's setup, and offloads model states before all of them are on the device."""
         assert self.model is not None
         averaging = [callback for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
         if fitting and averaging and self.states_config.recover:
@@ -483,7 +483,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         offloader, self.offloader = self.offloader, None
         if offloader is not None:
             offloader.close()  # states may need its memory
-        offloaded = self._parameters_to_offload(fitting=True)
+        offloaded = self._parameters_offloaded(fitting=True)
         before = self.model_states
         try:
             self.model_states = move_model_states(
@@ -501,7 +501,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                     raise RuntimeError(f"model states could not be moved: {error}") from error
                 raise
             self._make_offloader(self.lightning_module.trainer)
-            raise ValueError(f"model states stay where they are: {error}") from error
+            raise ValueError(f"model states were not moved: {error}") from error
         self._attach_states()
         self._make_offloader(self.lightning_module.trainer)
 
@@ -515,7 +515,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             rank=self.global_rank,
         )
         if self.model_states is None and self.config.amount() == "none":
-            # Nothing is offloaded: the hooks would only cost time.
+            # Nothing is offloaded: hooks would only add overhead.
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
 
     def _budgets_for_activations(self) -> OffloadConfig:
@@ -845,7 +845,7 @@ def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int
 
 def _planned_tiers(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
     """Returns the plan's tiers (weights, other states) of each unit."""
-    return {name: (unit.weights, unit.states) for name, unit in plan.units.items() if not is_later_visit(name)}
+    return {name: (unit.weights, unit.states) for name, unit in plan.units.items() if not is_later_call(name)}
 
 
 def _has_planner(trainer: pl.Trainer) -> bool:

@@ -35,7 +35,7 @@ def describe_activations(
     tiers = []
     for name, tier in offloader.tiers.items():
         tiers.append(f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})")
-    words = {"auto": "as the memory of the first steps shows", "ssdtrain": "as many as the bandwidth carries"}
+    words = {"auto": "as the memory of the first steps requires", "ssdtrain": "as many as the bandwidth allows"}
     amount = words.get(str(config.amount()), f"`offload={config.offload!r}`")
     return (
         f"activations of {format_bytes(offloader.min_bytes)} or more are offloaded to {', then to '.join(tiers)}: "
@@ -46,26 +46,26 @@ def describe_activations(
 def describe_states(states: ModelStates, module: nn.Module, device: torch.device) -> str:
     """Returns the bytes of weights and optimizer states in each tier."""
     weights: Counter[str] = Counter()
-    rest: Counter[str] = Counter()
+    opt_states: Counter[str] = Counter()
     masters = False
     offloaded: set[nn.Parameter] = set()
     for store in states.stores.values():
         layout = store.layout
         masters |= layout.whole_master or layout.split
         offloaded.update(view.parameter for view in store.flat.param_views)
-        of_weights, of_rest = store.tiers
+        of_weights, of_opt_states = store.tiers
         weights[of_weights] += store.flat.nbytes
-        rest[of_rest] += layout.opt_state_bytes
+        opt_states[of_opt_states] += layout.opt_state_bytes
     kept = sum(p.numel() * p.element_size() for p in module.parameters() if p not in offloaded)
     name = _name(device)
     if not offloaded:
         return f"model states are kept on the {name}: no parameter of `min_bytes` or more can be offloaded"
     parts = [f"weights are {_places(weights)}"]
-    if rest.total():
-        parts.append(f"{'master weights and ' if masters else ''}optimizer states {_places(rest)}")
-    taken = [f"{format_bytes(states.host_bytes)} of host memory with gradients and staging"]
-    taken += [f"{format_bytes(states.ssd_bytes)} on SSD"] if states.ssd_bytes else []
-    return f"{', '.join(parts)} ({', '.join(taken)})" + (
+    if opt_states.total():
+        parts.append(f"{'master weights and ' if masters else ''}optimizer states {_places(opt_states)}")
+    used = [f"{format_bytes(states.host_bytes)} of host memory with gradients and staging"]
+    used += [f"{format_bytes(states.ssd_bytes)} on SSD"] if states.ssd_bytes else []
+    return f"{', '.join(parts)} ({', '.join(used)})" + (
         f"; weights of {format_bytes(kept)} and their states are kept on the {name}" if kept else ""
     )
 
@@ -75,8 +75,8 @@ def describe_resident(need: int, room: float | None, chosen: str | None, device:
 
     Args:
         need: estimated bytes of the model states.
-        room: bytes that model states may take on the device; None: there is no limit.
-        chosen: the user's argument that keeps them there, if there is one.
+        room: bytes that model states may use on the device; None: there is no limit.
+        chosen: the user's argument that determines it, if there is one.
         device: device of the model's computation.
     """
     name = _name(device)

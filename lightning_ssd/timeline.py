@@ -1,7 +1,7 @@
 """The timeline of training steps: the activity of every resource, as a Chrome trace and as a picture.
 
-torch's profiler records all threads and the GPU. The timeline keeps only events that are work of a resource, so that
-the trace of a step has a few megabytes instead of hundreds.
+torch's profiler records all threads and the GPU. The timeline has only the events that are work of a resource: a few
+megabytes for a step instead of hundreds.
 """
 
 import json
@@ -31,7 +31,7 @@ COLORS = {
 PHASE_COLORS = {"forward": "#cfe8cf", "backward": "#cfdcf0", "optimizer": "#f3d3cf", "validation": "#eeeeee"}
 
 BETWEEN = "between"
-"""The phase from the end of a batch to the begin of the next one: data, logging, checkpoints."""
+"""The phase between two batches: data, logging, checkpoints."""
 
 _MARK = "lightning_ssd mark "
 _ROW_OF = {SSD_READ: "SSD read", SSD_WRITE: "SSD write", COPY_IN: "copy in", COPY_OUT: "copy out"}

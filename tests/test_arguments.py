@@ -102,7 +102,7 @@ def _has_a_meaning(made: Any, argument: str, value: Any) -> bool:
     bare = not isinstance(value, str) or value.strip().replace(".", "").isdigit()
     number = float(value) if bare else None
     if number is None or argument == "min_bytes":
-        return True  # tests/test_sizes.py has what each string means
+        return True  # tests/test_sizes.py tests the meaning of each string
     return number == 0 or number >= 10**6 or (argument == "offload" and number <= 1)
 
 

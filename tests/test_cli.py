@@ -149,7 +149,7 @@ class TestRun:
     def test_a_recipe_changes_single_keys_of_the_defaults_beside_it(
         self, recipe: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Strategies by name among them, and a list is appended to."""
+        """For example strategies by name, and items that are appended to a list."""
         Path("defaults.yaml").write_text(
             "trainer:\n  strategy: ssd_offload\n  max_steps: 70\n  log_every_n_steps: 7\n"
             "  callbacks:\n    - class_path: lightning.pytorch.callbacks.LearningRateMonitor\n"
@@ -369,7 +369,7 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_inputs_are_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of every command: usage, and what is wrong, in place of a traceback; and nothing is left."""
+    """Every command prints its usage and the error without a traceback, and leaves no files."""
     Path("folder").mkdir()
     Path("empty").touch()
     Path("binary").write_bytes(bytes(range(128, 256)) * 9)

@@ -1,4 +1,4 @@
-"""Commands in the documentation exist, and take the options that they are given there."""
+"""Commands in the documentation exist, and accept the documented options."""
 
 import argparse
 import importlib
@@ -16,7 +16,7 @@ COMMAND = re.compile(
     r"(?:`|^)((?:python -m benchmarks\.|lightning-ssd (?:plan|profile|bench|export|tiny-llama) ).+?)(?:`|$)", re.M
 )
 COMMANDS = sorted({found for page in PAGES for found in COMMAND.findall(page.read_text())})
-# Words of the documentation that stand for files of the reader.
+# Names in the documentation that stand for the reader's files.
 STAND_INS = {"DIR": "folder", "RECIPE.yaml": "recipe.yaml", "last.ckpt": "file.ckpt", "epoch1.ckpt": "file.ckpt"}
 STAND_INS |= {"HF_FOLDER": "folder", "configs/machines/h100.json": str(ROOT / "configs/machines/h100.json")}
 

@@ -1,4 +1,4 @@
-"""`lightning-ssd plan` traces any recipe's own training step, without memory, and says why where it can't."""
+"""`lightning-ssd plan` traces any recipe's own training step, without memory, or names the reason why it can't."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_checkpointing_is_traced() -> None:
 
 
 class Mine(pl.LightningModule):
-    """A user's module: looks at values of its batch, logs, steps by SGD, and has a frozen part."""
+    """A user's module that reads values of its batch, logs, uses SGD, and has a frozen part."""
 
     def __init__(self, width: int = 512, how: str = "") -> None:
         super().__init__()

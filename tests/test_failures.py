@@ -1,4 +1,4 @@
-"""Bad input, failing drives and killed runs: a clear error each time, and nothing left behind."""
+"""Bad input, failing drives and killed runs raise a clear error, and leave no files."""
 
 import errno
 import os
@@ -105,7 +105,7 @@ class TestBeforeTheFirstStep:
                 build(path=[])
 
     def test_a_path_on_a_filesystem_that_refuses_directories(self, tmp_path: Path) -> None:
-        """Which holds for root too."""
+        """This also holds for root."""
         self._refused(tmp_path, StorageError, r"`path`.*/sys/kernel: \[E(PERM|ROFS|ACCES)\].*path", path="/sys/kernel")
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -154,7 +154,7 @@ class _Large(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         small = (self.weight * 0.5).exp()
         large = small.expand(65 * 256, 1024).exp().sum() * 1e-6
-        loss = large + (self.weight * 0.25).exp().sum()  # of which backward begins with the last
+        loss = large + (self.weight * 0.25).exp().sum()  # backward begins with the last one
         self.losses.append(loss.item())
         return loss
 
@@ -229,7 +229,7 @@ _FAULTS: dict[str, tuple[Callable[[FaultyBackend], object], type[StorageError], 
 def test_a_fault_in_the_middle_of_a_run_ends_it_before_a_wrong_number_is_used(
     tmp_path: Path, fault: str, under_the_strategy: bool
 ) -> None:
-    """The error names file and offset, the optimizer has not stepped on the batch, and the module trains again."""
+    """The error names file and offset, no optimizer step used the batch, and the module can be trained again."""
     break_drive, error, match = _FAULTS[fault]
     backend = FaultyBackend()
     arguments = small_arguments() | {"backend": backend}
@@ -255,7 +255,7 @@ def test_a_fault_in_the_middle_of_a_run_ends_it_before_a_wrong_number_is_used(
 
 
 def test_a_failed_write_is_reported_even_if_the_bytes_are_never_loaded(tmp_path: Path) -> None:
-    """Backward is never run over what was lost; the next batch's first store tells."""
+    """Backward does not use the lost bytes; the next batch's first store raises the error."""
     backend = FaultyBackend()
 
     class Dropping(SmallModel):
@@ -289,7 +289,7 @@ def test_a_truncated_scratch_file_is_a_short_read(tmp_path: Path) -> None:
 
 
 def test_two_runs_at_once_on_one_path(tmp_path: Path) -> None:
-    """One trains wholly inside a step of the other; each has a directory of its own, and keeps to it."""
+    """One run trains within a single step of the other; each uses its own directory only."""
     inner, seen = small_model(), []
 
     class Inner(pl.Callback):
@@ -363,7 +363,7 @@ print("trained", flush=True)
 
 @contextmanager
 def _held_run(root: Path, *, forward: bool = True) -> "Iterator[subprocess.Popen[str]]":
-    """Runs a training in another process, and enters when that is inside a step, where it waits for its input."""
+    """Runs a training in another process, and yields when that process waits for input within a step."""
     script = root / "script.py"
     script.write_text(_HELD.format(root=str(root), forward=forward))
     with subprocess.Popen(

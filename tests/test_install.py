@@ -24,7 +24,7 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     python = venv / "bin" / "python"
     (site_packages,) = venv.glob("lib/python*/site-packages")
     (site_packages / "parent.pth").write_text(sysconfig.get_paths()["purelib"])
-    # The parent may have the package too; `--ignore-installed` leaves that one alone.
+    # The parent may have the package, too; `--ignore-installed` does not change it.
     offline = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"]
     source = ["--editable", ROOT] if request.param == "editable" else [ROOT]
     _check([sys.executable, "-m", "pip", "--python", python, "install", *offline, *source])

@@ -1,4 +1,4 @@
-"""Trainings on a device that is far behind the host: no wait is missing, and no buffer has another owner too early."""
+"""Trainings on a device far behind the host: no wait is missing, and no buffer is reused too early."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""An OutOfMemoryError tells what the memory was used for and what would help, and stays the error that it is."""
+"""An OutOfMemoryError gets a note on the uses of the memory and on remedies, and is not replaced."""
 
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def test_the_error_names_bytes_and_arguments(where: str, tmp_path: Path) -> None
 
 
 def test_remedies_are_those_that_the_training_does_not_use(tmp_path: Path) -> None:
-    """It has a planner, and states in host memory, which nothing looks at to write the note."""
+    """The training has a planner, and offloaded states, which the note must not prefetch."""
     strategy = SSDOffloadStrategy(tmp_path, states="host", min_bytes=1, gpu_memory="1B", host_memory="64MiB")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[planner()], default_root_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""Methods of Lightning's classes that the package overrides are marked so: a type checker sees when one is renamed."""
+"""Overridden methods of Lightning's classes are marked, so that a type checker notices when one is renamed."""
 
 import inspect
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The strategy under Lightning's Trainer: every way to run it, and what is true after each."""
+"""The strategy under Lightning's Trainer: all ways to run it, and the state after each."""
 
 import csv
 import gc
@@ -55,7 +55,7 @@ def _train(root: Path, strategy: Any, *callbacks: pl.Callback, loader: Any = Non
 
 
 def _assert_parity(root: Path, **arguments: Any) -> None:
-    """Asserts that a training is the same with and without offload, and that bytes really moved."""
+    """Asserts that a training is the same with and without offload, and that bytes were offloaded."""
     watch = Watch()
     plain = _train(root, "auto", **arguments)
     assert_same(plain, _train(root, offloading(), watch, **arguments))
@@ -120,7 +120,7 @@ class TestChoosingIt:
 
 
 class OtherCluster(LightningEnvironment):
-    """A user's environment, as for MPI, in which this process is the second of two."""
+    """A user's cluster environment, as for MPI, in which this process is the second of two."""
 
     def world_size(self) -> int:
         return 2
@@ -166,7 +166,7 @@ CLUSTERS: dict[str, tuple[dict[str, str], Any]] = {
 def test_one_device_is_a_world_of_one_whatever_a_cluster_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: str
 ) -> None:
-    """Ranks, collectives, logged metrics, and which checkpoints are written and which is the best."""
+    """Ranks, collectives, logged metrics, the written checkpoints and the best one."""
     variables, environment = CLUSTERS[cluster]
     (tmp_path / "ranks").write_text(f"launcher\n{socket.gethostname()}\n")
     monkeypatch.chdir(tmp_path)
@@ -282,7 +282,7 @@ class TestRunning:
     def test_precisions(self, tmp_path: Path, precision: str) -> None:
         plain = _train(tmp_path, "auto", precision=precision)
         watch = Watch()
-        # bf16 activations have half the bytes, and still all go out.
+        # bf16 activations have half the bytes, and all are offloaded.
         offloaded = _train(tmp_path, offloading(min_bytes=MIN_BYTES // 2), watch, precision=precision)
         assert_same(plain, offloaded)
         assert watch.moved > 0
@@ -327,7 +327,7 @@ class TestAsWithLightningsOwnStrategies:
     def test_a_clock_that_a_test_has_replaced_is_not_read(
         self, tmp_path: Path, states: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """As tests of Lightning's monitors do, which count the readings; a thread that failed would be waited for."""
+        """Tests of Lightning's monitors replace it and count the readings; a thread that reads it could fail."""
 
         def refuse() -> float:
             raise StopIteration
@@ -408,7 +408,7 @@ class TestAsWithLightningsOwnStrategies:
         assert_same(ours, resumed(lambda: "auto", tmp_path / "plain"))
 
     def test_a_sharded_checkpoint_is_no_file_to_load_a_module_from(self, tmp_path: Path) -> None:
-        """As with FSDP's: a Trainer loads it, and `lightning-ssd export` makes a folder of weights of it."""
+        """A Trainer loads it, as with FSDP, and `lightning-ssd export` makes a folder of weights from it."""
         trainer = make_trainer(tmp_path, offloading(states="host", checkpoints="sharded"))
         model = FusedModel()
         trainer.fit(model, batches(3))
@@ -522,7 +522,7 @@ class _InTrainingStep(SmallModel):
 
 class _InBackward(SmallModel):
     def loss(self, batch: Tensor) -> Tensor:
-        # In the middle: backward has fetched some saved tensors, and others are on their way back.
+        # In the middle, backward has used some saved tensors, and others are being prefetched.
         hidden = self.net[:3](batch)
         if len(self.losses) == 2:
             hidden = _RaisingBackward.apply(hidden)
@@ -582,7 +582,7 @@ def test_after_an_exception_nothing_is_left_and_the_module_trains_again(tmp_path
     assert scratch_directories(tmp_path) == []
     assert package_threads() == []
 
-    model.__class__ = SmallModel  # the same module, healed
+    model.__class__ = SmallModel  # the same module, without its fault
     model.load_state_dict(small_model().state_dict())
     model.zero_grad()
     model.losses.clear()
@@ -594,7 +594,7 @@ class TestCheckpoints:
     def test_a_run_resumes_in_the_middle_of_an_epoch_under_the_other_strategy(
         self, tmp_path: Path, offload_first: bool
     ) -> None:
-        """Written by one and resumed by the other: losses and weights are those of one plain run."""
+        """Each strategy resumes the other's checkpoint: losses and weights are those of one plain run."""
         whole = _train(tmp_path, "auto", max_epochs=3)
         model, resumed = small_model(), small_model(seed=1)
 
@@ -774,7 +774,7 @@ def _cli(root: Path, *args: str, run: bool = False) -> LightningCLI:
 
 @pytest.fixture
 def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train"])  # else LightningCLI warns of pytest's own
+    monkeypatch.setattr("sys.argv", ["train"])  # otherwise LightningCLI warns about pytest's arguments
 
 
 @pytest.mark.usefixtures("_no_arguments")
@@ -877,7 +877,7 @@ trainer:
 
 
 def test_the_pytorch_lightning_tree_trains(tmp_path: Path) -> None:
-    """The same under `pytorch_lightning`, whose classes are others: with a name, an instance, and the callback."""
+    """The same holds under `pytorch_lightning`, which has its own classes: by name, instance and callback."""
     script = tmp_path / "script.py"
     script.write_text(
         f"""
@@ -926,7 +926,7 @@ print("trained")
 
 @pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
 def test_lightnings_tuner_runs(tmp_path: Path, search: str) -> None:
-    """It trains without callbacks, so nobody tells the tensor cache of micro-batches."""
+    """The Tuner trains without callbacks, so no callback begins the offloader's micro-batches."""
     from lightning.pytorch.tuner import Tuner
 
     class Sized(pl.LightningModule):

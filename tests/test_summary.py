@@ -1,4 +1,4 @@
-"""The line that says, when a training starts, what is offloaded and where to."""
+"""The line at the start of a training that names offloaded tensors and their tiers."""
 
 import logging
 import re
@@ -28,7 +28,7 @@ class _Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """Collects our lines as they reach the logger whose messages Lightning shows."""
+    """Collects the package's lines in the logger whose messages Lightning shows."""
     logger, handler = logging.getLogger("lightning.pytorch"), _Lines()
     assert logger.isEnabledFor(logging.INFO)
     logger.addHandler(handler)
@@ -108,7 +108,7 @@ def test_model_states(tmp_path: Path, lines: list[str], arguments: dict[str, Any
     ("arguments", "said", "moves"),
     [
         ({}, r"activations of 2.00 KiB or more are offloaded to SSD \(up to 2\d\d.* KiB\): `offload=1.0`", {"ssd"}),
-        ({"offload": "ssdtrain"}, "offloaded to SSD .*: as many as the bandwidth carries", {"ssd"}),
+        ({"offload": "ssdtrain"}, "offloaded to SSD .*: as many as the bandwidth allows", {"ssd"}),
         ({"offload": "auto"}, "activations are kept on the CPU, whose memory is the host's", {"ssd"}),
         ({"offload": "none"}, r"activations are kept on the CPU \(`offload='none'`\)$|`offload='none'`\)\.", set()),
         ({"tier": "host", "host_memory": "64MiB"}, r"offloaded to host memory \(up to 64.00 MiB\): ", {"host"}),

@@ -1,4 +1,4 @@
-"""The tutorial's code runs as it stands, one block after the other, and its commands after the blocks above them."""
+"""The tutorial's code blocks run unchanged, one after the other, and its commands after the blocks above them."""
 
 import re
 import shlex

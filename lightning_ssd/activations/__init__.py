@@ -3,7 +3,7 @@
 from lightning_ssd.activations.config import OffloadConfig, make_offloader
 from lightning_ssd.activations.graph import ForwardGraph, Saved
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError, OffloadStats
-from lightning_ssd.activations.placement import OffloadAll, OffloadExcess, OffloadOnPressure, Placement
+from lightning_ssd.activations.placement import OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
 from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.resident_limit import AllocatorMeter, ResidentLimit
@@ -18,7 +18,7 @@ __all__ = [
     "ForwardGraph",
     "OffloadConfig",
     "OffloadPolicy",
-    "Placement",
+    "PlacementPolicy",
     "ResidentLimit",
     "Saved",
     "OffloadAll",

@@ -14,7 +14,7 @@ import torch
 from lightning_ssd.activations.direct import DirectTier
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.offloader import ActivationOffloader
-from lightning_ssd.activations.placement import FixedAmount, KeepAll, OffloadExcess, Placement, SSDTrainAuto
+from lightning_ssd.activations.placement import FixedAmount, KeepAll, OffloadExcess, PlacementPolicy, SSDTrainAuto
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.activations.ssd import SSDTier
@@ -161,7 +161,7 @@ def _make_placement(
     amount: float | int | Literal["auto", "ssdtrain", "none"],
     speeds: dict[OffloadTierName, TierSpeed],
     device: torch.device,
-) -> Placement:
+) -> PlacementPolicy:
     if amount == "none" or not speeds:
         return KeepAll()
     memory = allocator_memory(device)

@@ -80,7 +80,7 @@ class _DirectLoad(Load):
         copies.on_h2d(copies.mark(awaited=True)).add_done_callback(partial(self._read, copy, urgent))
 
     @property
-    def settled(self) -> bool:
+    def issued(self) -> bool:
         if not self._requests.done():
             return False
         return self._requests.exception() is not None or all(request.done() for request in self._requests.result())

@@ -20,15 +20,15 @@ class Buffer:
         nbytes: bytes of the storage.
         maker: index of the operation that made it; None: it existed before the forward.
         position: position of its tensor among the results of `maker`.
-        visit: unit call in which autograd saved it; None: it was not saved.
-        changed: whether it was changed in place after it was made.
+        unit_call: unit call in which autograd saved it; None: it was not saved.
+        mutated: whether it was changed in place after it was made.
     """
 
     nbytes: int
     maker: int | None = None
     position: int = 0
-    visit: UnitCall | None = None
-    changed: bool = False
+    unit_call: UnitCall | None = None
+    mutated: bool = False
 
 
 @dataclass
@@ -37,22 +37,23 @@ class Operation:
 
     Attributes:
         func: the dispatched operation.
-        part: segment of the forward.
-        visit: unit call in which it ran.
+        segment: segment of the forward.
+        unit_call: unit call in which it ran.
         where: name of the module that was running, relative to its unit.
         inputs: numbers of the buffers that it reads.
         flops: FLOPs of the operation.
-        repeatable: whether a second execution on the same buffers returns the same results.
+        deterministic: whether a second execution on the same buffers, from the same state of the random number
+            generator, returns the same results.
         seconds: device seconds.
     """
 
     func: Any
-    part: Segment
-    visit: UnitCall
+    segment: Segment
+    unit_call: UnitCall
     where: str
     inputs: tuple[int, ...]
     flops: float
-    repeatable: bool
+    deterministic: bool
     seconds: float = 0.0
 
 
@@ -61,24 +62,24 @@ class Saved:
     """A buffer that autograd saves.
 
     Attributes:
-        visit: unit call in which it was first saved.
+        unit_call: unit call in which it was first saved.
         name: name, unique in the unit call.
         buffer: number of the buffer.
         nbytes: bytes of the buffer.
-        chain: indices of the operations that recompute it from weights and other saved buffers, in order.
-        scratch: peak workspace bytes during recomputation, without the buffer itself.
-        again: whether it can be recomputed in the backward of this unit call.
-        inbound: whether it was made before the unit call began.
+        recompute_ops: indices of the operations that recompute it from weights and other saved buffers, in order.
+        recompute_workspace_bytes: peak workspace bytes during recomputation, without the buffer itself.
+        recomputable: whether it can be recomputed in the backward of this unit call.
+        is_unit_input: whether it was made before the unit call began.
     """
 
-    visit: UnitCall
+    unit_call: UnitCall
     name: str
     buffer: int
     nbytes: int
-    chain: tuple[int, ...]
-    scratch: int
-    again: bool
-    inbound: bool
+    recompute_ops: tuple[int, ...]
+    recompute_workspace_bytes: int
+    recomputable: bool
+    is_unit_input: bool
 
 
 @dataclass
@@ -92,9 +93,9 @@ class ForwardGraph:
     transients: TransientMemory = field(default_factory=TransientMemory)
     """Memory of forward and backward without weights, their gradients, and saved tensors."""
 
-    def visits(self) -> list[UnitCall]:
+    def unit_calls(self) -> list[UnitCall]:
         """Returns all unit calls, in the order in which they began."""
-        return list(dict.fromkeys(operation.visit for operation in self.operations))
+        return list(dict.fromkeys(operation.unit_call for operation in self.operations))
 
     def saved(self, min_bytes: int) -> list[Saved]:
         """Returns the buffers that autograd saves.
@@ -105,42 +106,44 @@ class ForwardGraph:
         taken: dict[tuple[UnitCall, str], int] = {}
         made_by: dict[int, list[int]] = {}
         for number, buffer in enumerate(self.buffers):
-            if buffer.maker is not None and buffer.visit is None:
+            if buffer.maker is not None and buffer.unit_call is None:
                 made_by.setdefault(buffer.maker, []).append(number)
         found = []
         for number, buffer in enumerate(self.buffers):
-            if buffer.visit is None:
+            if buffer.unit_call is None:
                 continue
             maker = None if buffer.maker is None else self.operations[buffer.maker]
-            inbound = maker is None or maker.visit != buffer.visit
-            chain = None if inbound else self._chain(number, buffer.visit, min_bytes)
+            is_unit_input = maker is None or maker.unit_call != buffer.unit_call
+            recompute_ops = None if is_unit_input else self._recompute_ops(number, buffer.unit_call, min_bytes)
             name = "input" if maker is None else _name(maker, buffer)
-            count = taken[buffer.visit, name] = taken.get((buffer.visit, name), 0) + 1
+            count = taken[buffer.unit_call, name] = taken.get((buffer.unit_call, name), 0) + 1
             found.append(
                 Saved(
-                    buffer.visit,
+                    buffer.unit_call,
                     name if count == 1 else f"{name}#{count}",
                     number,
                     buffer.nbytes,
-                    tuple(sorted(chain)) if chain is not None else (),
-                    self._scratch(number, chain, made_by) if chain is not None else 0,
-                    chain is not None,
-                    inbound,
+                    tuple(sorted(recompute_ops)) if recompute_ops is not None else (),
+                    self._recompute_workspace_bytes(number, recompute_ops, made_by) if recompute_ops is not None else 0,
+                    recompute_ops is not None,
+                    is_unit_input,
                 )
             )
         return found
 
-    def _scratch(self, number: int, chain: set[int], made_by: Mapping[int, Sequence[int]]) -> int:
-        """Returns the peak workspace bytes while `chain` recomputes a buffer, without the buffer itself.
+    def _recompute_workspace_bytes(
+        self, number: int, recompute_ops: set[int], made_by: Mapping[int, Sequence[int]]
+    ) -> int:
+        """Returns the peak workspace bytes while `recompute_ops` recompute a buffer, without the buffer itself.
 
         Args:
             number: number of the buffer.
-            chain: indices of operations.
+            recompute_ops: indices of the operations.
             made_by: for each operation, numbers of the buffers that it makes and that are not saved.
         """
-        made = {other for index in chain for other in made_by.get(index, ())}
+        made = {other for index in recompute_ops for other in made_by.get(index, ())}
         most = 0
-        for index in chain:
+        for index in recompute_ops:
             operation = self.operations[index]
             live = sum(self.buffers[read].nbytes for read in operation.inputs if read in made)
             if index != self.buffers[number].maker:  # the buffer itself is not allocated yet
@@ -149,27 +152,27 @@ class ForwardGraph:
             most = max(most, live)
         return most
 
-    def _chain(self, number: int, visit: UnitCall, min_bytes: int) -> set[int] | None:
-        """Returns the operations that recompute a buffer in the backward of `visit`; None: it can't be recomputed."""
-        chain: set[int] = set()
-        wanted = [number]
-        while wanted:
-            buffer = self.buffers[wanted.pop()]
-            if buffer.maker is None or buffer.maker in chain:
+    def _recompute_ops(self, number: int, unit_call: UnitCall, min_bytes: int) -> set[int] | None:
+        """Returns the operations that recompute a buffer in backward of `unit_call`; None: it can't be recomputed."""
+        recompute_ops: set[int] = set()
+        needed = [number]
+        while needed:
+            buffer = self.buffers[needed.pop()]
+            if buffer.maker is None or buffer.maker in recompute_ops:
                 continue
             maker = self.operations[buffer.maker]
-            if buffer.changed or not maker.repeatable or maker.visit != visit:
+            if buffer.mutated or not maker.deterministic or maker.unit_call != unit_call:
                 return None
-            if any(self.buffers[read].changed for read in maker.inputs):
+            if any(self.buffers[read].mutated for read in maker.inputs):
                 return None
-            chain.add(buffer.maker)
+            recompute_ops.add(buffer.maker)
             # Inputs that are saved, or small, are available and need no recomputation.
-            wanted += [
+            needed += [
                 read
                 for read in maker.inputs
-                if self.buffers[read].visit is None and self.buffers[read].nbytes >= min_bytes
+                if self.buffers[read].unit_call is None and self.buffers[read].nbytes >= min_bytes
             ]
-        return chain
+        return recompute_ops
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -184,12 +187,12 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[T
     if not func._schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    changed = [
+    mutated = [
         given.get(argument.name)
         for argument in func._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return tensors_of(changed)
+    return tensors_of(mutated)
 
 
 def is_random(func: Any) -> bool:

@@ -74,7 +74,7 @@ class _HostCopy(StoredCopy):
 class _HostLoad(Load):
     __slots__ = ("_arrived", "_copies", "data")
 
-    settled = True  # the copy was issued when the load was made
+    issued = True  # the copy was issued when the load was made
 
     def __init__(self, data: Tensor, arrived: Mark, copies: CopyEngine) -> None:
         self.data = data

@@ -28,12 +28,12 @@ class Pattern:
 
     @cached_property
     def largest(self) -> int:
-        """Bytes of the largest storage that may be offloaded, which the one that backward needs first may not."""
+        """Bytes of the largest storage except the one that backward unpacks first, which is never offloaded."""
         return max((size for index, size in enumerate(self.sizes) if index not in self.order[:1]), default=0)
 
-    def bytes_that_may_leave(self, window_bytes: int) -> int:
-        """Returns the bytes of the storages that may be offloaded: all but the `wanted_early` ones."""
-        return sum(self.sizes) - sum(self.sizes[index] for index in self.wanted_early(window_bytes))
+    def offloadable_bytes(self, window_bytes: int) -> int:
+        """Returns the bytes of the storages that may be offloaded: all but the `needed_early` ones."""
+        return sum(self.sizes) - sum(self.sizes[index] for index in self.needed_early(window_bytes))
 
     def has(self, index: int, nbytes: int) -> bool:
         """Returns whether storage `index` had `nbytes` bytes."""
@@ -43,7 +43,7 @@ class Pattern:
         """Returns whether the first storages had `sizes` bytes."""
         return self.sizes[: len(sizes)] == tuple(sizes)
 
-    def wanted_early(self, window_bytes: int) -> frozenset[int]:
+    def needed_early(self, window_bytes: int) -> frozenset[int]:
         """Returns the indices of the storage that backward needed first, and of the next `window_bytes` bytes."""
         early = set()
         left = window_bytes
@@ -96,10 +96,10 @@ class MicroBatch:
             tier: (Stopwatch(clock), Stopwatch(clock)) for tier in ("host", "ssd")
         }
         self._records: list[Callable[[], SavedStorage | None]] = []
-        self._wanted: dict[int, None] = {}  # a set that keeps its order
+        self._unpacked: dict[int, None] = {}  # a set that keeps its order
         self._candidates = list(dict.fromkeys(patterns))
         """Patterns that this micro-batch may repeat, the newest first. The first one matches so far."""
-        self._wanted_early: frozenset[int]
+        self._needed_early: frozenset[int]
         """Indices of the storages of the first candidate that backward needs first."""
         self.set_window(window_bytes)
         self._expected: Sequence[int] = ()
@@ -107,32 +107,32 @@ class MicroBatch:
         self._cursor = 0
         self._ahead: deque[tuple[weakref.ref[SavedStorage], int]] = deque()  # prefetched, not yet unpacked
         self._bytes_ahead = 0
-        self._early: dict[int, int] = {}  # storages kept by `keeps` that backward has not unpacked yet, index -> bytes
-        self._early_bytes = 0
-        self._settled = 0  # number of storages that `_expected` covers
+        self._kept_early: dict[int, int] = {}  # of storages that are kept and that backward has not unpacked yet
+        self._early_bytes = 0  # sum of `_kept_early`
+        self._expected_until = 0  # number of storages that `_expected` covers
         self._clock = clock
         self._plan = plan
         self._begun: Any = clock.now()
-        self._turned: Any = None
+        self._backward_began: Any = None
         self._ended: Any = None
 
     def set_window(self, window_bytes: int) -> None:
         """Sets the bytes that are kept on the device, from now on, because backward needs them first."""
         self._window_bytes = window_bytes
-        self._wanted_early = self._candidates[0].wanted_early(window_bytes) if self._candidates else frozenset()
+        self._needed_early = self._candidates[0].needed_early(window_bytes) if self._candidates else frozenset()
 
-    def stays_again(self, nbytes: int) -> bool:
+    def needs_no_record(self, nbytes: int) -> bool:
         """Returns whether the next saved storage needs no record if the placement keeps it on the device.
 
-        A record costs some microseconds of the host. It tells the storage's position in the order of backward, which
-        is known already if the storage is saved as in the last micro-batch. Storages within the first `window_bytes`
-        of backward are always recorded.
+        A record costs some microseconds of the host. Its use is to learn when backward unpacks the storage, which is
+        known already if the storages are saved as in the last micro-batch. Storages within the first `window_bytes` of
+        backward are always recorded.
         """
         index, repeated = len(self.sizes), self._repeated
-        return repeated is not None and index not in self._wanted_early and repeated.has(index, nbytes)
+        return repeated is not None and index not in self._needed_early and repeated.has(index, nbytes)
 
     def add_without_record(self, nbytes: int) -> None:
-        """Counts the next saved storage, which `stays_again` allows to have no record."""
+        """Counts the next saved storage, which `needs_no_record` allows to have no record."""
         self._count(nbytes, _no_record)
 
     @property
@@ -154,37 +154,37 @@ class MicroBatch:
             self._repeated = None
             self.set_window(self._window_bytes)
 
-    def keeps(self, record: SavedStorage) -> bool:
+    def is_early(self, record: SavedStorage) -> bool:
         """Returns True, and counts `record` as kept, if backward needs it so early that it is not offloaded."""
-        if record.index not in self._wanted_early:
+        if record.index not in self._needed_early:
             return False
-        self._early[record.index] = record.nbytes
+        self._kept_early[record.index] = record.nbytes
         self._early_bytes += record.nbytes
         return True
 
     def begin_backward(self) -> None:
         """Called when backward first unpacks a tensor of the micro-batch."""
         self.in_backward = True
-        self._turned = self._clock.now()
-        self._settle_order()
+        self._backward_began = self._clock.now()
+        self._predict_order()
 
-    def want(self, record: SavedStorage) -> None:
+    def touch(self, record: SavedStorage) -> None:
         """Called when backward unpacks a tensor of `record`."""
         if not self.in_backward:
             self.begin_backward()
-        if record.index >= self._settled:
-            self._settle_order()
-        self._wanted.setdefault(record.index)
-        self._early_bytes -= self._early.pop(record.index, 0)
+        if record.index >= self._expected_until:
+            self._predict_order()
+        self._unpacked.setdefault(record.index)
+        self._early_bytes -= self._kept_early.pop(record.index, 0)
         self._cursor = max(self._cursor, self._position.get(record.index, -1) + 1)
 
-    def to_fetch(self, window_bytes: int, window_depth: int | None) -> Iterator[SavedStorage]:
+    def to_prefetch(self, window_bytes: int, window_depth: int | None) -> Iterator[SavedStorage]:
         """Yields the records to prefetch now, as far as the window has room, and counts them as prefetched.
 
-        Records that were kept for their early use count in the window until they are used: the peak of memory is at
-        the begin of backward, and prefetching more there would raise it.
+        Records that are kept because backward needs them early count in the window until they are unpacked: memory
+        peaks at the begin of backward, and prefetching more there would raise the peak.
         """
-        self._forget_arrived()
+        self._drop_arrived()
         early = self._early_bytes
         while self._cursor < len(self._expected):
             record = self._records[self._expected[self._cursor]]()
@@ -216,28 +216,28 @@ class MicroBatch:
 
     def pattern(self) -> Pattern:
         """Returns the pattern of this micro-batch."""
-        wanted = tuple(self._wanted)
+        unpacked = tuple(self._unpacked)
         recorded = [record is not _no_record for record in self._records]
         if all(recorded):
-            return Pattern(tuple(self.sizes), wanted)
+            return Pattern(tuple(self.sizes), unpacked)
         repeated = self._repeated
         if repeated is not None and len(recorded) == len(repeated.sizes):
-            if wanted == tuple(index for index in repeated.order if recorded[index]):
+            if unpacked == tuple(index for index in repeated.order if recorded[index]):
                 return repeated  # its order includes storages that had no record in this micro-batch
-        return Pattern(tuple(self.sizes), wanted, complete=False)
+        return Pattern(tuple(self.sizes), unpacked, complete=False)
 
     def profile(self) -> MicroBatchProfile | None:
         """Returns the profile, or `None` if the device has not executed the micro-batch yet or it had no backward."""
-        if self._turned is None or self._ended is None:
+        if self._backward_began is None or self._ended is None:
             return None
-        backward = self._clock.elapsed(self._turned, self._ended)
-        forward = self._clock.elapsed(self._begun, self._turned)
+        backward = self._clock.elapsed(self._backward_began, self._ended)
+        forward = self._clock.elapsed(self._begun, self._backward_began)
         if forward is None or backward is None:
             return None
         stalls = {tier: (out.seconds, into.seconds) for tier, (out, into) in self.stalls.items()}
         return MicroBatchProfile(forward, backward, stalls, self.saved_bytes, self._plan)
 
-    def _forget_arrived(self) -> None:
+    def _drop_arrived(self) -> None:
         """Drops records from the front of the window that were unpacked or freed."""
         while self._ahead:
             reference, nbytes = self._ahead[0]
@@ -247,13 +247,13 @@ class MicroBatch:
             self._ahead.popleft()
             self._bytes_ahead -= nbytes
 
-    def _settle_order(self) -> None:
+    def _predict_order(self) -> None:
         """Predicts the order in which backward will unpack the storages that were saved so far."""
-        self._settled = len(self.sizes)
+        self._expected_until = len(self.sizes)
         known = next((each.order for each in self._candidates if each.order and each.begins_with(self.sizes)), ())
-        # Without a matching pattern: mostly the reverse order of saving.
-        order = known or range(self._settled - 1, -1, -1)
-        self._expected = [index for index in order if index < self._settled]
+        # Without a matching pattern, the reverse order of saving is the best guess.
+        order = known or range(self._expected_until - 1, -1, -1)
+        self._expected = [index for index in order if index < self._expected_until]
         self._position = {index: position for position, index in enumerate(self._expected)}
         self._cursor = 0
 

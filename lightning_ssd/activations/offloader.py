@@ -27,7 +27,7 @@ from lightning_ssd.activations.plan_mode import choice_of
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.recompute import Recomputed, recomputed_of
 from lightning_ssd.activations.record import (
-    Kept,
+    InlineSaved,
     PendingFree,
     SavedHandle,
     SavedStorage,
@@ -93,14 +93,14 @@ class ActivationOffloader(Uncopied):
         min_bytes: bytes of the smallest storage that may be offloaded.
     """
 
-    #: Remembered micro-batches: enough for a ragged last batch and for alternating optimizers.
+    #: Stored patterns of earlier micro-batches: enough for a smaller last batch and for alternating optimizers.
     PATTERNS = 4
-    #: Number of waiting storages, the newest ones, that are checked with each record. All are checked once in so many.
-    LOOKED_AT = 16
+    #: Number of waiting storages, the newest ones, that are checked with each record. With every 16th, all are checked.
+    NUM_CHECKED = 16
     #: Number of kept storages without a record between two checks of the waiting ones.
-    LOOKED_AT_EVERY = 4
+    CHECK_EVERY = 4
     #: Least bytes of copies over which their bandwidth is averaged: single copies may have shared the link with others.
-    TELLING = 2**28
+    MIN_AVERAGED_BYTES = 2**28
 
     def __init__(
         self, copies: CopyEngine, tiers: Mapping[OffloadTierName, OffloadTier], policy: OffloadPolicy, *, min_bytes: int
@@ -108,10 +108,10 @@ class ActivationOffloader(Uncopied):
         self.device = copies.device
         self.tiers = dict(tiers)
         self.copies = copies
-        self.sending_seconds = 0.0
+        self.offload_seconds = 0.0
         """Host seconds spent in offloading saved storages, and in waits for room for them."""
-        self._copy_pace: float | None = None  # seconds per byte of the last d2h copies
-        self._saving_pace: float | None = None  # saved bytes per second of the last forward
+        self._copy_seconds_per_byte: float | None = None  # seconds per byte of the last d2h copies
+        self._saved_bytes_per_second: float | None = None  # saved bytes per second of the last forward
         self._busy_before = self.copies.busy()[_OUT]
         self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
         self._clock = make_clock(self.device)
@@ -121,10 +121,10 @@ class ActivationOffloader(Uncopied):
         self._profiled: deque[MicroBatch] = deque()
         self._waiting: list[tuple[weakref.ref[SavedStorage], Sequence[OffloadTierName]]] = []
         """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
-        self._stayed = 0
-        """Number of storages that were saved and kept while others were waiting or in flight."""
-        self._window: deque[_InFlight] = deque()
-        self._window_used = 0
+        self._num_kept = 0
+        """Number of storages that were kept while others were waiting or in flight."""
+        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight_bytes = 0
         self._copied_at = 0.0
         self._pending_frees: deque[PendingFree] = deque()
         self._stats = OffloadStats()
@@ -145,7 +145,7 @@ class ActivationOffloader(Uncopied):
         Called on the training thread, while neither a forward nor a backward runs.
         """
         self._policy = policy
-        # `pack` and `unpack` run for every saved tensor: one lookup each.
+        # Copies of the fields: `pack` and `unpack` run for every saved tensor, and look up one attribute for each.
         self._placement = policy.placement
         self._mode = policy.mode
         self._window_bytes = policy.window_bytes
@@ -162,9 +162,9 @@ class ActivationOffloader(Uncopied):
             self._patterns.append(self._batch.pattern())
             self._profiled.append(self._batch)
         self._read_profiles()
-        self._learn_copy_pace()
+        self._update_copy_speed()
         last = self._patterns[-1] if self._patterns else None
-        self._placement.begin(last.bytes_that_may_leave(self._window_bytes) if last else 0)
+        self._placement.begin(last.offloadable_bytes(self._window_bytes) if last else 0)
         self._copied_at = 0.0
         self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self._placement.plan, self._window_bytes)
         self._stats.micro_batches += 1
@@ -187,15 +187,15 @@ class ActivationOffloader(Uncopied):
                 yield
             with self._lock:  # the forward's local variables are freed, so storages may be unshared now
                 self._offload_waiting(len(self._waiting))
-                self._release_window()
+                self._evict_copied()
         finally:
             self._forwards -= 1
 
     def end_backward(self) -> None:
         """Called when the micro-batch's backward, or its step, has ended. Storages in flight are evicted."""
         if self._batch is not None:
-            while self._window:
-                self._pop_window()
+            while self._in_flight:
+                self._evict_oldest()
             if self._batch.in_backward and not self._batch.ended:
                 self._placement.end()
             self._batch.end()
@@ -234,7 +234,7 @@ class ActivationOffloader(Uncopied):
         if self._closed:
             return
         self._closed = True
-        self._window.clear()
+        self._in_flight.clear()
         with contextlib.ExitStack() as stack:  # each is closed even if closing another one fails
             stack.callback(self.copies.close)
             for tier in self.tiers.values():
@@ -244,7 +244,7 @@ class ActivationOffloader(Uncopied):
     # ---- forward ----
 
     @untraced
-    def pack(self, tensor: Tensor) -> "Kept | SavedHandle | SavedWrapper[Any]":
+    def pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle | SavedWrapper[Any]":
         """Returns the object that autograd saves in place of `tensor`: the pack hook."""
         if self._mode is None:
             if type(tensor) not in _PLAIN and is_wrapper(tensor):
@@ -253,13 +253,13 @@ class ActivationOffloader(Uncopied):
         with torch._C._DisableTorchDispatch():  # operators of the hook are no part of the forward
             return self._pack(tensor)
 
-    def _pack_wrapper(self, tensor: Tensor) -> "Kept | SavedWrapper[Any]":
+    def _pack_wrapper(self, tensor: Tensor) -> "InlineSaved | SavedWrapper[Any]":
         # In a forward under a mode, wrapped tensors are not unwrapped. Tensors saved in backward are needed at once.
         if in_backward() or is_weight(tensor, tensor.untyped_storage()):
             return _keep(tensor)
         return SavedWrapper(tensor, self.pack)
 
-    def _pack(self, tensor: Tensor) -> "Kept | SavedHandle":
+    def _pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle":
         if tensor.layout is not torch.strided:
             return _keep(tensor)
         storage = tensor.untyped_storage()
@@ -284,7 +284,7 @@ class ActivationOffloader(Uncopied):
             or in_backward()  # recomputed, or made by a double backward: needed at once
         ):
             return _keep(tensor)
-        if self._placement.keeps(nbytes):
+        if self._placement.must_keep(nbytes):
             setattr(storage, KEPT_IN, self._stats.micro_batches)
             return _keep(tensor)
         if not storage.resizable():
@@ -304,8 +304,8 @@ class ActivationOffloader(Uncopied):
                 return SavedHandle(tensor, record, self._empty)
             tiers: Sequence[OffloadTierName] | None = None
             unplanned = choice is None and self._on_saved is None
-            if unplanned and self._batch.stays_again(nbytes):
-                tiers = self._placement.place(nbytes)
+            if unplanned and self._batch.needs_no_record(nbytes):
+                tiers = self._placement.tiers_for(nbytes)
                 if not tiers:
                     self._batch.add_without_record(nbytes)
                     self._stats.saved += nbytes
@@ -317,13 +317,13 @@ class ActivationOffloader(Uncopied):
 
     def _make_progress(self) -> None:
         """Offloads and evicts waiting storages while the forward saves kept ones."""
-        if not self._window and not self._waiting:
+        if not self._in_flight and not self._waiting:
             return
-        self._stayed += 1
+        self._num_kept += 1
         with self._lock:
-            if self._placement.memory_is_scarce or self._stayed % self.LOOKED_AT_EVERY == 0:
-                self._offload_waiting(self.LOOKED_AT)
-            self._release_window()
+            if self._placement.memory_is_scarce or self._num_kept % self.CHECK_EVERY == 0:
+                self._offload_waiting(self.NUM_CHECKED)
+            self._evict_copied()
 
     def _new_record(
         self,
@@ -352,19 +352,19 @@ class ActivationOffloader(Uncopied):
         self._stats.saved += record.nbytes
         if self._on_saved is not None:
             self._on_saved(storage, record)
-        if choice is not None or tiers or not self._batch.keeps(record):
+        if choice is not None or tiers or not self._batch.is_early(record):
             tiers = tiers or self._tiers_of(choice, record.nbytes)
             if tiers:
                 self._waiting.append((weakref.ref(record), tiers))
-        self._offload_waiting(self.LOOKED_AT if record.index % self.LOOKED_AT else len(self._waiting))
-        self._release_window()
-        self.sending_seconds += perf_counter() - begun
+        self._offload_waiting(self.NUM_CHECKED if record.index % self.NUM_CHECKED else len(self._waiting))
+        self._evict_copied()
+        self.offload_seconds += perf_counter() - begun
         return record
 
     def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[OffloadTierName]:
         """Returns the tiers to try, in this order."""
         if choice not in ("host", "ssd"):
-            return self._placement.place(nbytes)
+            return self._placement.tiers_for(nbytes)
         return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
 
     def _offload_waiting(self, count: int) -> None:
@@ -382,7 +382,7 @@ class ActivationOffloader(Uncopied):
 
     def _has_room_in_flight(self, record: SavedStorage) -> bool:
         """Returns whether `record` may be offloaded now; a placement that may not wait offloads it later."""
-        if self._window_used + record.nbytes <= self._window_bytes or not self._window:
+        if self._in_flight_bytes + record.nbytes <= self._window_bytes or not self._in_flight:
             return True
         return self._placement.may_wait or self.copies.memory_is_short(record.nbytes)
 
@@ -402,17 +402,17 @@ class ActivationOffloader(Uncopied):
                     f"no room for a saved tensor of {format_bytes(nbytes)}: "
                     + ", ".join(f"{name} tier: {self.tiers[name].describe()}" for name in tiers)
                     + ". Raise `host_memory` or `ssd_capacity`, lower `offload`, or set `offload='auto'`, which keeps "
-                    "on the device what finds no room."
+                    "tensors without room on the device."
                 )
             return
         record.offload(copy, name)
         self._stats.stored += nbytes
         now, copying = self._progress(nbytes)
         self._copied_at = max(self._copied_at, now) + (copying or 0.0)
-        # Saved bytes are a poor measure of time: the margin is larger then.
+        # Without profiled seconds, progress is measured in saved bytes, which needs a larger margin.
         margin = EVICT_MARGIN * self._copied_at if self._elapsed is not None else nbytes
-        self._window.append(_InFlight(record, data, copy, self._copied_at + margin))
-        self._window_used += nbytes
+        self._in_flight.append(_InFlight(record, data, copy, self._copied_at + margin))
+        self._in_flight_bytes += nbytes
 
     def _store(self, tier: OffloadTierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
         copy = self.tiers[tier].store(data, may_wait=False)
@@ -425,26 +425,26 @@ class ActivationOffloader(Uncopied):
             stall.add(start)
         return copy
 
-    def _release_window(self) -> None:
+    def _evict_copied(self) -> None:
         """Evicts storages whose copies should be done, and the oldest ones if the window is full.
 
         The host is far ahead of the device, so the end of a copy is predicted instead of queried. An early prediction
         costs the compute stream a short wait, a late one costs memory.
         """
-        if not self._window:
+        if not self._in_flight:
             return
         if self.device.type == "cpu":  # its copies are done when they are issued
-            while self._window:
-                self._pop_window()
+            while self._in_flight:
+                self._evict_oldest()
             return
         now, copying = self._progress(0)
-        while self._window:
-            due = copying is not None and self._window[0].due_at <= now
+        while self._in_flight:
+            due = copying is not None and self._in_flight[0].due_at <= now
             # The newest storage is in flight even if it is larger than the window.
-            full = self._window_used > self._window_bytes and len(self._window) > 1
+            full = self._in_flight_bytes > self._window_bytes and len(self._in_flight) > 1
             if not (due or full):
                 break
-            self._pop_window()
+            self._evict_oldest()
 
     def _progress(self, nbytes: int) -> tuple[float, float | None]:
         """Returns the progress of the forward, and its progress while `nbytes` are copied (None: unknown).
@@ -452,12 +452,12 @@ class ActivationOffloader(Uncopied):
         Both are in seconds if the forward mode knows the elapsed seconds, else in saved bytes.
         """
         assert self._batch is not None
-        copying = None if self._copy_pace is None else nbytes * self._copy_pace
+        copying = None if self._copy_seconds_per_byte is None else nbytes * self._copy_seconds_per_byte
         elapsed = self._elapsed
         if elapsed is not None:
             return elapsed, copying
         if copying is not None:
-            copying = None if self._saving_pace is None else copying * self._saving_pace
+            copying = None if self._saved_bytes_per_second is None else copying * self._saved_bytes_per_second
         return self._batch.saved_bytes, copying
 
     @property
@@ -465,22 +465,22 @@ class ActivationOffloader(Uncopied):
         """Profiled seconds of the forward up to the present operation, or None if unknown."""
         return None if self._mode is None else self._mode.elapsed
 
-    def _pop_window(self) -> None:
+    def _evict_oldest(self) -> None:
         """Evicts the oldest storage in flight, ordered on the device: the compute stream waits for its copy."""
         assert self._batch is not None
-        leaving = self._window.popleft()
-        self._window_used -= leaving.nbytes
-        stall = self._batch.stalls[leaving.tier][_OUT]
+        oldest = self._in_flight.popleft()
+        self._in_flight_bytes -= oldest.nbytes
+        stall = self._batch.stalls[oldest.tier][_OUT]
         start = stall.now()
-        stall.add(start, leaving.copy.wait_copied())
-        record = leaving.record()
+        stall.add(start, oldest.copy.wait_copied())
+        record = oldest.record()
         if record is not None:
             record.evict()
 
     # ---- backward ----
 
     @untraced
-    def unpack(self, saved: "Kept | SavedHandle | SavedWrapper[Any]") -> Tensor:
+    def unpack(self, saved: "InlineSaved | SavedHandle | SavedWrapper[Any]") -> Tensor:
         """Returns the saved tensor: the unpack hook. The compute stream is ordered after its load."""
         if isinstance(saved, SavedWrapper):
             return saved.rebuild(self.unpack)
@@ -489,7 +489,7 @@ class ActivationOffloader(Uncopied):
         with torch._C._DisableTorchDispatch():  # operators of the hook are no part of the backward
             return self._unpack(saved)
 
-    def _unpack(self, saved: "Kept | SavedHandle") -> Tensor:
+    def _unpack(self, saved: "InlineSaved | SavedHandle") -> Tensor:
         if not isinstance(saved, SavedHandle):
             if isinstance(saved, tuple):
                 tensor, version, original = saved
@@ -515,16 +515,16 @@ class ActivationOffloader(Uncopied):
         saved.check_version()
         with self._lock:
             if isinstance(saved.record, Recomputed):
-                saved.record.bring_back()
+                saved.record.recompute()
             else:
                 assert isinstance(saved.record, SavedStorage)
-                self._bring_back(saved.record)
+                self._restore(saved.record)
                 if self._on_unpacked is not None:
                     self._on_unpacked(saved.record)
-            return saved.show()
+            return saved.materialize()
 
-    def _bring_back(self, record: SavedStorage) -> None:
-        record.batch.want(record)
+    def _restore(self, record: SavedStorage) -> None:
+        record.batch.touch(record)
         if self._pending_frees:
             self._collect()
         if record.state is State.OFFLOADING:
@@ -541,7 +541,7 @@ class ActivationOffloader(Uncopied):
             self._stats.loaded += record.nbytes
 
     def _prefetch(self, batch: MicroBatch) -> None:
-        for record in batch.to_fetch(self._window_bytes, self._window_depth):
+        for record in batch.to_prefetch(self._window_bytes, self._window_depth):
             record.prefetch(urgent=False)
 
     # ---- both ----
@@ -549,14 +549,14 @@ class ActivationOffloader(Uncopied):
     def _collect(self) -> None:
         """Frees the copies of freed records, after their running loads, which write to device memory, have ended."""
         for _ in range(len(self._pending_frees)):
-            leftover = self._pending_frees.popleft()
-            if leftover.load is not None:
-                if not leftover.load.settled:
-                    self._pending_frees.append(leftover)
+            pending = self._pending_frees.popleft()
+            if pending.load is not None:
+                if not pending.load.issued:
+                    self._pending_frees.append(pending)
                     continue
-                with contextlib.suppress(Exception):  # the bytes are not needed any more, nor is an error about them
-                    leftover.load.wait()
-            leftover.copy.free()
+                with contextlib.suppress(Exception):  # of bytes that are not needed any more
+                    pending.load.wait()
+            pending.copy.free()
 
     def _read_profiles(self) -> None:
         """Adds the statistics of micro-batches that the device has executed, and passes them to the placement."""
@@ -564,17 +564,17 @@ class ActivationOffloader(Uncopied):
             self._profiled.popleft()
             self._stats.seconds += profile.forward_seconds + profile.backward_seconds
             if profile.forward_seconds and profile.saved_bytes:
-                self._saving_pace = profile.saved_bytes / profile.forward_seconds
+                self._saved_bytes_per_second = profile.saved_bytes / profile.forward_seconds
             self._stats.store_stall += sum(stalls[_OUT] for stalls in profile.stall_seconds.values())
             self._stats.load_stall += sum(stalls[_IN] for stalls in profile.stall_seconds.values())
             self._placement.observe(profile)
 
-    def _learn_copy_pace(self) -> None:
+    def _update_copy_speed(self) -> None:
         """Updates the measured seconds per byte of d2h copies, which vary with the plan and with concurrent copies."""
         busy = self.copies.busy()[_OUT]
         recent = busy.since(self._busy_before)
-        if recent.seconds and (recent.amount >= self.TELLING or self._copy_pace is None):
-            self._copy_pace = recent.seconds / recent.amount
+        if recent.seconds and (recent.amount >= self.MIN_AVERAGED_BYTES or self._copy_seconds_per_byte is None):
+            self._copy_seconds_per_byte = recent.seconds / recent.amount
             self._busy_before = busy
 
 
@@ -607,10 +607,10 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 _IN_PLACE_OF: Mapping[Choice, Sequence[OffloadTierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
-"""Tiers to try for each planned tier, in order: the other one is used if the planned one has no room."""
+"""Tiers to try for each planned tier, in order: the second is used if the planned one has no room."""
 
 
-def _keep(tensor: Tensor) -> "Kept":
+def _keep(tensor: Tensor) -> "InlineSaved":
     if tensor.is_leaf:
         return tensor, tensor._version, None
     # Detached, because a node that saves its own output would own itself otherwise, and never be freed.

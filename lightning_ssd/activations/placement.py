@@ -13,7 +13,7 @@ from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.types import OffloadTierName
 
 
-class Placement(ABC):
+class PlacementPolicy(ABC):
     """Chooses the tiers of saved storages. One object serves a whole training."""
 
     plan: int = 0
@@ -41,10 +41,10 @@ class Placement(ABC):
         return None
 
     @abstractmethod
-    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         """Returns the tiers to try, in this order, for the next storage; none: it is kept on the device."""
 
-    def keeps(self, nbytes: int) -> bool:
+    def must_keep(self, nbytes: int) -> bool:
         """Returns True if the next storage is kept on the device in any case, so that it needs no record."""
         return False
 
@@ -53,17 +53,17 @@ class Placement(ABC):
         return None
 
 
-class KeepAll(Placement):
+class KeepAll(PlacementPolicy):
     """Offloads nothing."""
 
     def begin(self, expected_bytes: int) -> None:
         return None
 
-    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         return ()
 
 
-class OffloadAll(Placement):
+class OffloadAll(PlacementPolicy):
     """Offloads everything for which the tiers have room.
 
     Args:
@@ -76,11 +76,11 @@ class OffloadAll(Placement):
     def begin(self, expected_bytes: int) -> None:
         return None
 
-    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         return self._tiers
 
 
-class OffloadOnPressure(Placement):
+class OffloadOnPressure(PlacementPolicy):
     """Keeps everything until the device's memory is short, and then offloads the rest of the micro-batch.
 
     Args:
@@ -101,22 +101,22 @@ class OffloadOnPressure(Placement):
         self._saved = self.ASKED_EVERY
         self._short = False
 
-    def keeps(self, nbytes: int) -> bool:
+    def must_keep(self, nbytes: int) -> bool:
         self._saved += nbytes
         if self._saved >= self.ASKED_EVERY and not self._short:
             self._saved = 0
             self._short = self._is_short()
         return not self._short
 
-    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         return self._tiers if self._short else ()
 
 
-class OffloadExcess(Placement):
-    """Keeps what the device's memory has room for, and offloads the rest, evenly spread over the forward.
+class OffloadExcess(PlacementPolicy):
+    """Keeps the storages for which the device has room, and offloads the others, evenly spread over the forward.
 
-    Until a micro-batch has shown how many bytes have room, everything that can be offloaded without blocking the
-    training is; see `ResidentLimit`.
+    Until a micro-batch has shown how many bytes have room (see `ResidentLimit`), all storages are offloaded that can be
+    without blocking the training.
 
     Args:
         tiers: the tiers, in the order in which they are filled.
@@ -144,13 +144,13 @@ class OffloadExcess(Placement):
     def end(self) -> None:
         self.limit.end()
 
-    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
-        if not self.limit.known or self._excess.take(nbytes) or not self.limit.keep(nbytes):
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
+        if not self.limit.known or self._excess.pick(nbytes) or not self.limit.keep(nbytes):
             return self._tiers
         return ()
 
 
-class FixedAmount(Placement):
+class FixedAmount(PlacementPolicy):
     """Offloads a given share, or number, of the bytes of each micro-batch.
 
     Args:
@@ -173,19 +173,19 @@ class FixedAmount(Placement):
         else:
             self._share = _Share(self._amount)
 
-    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
-        if nbytes > self._left or not self._share.take(nbytes):
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
+        if nbytes > self._left or not self._share.pick(nbytes):
             return ()
         self._left -= nbytes
         return self._tiers
 
 
-class SSDTrainAuto(Placement):
+class SSDTrainAuto(PlacementPolicy):
     """SSDTrain's rule: offloads as many bytes as the bandwidth carries while the forward computes (its figure 3).
 
-    Until a micro-batch was measured, everything that can be offloaded without blocking the training is. Then each tier
-    has its share of the bytes. A share shrinks while the compute stream waits for its tier, and grows back slowly while
-    it does not. Storages for which the device has no room are offloaded beyond the tiers' shares, with waits.
+    Until a micro-batch was measured, all storages are offloaded that can be without blocking the training. Then each
+    tier has its share of the bytes. A share shrinks while the compute stream waits for its tier, and grows back slowly
+    while it does not. Storages for which the device has no room are offloaded beyond these shares, and may block.
 
     Args:
         speeds: bandwidth and capacity of each tier, in the order in which the tiers are filled.
@@ -194,13 +194,13 @@ class SSDTrainAuto(Placement):
 
     #: Share of a micro-batch's time that stalls of a tier may take before its share shrinks.
     TOLERATED_STALL = 0.005
-    #: Share of the bandwidth that is planned with: any unevenness of a full link stalls the compute stream.
+    #: Share of the bandwidth that is used: on a link that is always busy, uneven transfers stall the compute stream.
     MARGIN = 0.9
-    #: Factor by which a tier's share shrinks more than its stalls, so that they vanish in a few micro-batches.
+    #: Relative reduction of a tier's share / its share of stalled time: stalls end within a few micro-batches.
     SHRINK = 12.0
     #: Factor by which a share grows back after `_patience` micro-batches almost without stalls.
     GROW = 1.03
-    #: Upper limit of `_patience`, which doubles whenever the share shrinks: a rate that stalled is tried less often.
+    #: Upper limit of `_patience`, which doubles whenever the share shrinks: a share that stalled is tried less often.
     PATIENCE = 64
     #: Micro-batches that are not measured: the first one pays for lazy initialisation.
     WARM_UP = 1
@@ -244,22 +244,22 @@ class SSDTrainAuto(Placement):
         shares = {tier: min(1.0, self._scale[tier] * ratio) for tier, ratio in self._ratios.items()}
         self._shares = {tier: _Share(share) for tier, share in shares.items()}
         if self._limit is not None:
-            stays = max(0.0, 1.0 - sum(shares.values())) * expected_bytes
-            self._excess = _Share(self._limit.excess(stays))
+            kept = max(0.0, 1.0 - sum(shares.values())) * expected_bytes
+            self._excess = _Share(self._limit.excess(kept))
 
     def end(self) -> None:
         if self._limit is not None:
             self._limit.end()
 
-    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         if self._amounts is None or (self._limit is not None and self._limit.measuring):
             return self._tiers
         # Each storage counts for all shares; the first share that is due offloads it.
         due: tuple[OffloadTierName, ...] = ()
         for tier, share in self._shares.items():
-            if share.take(nbytes, unless=bool(due)):
+            if share.pick(nbytes, unless=bool(due)):
                 due = (tier,)
-        if not due and self._limit is not None and (self._excess.take(nbytes) or not self._limit.keep(nbytes)):
+        if not due and self._limit is not None and (self._excess.pick(nbytes) or not self._limit.keep(nbytes)):
             return self._tiers
         return due
 
@@ -298,13 +298,14 @@ class SSDTrainAuto(Placement):
 
 
 class _Share:
-    """Picks storages so that the picked bytes are always a fixed share of the seen bytes, up to half a storage."""
+    """Picks storages so that the picked bytes are a fixed share of all bytes so far, give or take half a storage."""
 
     def __init__(self, share: float) -> None:
         self._share = share
         self._owed = 0.0
 
-    def take(self, nbytes: int, *, unless: bool = False) -> bool:
+    def pick(self, nbytes: int, *, unless: bool = False) -> bool:
+        """Counts the next storage, and returns whether it is picked; with `unless` it is not, and a later one is."""
         self._owed += self._share * nbytes
         if unless or 2 * self._owed < nbytes:
             return False

@@ -44,14 +44,14 @@ OpSchedule = Mapping[Segment, Sequence[PlannedOp]]
 
 
 def make_schedule(
-    graph: ForwardGraph, choices: Mapping[int, Choice], chains: Mapping[int, Sequence[int]]
+    graph: ForwardGraph, choices: Mapping[int, Choice], recompute_ops: Mapping[int, Sequence[int]]
 ) -> OpSchedule:
     """Returns the schedule for forwards with the same operations as `graph`.
 
     Args:
         graph: graph of a recorded forward.
         choices: choice for saved buffers, by number; the placement policy decides about the others.
-        chains: for each recomputed buffer, indices of the operations that recompute it.
+        recompute_ops: for each recomputed buffer, indices of the operations that recompute it.
     """
     of_operation: dict[int, dict[int, Choice]] = {}
     saved: dict[int, dict[int, int]] = {}
@@ -59,32 +59,32 @@ def make_schedule(
         buffer = graph.buffers[number]
         if buffer.maker is not None and choice != "recompute":
             of_operation.setdefault(buffer.maker, {})[buffer.position] = choice
-    again = {index for chain in chains.values() for index in chain}
+    recompute = {index for ops in recompute_ops.values() for index in ops}
     for buffer_number, buffer in enumerate(graph.buffers):
-        if buffer.maker in again and choices.get(buffer_number, "recompute") == "recompute":
+        if buffer.maker in recompute and choices.get(buffer_number, "recompute") == "recompute":
             assert buffer.maker is not None
             of_operation.setdefault(buffer.maker, {})[buffer.position] = "recompute"
-            if buffer.visit is not None:
+            if buffer.unit_call is not None:
                 saved.setdefault(buffer.maker, {})[buffer.position] = buffer_number
-    program: dict[Segment, list[PlannedOp]] = {}
+    schedule: dict[Segment, list[PlannedOp]] = {}
     elapsed = 0.0
     for index, operation in enumerate(graph.operations):
         elapsed += operation.seconds
-        program.setdefault(operation.part, []).append(
+        schedule.setdefault(operation.segment, []).append(
             PlannedOp(operation.func, of_operation.get(index, {}), saved.get(index, {}), elapsed)
         )
-    return program
+    return schedule
 
 
 class PlanMode(UnitDispatchMode):
     """Applies a schedule to the forwards that run inside it.
 
-    In a segment whose operations differ from the schedule, the rest of the segment has no choices: the placement policy
-    decides about its saved tensors.
+    From the first operation of a segment that differs from the schedule, the rest of the segment has no choices: the
+    placement policy decides about its saved tensors.
 
     With `checking`, no tensor is dropped: tensors that would be recomputed are saved, recomputed when backward unpacks
-    them, and compared byte by byte. This detects writes by custom kernels to a result, and dependencies on more than
-    the arguments, which no schema of an operation tells.
+    them, and compared byte by byte. This detects kernels that write to an earlier result, or whose results depend on
+    more than their arguments; the schema of an operation declares neither.
 
     Args:
         units: as in `UnitDispatchMode`.
@@ -101,19 +101,19 @@ class PlanMode(UnitDispatchMode):
         unpack: Callable[[Any], Tensor],
     ) -> None:
         super().__init__(units)
-        self.program: OpSchedule = {}
+        self.schedule: OpSchedule = {}
         """Schedule of the forwards that begin from now on."""
         self._device = device
         self._pack = pack
         self._unpack = unpack
-        self.pace = 1.0
+        self.slowdown = 1.0
         """Current forward time / sum of the operations' profiled seconds."""
         self.checking = False
         self.proved: set[int] = set()
         """Numbers of buffers whose recomputed bytes equalled the saved ones."""
         self._expected: weakref.WeakKeyDictionary[SavedStorage, tuple[Recomputed, int]] = weakref.WeakKeyDictionary()
         self._held: list[Recomputed] = []
-        """Recomputed values of the present forward. After it, only autograd's nodes keep them alive."""
+        """Values to recompute of the present forward. After it, only autograd's nodes keep them alive."""
         self._steps: Sequence[PlannedOp] = ()
         self._next = 0
 
@@ -125,7 +125,7 @@ class PlanMode(UnitDispatchMode):
         self._held.clear()
         super().__exit__(*error)
 
-    def saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
+    def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
         """Called when autograd has saved `storage`, while checking."""
         tried: tuple[weakref.ref[Recomputed], int] | None = getattr(storage, TRIED, None)
         if tried is not None and (recomputed := tried[0]()) is not None:
@@ -141,21 +141,21 @@ class PlanMode(UnitDispatchMode):
             if torch.equal(record.data, recomputed.remake()):
                 self.proved.add(number)
 
-    def begin_part(self, part: Segment) -> None:
-        self._steps = self.program.get(part, ())
+    def begin_segment(self, segment: Segment) -> None:
+        self._steps = self.schedule.get(segment, ())
         self._next = 0
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.is_mutable:
             before_change(written(func, args, kwargs))
-        step = self._follow(func)
+        step = self._next_operation(func)
         if step is None or not step.choices:
             return func(*args, **kwargs)
-        again = "recompute" in step.choices.values()
-        random = random_state(func, self._device) if again else None
+        recompute = "recompute" in step.choices.values()
+        random = random_state(func, self._device) if recompute else None
         result = func(*args, **kwargs)
         tensors = tensors_of(result)
-        node = RecomputeNode(func, args, kwargs, tensors, random, self._pack, self._unpack) if again else None
+        node = RecomputeNode(func, args, kwargs, tensors, random, self._pack, self._unpack) if recompute else None
         for position, choice in step.choices.items():
             tensor = tensors[position]
             if choice != "recompute":
@@ -169,7 +169,7 @@ class PlanMode(UnitDispatchMode):
                     mark_recomputed(tensor, recomputed)
         return result
 
-    def _follow(self, func: Any) -> PlannedOp | None:
+    def _next_operation(self, func: Any) -> PlannedOp | None:
         """Returns the schedule's entry for the next operation, if that is `func`."""
         if self._next >= len(self._steps):
             return None
@@ -178,7 +178,7 @@ class PlanMode(UnitDispatchMode):
             self._steps = ()
             return None
         self._next += 1
-        self.elapsed = self.pace * step.ends
+        self.elapsed = self.slowdown * step.ends
         return step
 
 

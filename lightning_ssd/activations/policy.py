@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_ssd.activations.placement import Placement
+from lightning_ssd.activations.placement import PlacementPolicy
 from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.unit_dispatch_mode import UnitDispatchMode
 
@@ -30,7 +30,7 @@ class OffloadPolicy:
         on_unpacked: called with each storage before backward unpacks a tensor of it, on the thread of `unpack`.
     """
 
-    placement: Placement
+    placement: PlacementPolicy
     mode: UnitDispatchMode | None = None
     window_bytes: int = 2**28
     window_depth: int | None = None

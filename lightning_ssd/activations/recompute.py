@@ -22,7 +22,7 @@ from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, forge
 from lightning_ssd.device.storage_tags import RECOMPUTE_NODES, RECOMPUTED
 
 Pack = Callable[[Tensor], Any]
-"""The hook `ActivationOffloader.pack`, which returns `Kept` or a `SavedHandle` under a `UnitDispatchMode`."""
+"""The hook `ActivationOffloader.pack`, which returns `InlineSaved` or a `SavedHandle` under a `UnitDispatchMode`."""
 
 
 class RecomputeNode:
@@ -91,14 +91,14 @@ class RecomputeNode:
     def remake(self, position: int) -> Tensor:
         """Recomputes and returns the result at `position`, without storing it."""
         for read in self._reads:
-            read.bring_back()
+            read.recompute()
         return self._compute()[position]
 
     def _run(self) -> None:
         tensors = self._compute()
         for reference in self._results:
             if (recomputed := reference()) is not None:
-                recomputed.take(tensors[recomputed.position])
+                recomputed.materialize(tensors[recomputed.position])
 
     def _compute(self) -> list[Tensor]:
         def unpack_argument(packed: _Packed) -> Tensor:
@@ -172,7 +172,7 @@ class Recomputed(RefCountedBytes):
         self.expired = False
         self._node = node
 
-    def bring_back(self) -> None:
+    def recompute(self) -> None:
         """Recomputes the bytes if they are dropped."""
         if self.data is None:
             self._node.make()
@@ -182,7 +182,7 @@ class Recomputed(RefCountedBytes):
         tensor = self._node.remake(self.position)
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
-    def take(self, tensor: Tensor) -> None:
+    def materialize(self, tensor: Tensor) -> None:
         """Uses the storage of `tensor`, a recomputed result, if there are views of it."""
         if self.views and self.data is None:
             storage = tensor.untyped_storage()

@@ -2,15 +2,16 @@
 
 Autograd holds `SavedHandle` objects, a handle holds its `SavedStorage` (the "record"), and the record holds the bytes
 or their location. Nothing else references a record, so its lifetime is autograd's: when the last node that saved the
-storage is freed, the record is freed with its memory in the tier, whatever became of the graph (run, retained, never
-run, dropped by an exception).
+storage is freed, the record is freed with its memory in the tier, whether the graph was run, retained, never run, or
+dropped by an exception.
 
-Ownership of a storage's bytes, which makes a record exact whatever shares the storage:
+Ownership of a storage's bytes, by which backward reads the same values as in plain autograd, even if tensors share the
+storage:
 
 1. From its first save on, a record holds the storage itself, as plain autograd does. While user code can still reach
-   the storage through any other tensor, view, `.data`, NumPy array or storage object, its bytes may change under any
-   version counter or under none, and backward reads the change, as in plain autograd. So a storage has one record per
-   micro-batch, and saving does not compare versions to find it.
+   the storage through another tensor, view, `.data`, NumPy array or storage object, it may change the bytes, with or
+   without a version counter, and backward reads the change, as in plain autograd. So a storage has one record per
+   micro-batch, which is found without a comparison of versions.
 2. When the record is the storage's only owner (`is_shared` is False), the bytes can't change any more, and no other
    tensor over them can be saved: only then are they offloaded. The copy has the storage's last content.
 3. After the copy the record drops the storage, and the tier's copy is the only owner until a load restores the bytes,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 Original = Callable[[], Tensor | None]
 """A weak reference to the tensor that was saved."""
 
-Kept = tuple[Tensor, int, Original | None] | SavedWeight
+InlineSaved = tuple[Tensor, int, Original | None] | SavedWeight
 """A saved tensor that is kept on the device, its version, and the tensor that autograd has saved (`None`: the same
 one); or a reference to a weight that may be evicted."""
 
@@ -86,46 +87,46 @@ class RefCountedBytes:
     Attributes:
         data: the bytes, one-dimensional `uint8`; None while they are not on the device.
         views: number of views.
-        unseen: number of views that were not unpacked since the bytes were last restored.
-        times_back: number of times that the bytes were restored.
+        num_pending: number of views that were not unpacked since the bytes were last restored.
+        num_restores: number of times that the bytes were restored.
     """
 
-    __slots__ = ("__weakref__", "data", "times_back", "unseen", "views")
+    __slots__ = ("__weakref__", "data", "num_pending", "num_restores", "views")
 
     nbytes: int
 
     def __init__(self) -> None:
         self.data: Tensor | None = None
         self.views = 0
-        self.unseen = 0
-        self.times_back = 0
+        self.num_pending = 0
+        self.num_restores = 0
 
     def restored(self) -> None:
-        """Called before `data` is set again, so that views that are freed meanwhile do not release it."""
+        """Called before `data` is set again: a view that is freed in between must not release the new bytes."""
         with _counting:
-            self.times_back += 1
-            self.unseen = self.views
+            self.num_restores += 1
+            self.num_pending = self.views
 
     def add_view(self) -> None:
         """Adds a view."""
         with _counting:
             self.views += 1
-            self.unseen += 1
+            self.num_pending += 1
 
-    def drop_view(self, last_shown: int) -> None:
-        """Removes a view, which was last unpacked when the bytes had been restored `last_shown` times."""
+    def drop_view(self, last_restore: int) -> None:
+        """Removes a view, which was last unpacked when the bytes had been restored `last_restore` times."""
         with _counting:
             self.views -= 1
-            if last_shown != self.times_back:
-                self.unseen -= 1
-                if self.unseen <= 0:
+            if last_restore != self.num_restores:
+                self.num_pending -= 1
+                if self.num_pending <= 0:
                     self.release()
 
     def consumed(self) -> None:
         """Counts a view as unpacked since the bytes were restored, and releases them after the last one."""
         with _counting:
-            self.unseen -= 1
-            if self.unseen <= 0:
+            self.num_pending -= 1
+            if self.num_pending <= 0:
                 self.release()
 
     @abstractmethod
@@ -214,7 +215,7 @@ class SavedHandle:
     the storage is evicted.
     """
 
-    __slots__ = ("_last_shown", "_original", "_probe", "_version", "dtype", "offset", "record", "size", "stride")
+    __slots__ = ("_last_restore", "_original", "_probe", "_version", "dtype", "offset", "record", "size", "stride")
 
     def __init__(self, tensor: Tensor, record: RefCountedBytes, empty: Tensor) -> None:
         self.record = record
@@ -227,11 +228,11 @@ class SavedHandle:
         probe.data = empty
         self._probe = probe
         self._original: Original | None = weakref.ref(tensor)
-        self._last_shown = 0
+        self._last_restore = 0
         record.add_view()
 
     def __del__(self) -> None:
-        self.record.drop_view(self._last_shown)
+        self.record.drop_view(self._last_restore)
 
     def check_version(self) -> None:
         """Checks that the saved tensor was not changed in place, which PyTorch does not check under hooks.
@@ -242,7 +243,7 @@ class SavedHandle:
         if self._probe._version != self._version:
             raise modified_in_place(self._probe, self._version, self.dtype, self.size)
 
-    def show(self) -> Tensor:
+    def materialize(self) -> Tensor:
         """Returns the saved tensor. The record's bytes must be on the device.
 
         Raises:
@@ -258,13 +259,13 @@ class SavedHandle:
                 "that backward needs, or restore them before `backward`."
             )
         tensor = _empty(self.dtype, data.device).data.set_(storage, self.offset, self.size, self.stride)
-        if self._last_shown != record.times_back:
-            self._last_shown = record.times_back
+        if self._last_restore != record.num_restores:
+            self._last_restore = record.num_restores
             record.consumed()
         return tensor if self._original is None else as_plain_autograd_keeps(tensor, self._original)
 
 
-def forget_original(saved: "Kept | SavedHandle") -> "Kept | SavedHandle":
+def forget_original(saved: "InlineSaved | SavedHandle") -> "InlineSaved | SavedHandle":
     """Returns `saved` without the reference to its original: later assignments to its `.data` have no effect then."""
     if isinstance(saved, SavedHandle):
         saved._original = None

@@ -24,24 +24,25 @@ class AllocatorMeter(Protocol):
 class ResidentLimit:
     """Learns from the allocator's peaks how many bytes of saved storages can be kept on the device.
 
-    While the peak of a micro-batch leaves room for another one's saved storages, there is no limit. Otherwise the next
+    As long as a micro-batch's peak plus its saved bytes fit into memory, there is no limit. Otherwise the next
     micro-batch is measured: all saved storages that can be offloaded are, and the training waits for their copies. Its
     peak is the memory of everything else: weights, gradients, optimizer states, transient tensors, and the copies in
-    flight. The rest of the memory is the limit of kept storages. A micro-batch is also measured if other bytes than
-    before the measured ones are allocated when it begins: optimizer states are made in the first step, gradients in the
-    first micro-batch of an accumulation, and batches grow. If a peak exceeds the limit nevertheless, the limit is
-    lowered by the excess. Without saved-tensor hooks it is lowered by what a micro-batch needed more than expected.
+    flight. The rest of the memory is the limit of kept storages. A micro-batch is also measured if it begins with
+    another number of allocated bytes than the measured ones: optimizer states are allocated in the first step,
+    gradients in the first micro-batch of an accumulation, and batches grow. If a peak exceeds the memory nevertheless,
+    the limit is lowered by the excess. After a micro-batch without saved-tensor hooks, the limit is lowered by the
+    difference between its peak and the expected one.
 
-    The allocator's peak is reset before each measured micro-batch, after one that exceeded the limit, and, while memory
-    is scarce, after a higher peak of an optimizer step, a validation or user code.
+    The allocator's peak is reset before each measured micro-batch, after one that exceeded the memory, and, while
+    memory is scarce, after a higher peak of an optimizer step, a validation or user code.
 
     Args:
         meter: the device's allocator.
     """
 
-    #: Difference of allocated bytes, as a share of the limit, up to which two micro-batches begin alike.
+    #: Difference of allocated bytes / memory of the process, up to which two micro-batches begin alike.
     TOLERANCE = 0.005
-    #: Most micro-batches that are measured because of the bytes that are allocated when they begin.
+    #: Most micro-batches that are measured because they begin with another number of allocated bytes.
     MOST_LEVELS = 8
     #: Saved bytes of a micro-batch / saved bytes of the last one, up to which no new measurement is made.
     SPARE = 1.1
@@ -139,39 +140,39 @@ class ResidentLimit:
 
     @property
     def known(self) -> bool:
-        """Whether a micro-batch has shown how many bytes of saved storages may stay in the present one."""
+        """Whether a micro-batch has shown how many bytes of saved storages the present one may keep."""
         return bool(self._others) and not self.measuring
 
     @property
     def measured(self) -> bool:
-        """Whether a micro-batch was measured: the memory of everything else is known, and not only an upper bound."""
+        """Whether a micro-batch was measured, so that the memory of everything else is known and not only bounded."""
         return bool(self._levels)
 
     @property
     def fits(self) -> bool:
-        """Whether all saved storages may stay in the present micro-batch, and a tenth more of them."""
+        """Whether the present micro-batch may keep all its saved storages, and a tenth more bytes."""
         return self.known and self._room >= self.SPARE * self._largest_bytes
 
     @property
     def needed_bytes(self) -> float:
-        """Peak of a micro-batch of which all saved storages stay: an upper bound; 0: not known."""
+        """Upper bound of the peak of a micro-batch that keeps all its saved storages, bytes; 0: not known."""
         return self._limit - self._room + self._largest_bytes if self.known else 0.0
 
     def fits_grown(self, ratio: float) -> bool:
-        """Returns whether all saved storages may stay in the present micro-batch although its batch is larger.
+        """Returns whether the present micro-batch may keep all its saved storages although its batch is larger.
 
         Args:
-            ratio: size of the batch, by the size of the largest earlier one. Memory may grow with its square, as that
-                of attention does with the length of a sample.
+            ratio: size of the batch / size of the largest earlier one. Memory may grow with the square of the ratio,
+                as the memory of attention does with the length of a sample.
         """
         grown = self._level + (self.needed_bytes - self._level) * max(1.0, ratio) ** 2
         return self.fits and grown <= self._limit
 
     def end(self, *, hooks: bool = True) -> None:
-        """Called at the end of the backward, whose peak is read now: later peaks do not belong to the micro-batch.
+        """Called at the end of the backward. The peak is read now, since later peaks are not the micro-batch's.
 
         Args:
-            hooks: whether saved-tensor hooks were enabled, so that `keep` has counted the storages that stayed.
+            hooks: whether saved-tensor hooks were enabled, so that `keep` has counted the kept storages.
         """
         self._peak = max(self._peak, self.meter.peak())
         self._without_hooks = not hooks

@@ -48,14 +48,14 @@ class SSDTier(SSDTierBase):
         blob = self._allocate(data.numel(), may_wait=may_wait)
         if blob is None:
             return None
-        taken = [] if may_wait else self._take_all(blob)
-        if taken is None:
+        buffers = [] if may_wait else self._try_acquire_all(blob)
+        if buffers is None:
             self.blobs.free(blob)
             return None
         copy = _SSDCopy(self, blob)
         produced = self._copies.mark()
         for index, piece in enumerate(blob.pieces):
-            buffer = taken[index] if taken else self.staging.acquire(piece.nbytes)
+            buffer = buffers[index] if buffers else self.staging.acquire(piece.nbytes)
             source = data[piece.start : piece.start + piece.nbytes]
             copy.begin(piece, buffer, self._copies.d2h(source, buffer.tensor, after=produced, awaited=True))
         self.bytes_out += data.numel()
@@ -72,17 +72,17 @@ class SSDTier(SSDTierBase):
             stack.callback(self.blobs.close)
             stack.callback(self._copies.drain)  # callbacks of d2h copies submit writes to the store
 
-    def _take_all(self, blob: Blob) -> list[PinnedBuffer] | None:
+    def _try_acquire_all(self, blob: Blob) -> list[PinnedBuffer] | None:
         """Allocates the staging buffers of all pieces without waiting, or none of them."""
-        taken: list[PinnedBuffer] = []
+        buffers: list[PinnedBuffer] = []
         for piece in blob.pieces:
             buffer = self.staging.try_acquire(piece.nbytes)
             if buffer is None:
-                for buffer in taken:
+                for buffer in buffers:
                     buffer.release()
                 return None
-            taken.append(buffer)
-        return taken
+            buffers.append(buffer)
+        return buffers
 
     def read(self, piece: Piece, *, urgent: bool) -> "Future[PinnedBuffer]":
         """Reads a piece into staging memory. Urgent reads are served first, others in the order of the calls."""
@@ -102,7 +102,7 @@ class _SSDCopy(StoredCopy):
         self._lock = threading.Lock()
         self._unfinished = len(blob.pieces)
         self.freed = False
-        self._left: Future[None] = Future()
+        self._space_freed: Future[None] = Future()
         """Done when the space of a copy that was freed during a write can be reused."""
 
     def begin(self, piece: Piece, buffer: PinnedBuffer, copied: Mark) -> None:
@@ -126,10 +126,10 @@ class _SSDCopy(StoredCopy):
         if finished:
             self.tier.blobs.free(self.blob)
         else:
-            leaving = self.tier._leaving
-            while leaving and leaving[0].done():
-                leaving.popleft()
-            leaving.append(self._left)
+            being_freed = self.tier._being_freed
+            while being_freed and being_freed[0].done():
+                being_freed.popleft()
+            being_freed.append(self._space_freed)
             for write in self.writes:
                 write.cancel()
 
@@ -139,7 +139,7 @@ class _SSDCopy(StoredCopy):
             finished = self.freed and self._unfinished == 0
         if finished:
             self.tier.blobs.free(self.blob)
-            self._left.set_result(None)
+            self._space_freed.set_result(None)
 
 
 class _PieceWrite:
@@ -211,7 +211,7 @@ class _SSDLoad(Load):
             self._begin(write)
 
     @property
-    def settled(self) -> bool:
+    def issued(self) -> bool:
         return self._issued.done()
 
     def wait(self) -> Mark:
@@ -225,7 +225,7 @@ class _SSDLoad(Load):
         if not write.done.done() and write.buffer.try_retain():
             # Not written yet: forward it from the staging buffer. The compute stream was ordered after the d2h copy
             # when the source was dropped, and `_allocated` was recorded after that: the buffer has the bytes by then.
-            self._copy_in(write.piece, write.buffer)
+            self._h2d(write.piece, write.buffer)
         elif write.done.done():
             self._read(write)
         else:
@@ -233,7 +233,7 @@ class _SSDLoad(Load):
 
     def _read(self, write: _PieceWrite) -> None:
         if write.done.cancelled():
-            self._fail(StorageError("a saved tensor was wanted after its store was cancelled"))
+            self._fail(StorageError("a saved tensor was read after its store was cancelled"))
         elif (error := write.done.exception()) is not None:
             self._fail(error)
         else:
@@ -244,13 +244,13 @@ class _SSDLoad(Load):
         try:
             buffer = read.result()
         except CancelledError:
-            self._fail(StorageError("a saved tensor was still wanted from the SSD when training ended"))
+            self._fail(StorageError("a saved tensor was still being read from the SSD when training ended"))
         except Exception as error:
             self._fail(error)
         else:
-            self._copy_in(piece, buffer)
+            self._h2d(piece, buffer)
 
-    def _copy_in(self, piece: Piece, buffer: PinnedBuffer) -> None:
+    def _h2d(self, piece: Piece, buffer: PinnedBuffer) -> None:
         """Issues the h2d copy of a piece, which owns `buffer` from then on."""
         target = self.data[piece.start : piece.start + piece.nbytes]
         try:

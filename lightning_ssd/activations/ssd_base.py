@@ -22,8 +22,8 @@ class SSDTierBase(OffloadTier):
         self.capacity = store.room
         self._copies = copies
         self._full: str | None = None
-        # Futures of copies that were freed while a write of theirs ran, done when their space can be reused.
-        self._leaving: deque[Future[None]] = deque()
+        # Copies that were freed while one of their writes ran: each future is done when the space can be reused.
+        self._being_freed: deque[Future[None]] = deque()
 
     def io_stats(self) -> IOStats:
         return self.blobs.stats()
@@ -38,11 +38,11 @@ class SSDTierBase(OffloadTier):
                 return self.blobs.allocate(nbytes)
             except StorageFullError as error:
                 full = str(error)  # not the error, whose frames hold tensors
-            if not self._leaving:
+            if not self._being_freed:
                 break
             if not may_wait:
                 return None
-            self._leaving.popleft().result()  # depends on the SSD's progress only, so it can't deadlock
+            self._being_freed.popleft().result()  # depends on the SSD's progress only, so it can't deadlock
         if self._full is None:
             log.warning("the SSD tier is full, and stores no tensors until backward frees space: %s", full)
         self._full = full

@@ -12,7 +12,7 @@ from lightning_ssd.types import OffloadTierName
 class Load(ABC):
     """A running load of bytes to the device.
 
-    The load owns `data` until `wait` has returned (then the caller does), or, without a wait, until `settled`.
+    The load owns `data` until `wait` has returned (then the caller does), or, without a wait, until `issued`.
     """
 
     __slots__ = ()
@@ -22,7 +22,7 @@ class Load(ABC):
 
     @property
     @abstractmethod
-    def settled(self) -> bool:
+    def issued(self) -> bool:
         """True if the host has issued the whole load: `wait` would not block, and `data` may be freed after it."""
 
     @abstractmethod

@@ -9,8 +9,8 @@ from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.device.storage_tags import TRANSIENT
 
 Interval = tuple[UnitCall, int | None]
-"""Part of a unit call: in forward from when a saved buffer is made until the next one is made, in backward from when a
-saved buffer is first read until the next one is read. The number is the buffer's; None: the part before the first."""
+"""Part of a unit call that begins, in forward, when a saved buffer is made, or, in backward, when it is first read; it
+ends when the next one is made or read. The number is the buffer's; None: the part before the first buffer."""
 
 
 class TransientMemory:
@@ -21,20 +21,20 @@ class TransientMemory:
 
     def __init__(self) -> None:
         self._events: list[tuple[UnitCall, bool, int, int]] = []
-        """(unit call, whether in its backward, number of the storage, change of bytes). A first read of a buffer in
-        backward is an event with the number -1 - buffer."""
+        """(unit call, whether in its backward, number of the storage, change of bytes). The number of an event that a
+        buffer is first read in backward is -1 - buffer."""
         self._now = (UnitCall(0, 0), False)
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._saved: dict[int, tuple[UnitCall, int]] = {}
         """The unit call that saves a storage, and the number of its buffer, by the storage's number."""
-        self._left_out: set[int] = set()
+        self._excluded: set[int] = set()
         self._count = 0
 
-    def at(self, visit: UnitCall, *, backward: bool) -> None:
+    def enter(self, unit_call: UnitCall, *, backward: bool) -> None:
         """Assigns the following events to this unit call."""
-        self._now = (visit, backward)
+        self._now = (unit_call, backward)
 
-    def take(self, storage: torch.UntypedStorage) -> None:
+    def alloc(self, storage: torch.UntypedStorage) -> None:
         """Records the allocation of a storage, unless it is known already."""
         if (known := getattr(storage, TRANSIENT, None)) is not None and known[0] is self:
             return
@@ -42,21 +42,21 @@ class TransientMemory:
         number, nbytes = self._count, storage.nbytes()
         setattr(storage, TRANSIENT, (self, number))
         self._events.append((*self._now, number, nbytes))
-        self._alive[number] = weakref.ref(storage, lambda _: self._gone(number, nbytes))
+        self._alive[number] = weakref.ref(storage, lambda _: self._free(number, nbytes))
 
-    def save(self, storage: torch.UntypedStorage, visit: UnitCall, buffer: int) -> None:
-        """Excludes a storage, which `visit` saves as `buffer`."""
+    def mark_saved(self, storage: torch.UntypedStorage, unit_call: UnitCall, buffer: int) -> None:
+        """Excludes a storage, which `unit_call` saves as `buffer`."""
         known = getattr(storage, TRANSIENT, None)
         if known is not None and known[0] is self:
-            self._saved[known[1]] = visit, buffer
+            self._saved[known[1]] = unit_call, buffer
 
-    def want(self, visit: UnitCall, buffer: int) -> None:
-        """Records that the backward of `visit` reads the saved `buffer`."""
-        self._events.append((visit, True, -1 - buffer, 0))
+    def first_use(self, unit_call: UnitCall, buffer: int) -> None:
+        """Records that the backward of `unit_call` reads the saved `buffer`."""
+        self._events.append((unit_call, True, -1 - buffer, 0))
 
     def close(self) -> None:
         """Ends the recording. Storages that are alive now are not transient, and are excluded."""
-        self._left_out |= set(self._alive)
+        self._excluded |= set(self._alive)
         self._alive.clear()
 
     def measure(self) -> tuple[Mapping[Interval, int], Mapping[int, int], Mapping[Interval, int]]:
@@ -64,27 +64,27 @@ class TransientMemory:
         the peak bytes of each backward interval."""
         most: dict[bool, dict[Interval, int]] = {False: {}, True: {}}
         current: dict[tuple[UnitCall, bool], int | None] = {}
-        wanted: dict[int, int] = {}
+        needed: dict[int, int] = {}
         now = 0
-        for visit, backward, number, nbytes in self._events:
+        for unit_call, backward, number, nbytes in self._events:
             if number < 0:
-                if (buffer := -1 - number) in wanted:
+                if (buffer := -1 - number) in needed:
                     continue
-                wanted[buffer] = now
-                current[visit, backward] = buffer
+                needed[buffer] = now
+                current[unit_call, backward] = buffer
             elif number in self._saved:
                 saved_by, buffer = self._saved[number]
-                if nbytes < 0 or saved_by != visit:
+                if nbytes < 0 or saved_by != unit_call:
                     continue
-                current[visit, backward] = buffer
-            elif number in self._left_out:
+                current[unit_call, backward] = buffer
+            elif number in self._excluded:
                 continue
             else:
                 now += nbytes
-            interval = visit, current.get((visit, backward))
+            interval = unit_call, current.get((unit_call, backward))
             most[backward][interval] = max(most[backward].get(interval, 0), now)
-        return most[False], wanted, most[True]
+        return most[False], needed, most[True]
 
-    def _gone(self, number: int, nbytes: int) -> None:
+    def _free(self, number: int, nbytes: int) -> None:
         if self._alive.pop(number, None) is not None:
             self._events.append((*self._now, number, -nbytes))

@@ -1,7 +1,7 @@
 """A forward as a sequence of operations, below autograd, divided into segments where units begin and end.
 
-The sequence is the same in every forward of a model that does the same each time. The graph of one forward (`graph.py`)
-can therefore be applied to the next ones (`plan_mode.py`). A segment whose operations differ does not affect others.
+The graph of one forward (`graph.py`) is applied to the next ones (`plan_mode.py`), which run the same sequence unless
+the model's control flow depends on data. A segment whose operations differ does not affect others.
 """
 
 from abc import abstractmethod
@@ -23,12 +23,12 @@ class Segment(NamedTuple):
     Attributes:
         begun_by: event at the begin of the segment: the forward's start, or a unit's enter or exit.
         unit: index of the unit of this event.
-        time: number of earlier events of this kind and unit in the forward.
+        call_index: number of earlier events of this kind and unit in the forward.
     """
 
     begun_by: Literal["start", "enter", "exit"]
     unit: int
-    time: int
+    call_index: int
 
 
 class UnitCall(NamedTuple):
@@ -36,11 +36,12 @@ class UnitCall(NamedTuple):
 
     Attributes:
         unit: index of the unit.
-        time: number of earlier calls of the unit in the forward; above 0 only for units that are called repeatedly.
+        call_index: number of earlier calls of the unit in the forward; above 0 only for units that are called
+            repeatedly.
     """
 
     unit: int
-    time: int
+    call_index: int
 
 
 class UnitDispatchMode(Uncopied, TorchDispatchMode):
@@ -59,8 +60,8 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         self._handles: list[RemovableHandle] = []
         self._entered = 0
         self._open: list[UnitCall] = []
-        self._times: Counter[tuple[str, int]] = Counter()
-        self.visit = UnitCall(0, 0)
+        self._call_counts: Counter[tuple[str, int]] = Counter()
+        self.unit_call = UnitCall(0, 0)
         """The innermost running unit call, or the last one."""
         self.elapsed: float | None = None
         """Profiled seconds of the forward up to the present operation; None if unknown."""
@@ -76,9 +77,9 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._open.clear()
-        self._times.clear()
-        self.visit = UnitCall(0, 0)
-        self.begin_part(Segment("start", 0, 0))
+        self._call_counts.clear()
+        self.unit_call = UnitCall(0, 0)
+        self.begin_segment(Segment("start", 0, 0))
         self._entered += 1
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -92,36 +93,36 @@ class UnitDispatchMode(Uncopied, TorchDispatchMode):
         return self.operation(func, args, kwargs or {})
 
     @abstractmethod
-    def begin_part(self, part: Segment) -> None:
-        """Called at the begin of the segment `part`."""
+    def begin_segment(self, segment: Segment) -> None:
+        """Called at the begin of the segment `segment`."""
 
     @abstractmethod
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation and returns its result."""
 
-    def left(self, visit: UnitCall, output: object) -> None:  # noqa: B027  # most modes have nothing to do here
+    def unit_returned(self, unit_call: UnitCall, output: object) -> None:  # noqa: B027  # optional
         """Called when a unit call has returned `output`."""
 
     def _hook(self, index: int, module: nn.Module) -> None:
         def before(module: nn.Module, args: object) -> None:
             if self._entered and not in_backward():
-                self._open.append(UnitCall(index, self._times["enter", index]))
-                self._turn("enter", index)
+                self._open.append(UnitCall(index, self._call_counts["enter", index]))
+                self._on_unit_event("enter", index)
 
         def after(module: nn.Module, args: object, output: object) -> None:
             if self._entered and not in_backward():
                 if self._open:
-                    self.left(self._open.pop(), output)
-                self._turn("exit", index)
+                    self.unit_returned(self._open.pop(), output)
+                self._on_unit_event("exit", index)
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
         self._handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
 
-    def _turn(self, event: Literal["enter", "exit"], index: int) -> None:
+    def _on_unit_event(self, event: Literal["enter", "exit"], index: int) -> None:
         if self._open:
-            self.visit = self._open[-1]
-        self.begin_part(Segment(event, index, self._times[event, index]))
-        self._times[event, index] += 1
+            self.unit_call = self._open[-1]
+        self.begin_segment(Segment(event, index, self._call_counts[event, index]))
+        self._call_counts[event, index] += 1
 
 
 def in_backward() -> bool:

@@ -16,8 +16,8 @@ def untraced(hook: Callable[[Self, Argument], Result]) -> Callable[[Self, Argume
     """Decorates a method of one argument that Dynamo must neither compile nor trace.
 
     Autograd calls hooks wherever user code runs, also between the frames of a function that Dynamo compiles or has
-    skipped, and hooks are no part of the user's program. `torch.compiler.disable` does the same, but its look-ups of
-    the state of exports and stances in each call take the host as long as packing a small tensor.
+    skipped, and hooks are no part of the user's program. `torch.compiler.disable` has the same effect, but looks up the
+    state of exports and stances in each call, which takes the host as long as packing a small tensor.
     """
 
     def run(self: Self, argument: Argument) -> Result:

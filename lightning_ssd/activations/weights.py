@@ -62,7 +62,7 @@ def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     base = tensor._base
     if base is None:
         base = tensor
-    # `isinstance` of a plain tensor is slow: the class of parameters looks for an attribute of it.
+    # The type is checked first because `isinstance` of a plain tensor is slow: `Parameter` has its own instance check.
     if (type(base) is not Tensor and isinstance(base, nn.Parameter)) or _is_cast_of_parameter(base):
         setattr(storage, WEIGHT, True)  # other views are recognized by this mark
         return True
@@ -74,6 +74,3 @@ def _is_cast_of_parameter(tensor: Tensor) -> bool:
     if node is None or node.name() != "ToCopyBackward0":
         return False
     return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
-
-
-# On the storage's Python object, which lives as long as the storage (see `record.attach_saved_storage`).

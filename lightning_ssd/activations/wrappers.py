@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_ssd.activations.record import check_version
 
-_LEFT_ALONE: tuple[type, ...] = (AsyncCollectiveTensor, NestedTensor)
+_NOT_UNWRAPPED: tuple[type, ...] = (AsyncCollectiveTensor, NestedTensor)
 """Classes that are not unwrapped: an asynchronous result is still being written, and the sizes of a jagged tensor refer
 to the identity of its offsets tensor."""
 
@@ -61,4 +61,4 @@ class SavedWrapper(Generic[Packed]):
 
 def is_wrapper(tensor: Tensor) -> bool:
     """Returns whether `tensor` is described completely by wrapped tensors and a context."""
-    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, _LEFT_ALONE)
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, _NOT_UNWRAPPED)

@@ -14,7 +14,7 @@ from lightning_ssd.activations import (
     OffloadAll,
     OffloadExcess,
     OffloadPolicy,
-    Placement,
+    PlacementPolicy,
     ResidentLimit,
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
@@ -32,10 +32,10 @@ FIRST_STEPS = 2
 """Steps before the decision: the first one allocates optimizer states, the second one shows their memory."""
 
 PATIENCE = 2
-"""Steps in a row in which kept tensors must be too many before the training is planned."""
+"""Steps in a row in which saved tensors must lack room before the training is planned."""
 
 COMPILED = "`torch.compile` compiles a part of the training"
-"""The obstacle of trainings with compiled code."""
+"""The obstacle to planning in trainings with compiled code."""
 
 PROVEN = 16
 """Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rules."""
@@ -43,19 +43,19 @@ PROVEN = 16
 MAX_FAILED_PROFILES = 3
 """Profiles that micro-batches which ran out of memory may end, before the training is not planned."""
 
-DISTRUSTED = 4
+MAX_UNPLANNED = 4
 """Micro-batches unlike the planned ones before the training is planned again. It doubles with each plan."""
 
 
 class LargestBatchPlanner(SwapPlanner):
-    """A `SwapPlanner` that waits for a large batch, as far as its budget allows, because larger ones have no plan.
+    """A `SwapPlanner` that records a large batch, within its budget of steps, because larger ones are not planned.
 
     Args:
-        gpu_memory: bytes of the device that the training may take in all.
-        batches: those of the training.
+        gpu_memory: bytes of the device that the training may use in all.
+        batches: batches of the training.
     """
 
-    _logs_metrics = False  # users who add no planner get no columns of it
+    _logs_metrics = False  # the user has added no planner, and gets no columns of it
 
     def __init__(self, gpu_memory: int, batches: SeenBatches) -> None:
         super().__init__(gpu_memory=gpu_memory, warm_up=1)
@@ -71,20 +71,20 @@ class LargestBatchPlanner(SwapPlanner):
 
 
 class AutoPlanner(pl.Callback):
-    """Decides what `offload="auto"` does with saved tensors, from the memory of the first steps.
+    """Decides for `offload="auto"`, from the memory of the first steps, how saved tensors are treated.
 
     In the first steps, saved tensors for which the device has room are kept and the others are offloaded
     (`OffloadExcess`), which is safe but not the fastest choice. After two steps, or three where memory is short, the
     outcome is one of these:
 
-    - `"keep"`: all saved tensors have room, and a tenth more of them. They are kept, and saved-tensor hooks are
+    - `"keep"`: the device has room for all saved tensors, and a tenth more. They are kept, and saved-tensor hooks are
       disabled, so that a step is plain Lightning's, while batches are no larger than earlier ones. Hooks are enabled
       for larger batches, when other parameters are trained, and when allocated memory grows.
-    - `"plan"`: they have no room. A `SwapPlanner` is added to the Trainer's callbacks, which profiles the training and
-      plans which tensors are kept, offloaded and recomputed, and, with `states="auto"`, where offloaded model states
-      are. Micro-batches that may need more memory than the planned one offload all saved tensors. If they are many,
-      the training is planned again.
-    - `"offload"`: they have no room, and the training can't be planned, because parts of it are compiled or several
+    - `"plan"`: the device lacks room. A `SwapPlanner` is added to the Trainer's callbacks, which profiles the training
+      and plans which tensors are kept, offloaded and recomputed, and, with `states="auto"`, the tiers of offloaded
+      model states. Micro-batches that may need more memory than the planned one offload all saved tensors. If there
+      are many of them, the training is planned again.
+    - `"offload"`: the device lacks room, and the training can't be planned, because parts of it are compiled or several
       processes train. Saved tensors without room are offloaded, as in the first steps.
 
     A micro-batch that runs out of memory is run again with all saved tensors offloaded (`MicroBatchRetry`), and then
@@ -119,17 +119,17 @@ class AutoPlanner(pl.Callback):
         self._short = False
         """Whether saved tensors of a micro-batch of the present step had no room."""
         self._short_steps = 0
-        """Steps in a row of which that is true."""
+        """Steps in a row in which that was true."""
         self._obstacle: str | None = None
-        """A reason why the training can't be planned that lasts; `None`: none was found."""
+        """A lasting reason why the training can't be planned; `None`: none was found."""
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The plan's policy, while another one is in force for one micro-batch."""
-        self._placement: Placement | None = None
+        self._placement: PlacementPolicy | None = None
         """Placement of that other policy."""
-        self._distrusted = 0
+        self._num_unplanned = 0
         """Micro-batches since the last plan that did not follow it."""
-        self._patience = DISTRUSTED
+        self._patience = MAX_UNPLANNED
         self._rule: object = None
         """The outcome, and the plan or the phase of profiling, of the last micro-batch."""
         self._proven = 0
@@ -193,9 +193,9 @@ class AutoPlanner(pl.Callback):
             self._batches.add(self._shape)
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
         if self.planner is None:
-            self._follow_limit(trainer, offloader, self._guard, trained)
+            self._apply_limit(trainer, offloader, self._guard, trained)
         else:
-            self._follow_plan(trainer, offloader, self.planner, self._guard, trained)
+            self._apply_plan(trainer, offloader, self.planner, self._guard, trained)
         swaps = self.planner
         rule = self.outcome, None if swaps is None else (swaps.measuring, swaps.calibrating, id(swaps.plan))
         if rule != self._rule:
@@ -236,8 +236,8 @@ class AutoPlanner(pl.Callback):
         elif self.planner is None:
             self._profiling_budget.end_step()
             self._decide(trainer, pl_module, self._guard)
-        elif self._distrusted >= self._patience and not self.planner.measuring:
-            self._distrusted = 0
+        elif self._num_unplanned >= self._patience and not self.planner.measuring:
+            self._num_unplanned = 0
             self._patience *= 2
             self.planner.plan_again("batches or allocated memory are larger than those that were planned")
 
@@ -253,7 +253,7 @@ class AutoPlanner(pl.Callback):
 
     # ---- before there is a plan ----
 
-    def _follow_limit(
+    def _apply_limit(
         self, trainer: pl.Trainer, offloader: ActivationOffloader, guard: MemoryGuard, trained: tuple[bool, ...]
     ) -> None:
         """Limits the saved tensors that the present micro-batch keeps, and disables hooks if all of them have room."""
@@ -267,7 +267,7 @@ class AutoPlanner(pl.Callback):
             self._log(f"keeps all saved tensors on the {_name(offloader)}: a step needs at most {peak} of {most}")
 
     def _end_backward(self, trainer: pl.Trainer) -> None:
-        """Shows the peak of a micro-batch without hooks, of which the offloader has not seen the backward."""
+        """Passes the peak of a micro-batch without hooks to the limit, because the offloader did not follow it."""
         offloader = find_offloader(trainer)
         if self._guard is not None and offloader is not None and not offloader.policy.hooks_enabled:
             self._guard.limit.end(hooks=False)
@@ -295,7 +295,7 @@ class AutoPlanner(pl.Callback):
         if self._obstacle is not None:
             return self._obstacle
         if self._shape is None:
-            return "batches have no tensors, by whose shapes a plan would know the batches that it is made for"
+            return "batches have no tensors, by whose shapes a plan would recognize batches that need no more memory"
         self._obstacle = obstacle_to_planning(trainer, pl_module)
         return self._obstacle
 
@@ -303,13 +303,13 @@ class AutoPlanner(pl.Callback):
         self.outcome = "plan"
         reason = "not all of them have room" if self._short else "offloaded model states may be moved"
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
-        self._distrusted = 0
-        self._patience = DISTRUSTED
+        self._num_unplanned = 0
+        self._patience = MAX_UNPLANNED
         planner = LargestBatchPlanner(int(guard.limit.meter.limit()), self._batches)
         planner.on_train_start(trainer, pl_module)
         planner.continue_budget(self._profiling_budget)
         self.planner = planner
-        # A new list: Lightning is iterating over this one.
+        # A new list, because Lightning is iterating over the old one.
         trainer.callbacks = [planner, *trainer_callbacks(trainer)]  # type: ignore[attr-defined]
 
     def _remove_planner(self, trainer: pl.Trainer) -> None:
@@ -320,7 +320,7 @@ class AutoPlanner(pl.Callback):
 
     # ---- under a plan ----
 
-    def _follow_plan(
+    def _apply_plan(
         self,
         trainer: pl.Trainer,
         offloader: ActivationOffloader,
@@ -334,18 +334,20 @@ class AutoPlanner(pl.Callback):
         """
         if planner.recording:
             guard.record(self._shape, trained)
-            self._distrusted = 0
-        # Offloaded weights that are prefetched make allocated bytes differ from step to step.
-        streams = getattr(trainer.strategy, "model_states", None) is not None
-        planned = guard.is_planned(self._shape, trained, begins_step=self._at_boundary and not streams)
+            self._num_unplanned = 0
+        # Prefetched weights make allocated bytes differ from step to step.
+        offloads_states = getattr(trainer.strategy, "model_states", None) is not None
+        planned = guard.is_planned(self._shape, trained, begins_step=self._at_boundary and not offloads_states)
         if planner.measuring or planner.plan is None or planner.prediction is None:
             return  # all saved tensors are offloaded
         policy = offloader.policy
         if planned:
             spare = ResidentLimit.SPARE * planner.prediction.gpu_peak_bytes <= guard.limit.meter.limit()
-            self._replace(offloader, replace(policy, hooks_enabled=streams or not (planner.plan.keeps_all and spare)))
+            self._replace(
+                offloader, replace(policy, hooks_enabled=offloads_states or not (planner.plan.keeps_all and spare))
+            )
             return
-        self._distrusted += 1
+        self._num_unplanned += 1
         placement = OffloadAll(tuple(offloader.tiers))
         self._replace(offloader, replace(policy, placement=placement, mode=None, hooks_enabled=True))
 
@@ -391,7 +393,7 @@ class AutoPlanner(pl.Callback):
         offloader.run(policy)
         for callback in trainer_callbacks(trainer):
             if isinstance(callback, PrefetchScheduler):
-                callback.hold(0)  # until a plan has a window
+                callback.override_window(0)  # until a plan has a window
 
     def _plan_smaller(
         self, trainer: pl.Trainer, offloader: ActivationOffloader, guard: MemoryGuard, planner: SwapPlanner
@@ -407,7 +409,7 @@ class AutoPlanner(pl.Callback):
         placement = OffloadExcess(tuple(offloader.tiers), guard.limit)
         offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))
 
-    # ---- how ----
+    # ---- helpers ----
 
     def _enable_hooks(self, trainer: pl.Trainer, offloader: ActivationOffloader, enabled: bool) -> None:
         enabled |= getattr(trainer.strategy, "model_states", None) is not None  # offloaded weights need them

@@ -26,33 +26,33 @@ def average_of(callback: pl.Callback) -> torch.nn.Module | None:
 
 
 def summon_full_params(
-    callback: pl.Callback, lend: Callable[[], AbstractContextManager[None]], loaded: Loaded
+    callback: pl.Callback, full_params: Callable[[], AbstractContextManager[None]], loaded: Loaded
 ) -> Callable[[], None]:
-    """Runs the hooks of `callback` that read or change weights inside `lend()`.
+    """Runs the hooks of `callback` that read or change weights inside `full_params()`.
 
     Args:
         callback: a callback that `averages_weights`.
-        lend: returns a context in which all weights are whole tensors.
-        loaded: checkpoint values of the average, which is converted to fp32 and may have rounded them before.
+        full_params: returns a context in which all weights are whole tensors.
+        loaded: exact checkpoint values of the average, which may have rounded them and is converted to fp32.
 
     Returns:
         A function that restores the callback.
     """
 
-    def lending(hook: Callable[..., None], wanted: Callable[[pl.Trainer], bool]) -> Callable[..., None]:
+    def inside_context(hook: Callable[..., None], needed: Callable[[pl.Trainer], bool]) -> Callable[..., None]:
         @wraps(hook)
         def run(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-            if not wanted(trainer):
+            if not needed(trainer):
                 hook(trainer, *args, **kwargs)
                 return
-            with lend():
+            with full_params():
                 hook(trainer, *args, **kwargs)
 
         return run
 
     if (average := average_of(callback)) is not None:
         exact = {parameter: exact_value(parameter, loaded) for parameter in average.parameters()}
-        average.float()  # like the whole weights: swapping them with 16-bit ones would lose their low bits
+        average.float()  # as the whole weights are: exchanged with 16-bit values, they would lose their low bits
         for parameter, value in exact.items():
             if value is not None:
                 parameter.data.copy_(value)
@@ -61,13 +61,13 @@ def summon_full_params(
         averaging = callback
 
         def updates(trainer: pl.Trainer) -> bool:
-            """Returns True if the average is updated after this batch; else `lend` would wait for steps needlessly."""
+            """Returns True if the average is updated after this batch; else waiting for optimizer steps is needless."""
             step = trainer.global_step
             return step > averaging._latest_update_step and averaging.should_update(step_idx=step - 1)
 
         hooks["on_train_batch_end"] = updates
-    for name, wanted in hooks.items():
-        setattr(callback, name, lending(getattr(callback, name), wanted))
+    for name, needed in hooks.items():
+        setattr(callback, name, inside_context(getattr(callback, name), needed))
 
     def restore() -> None:
         for name in hooks:

@@ -1,4 +1,4 @@
-"""`MemoryGuard`: tells which micro-batches may need more device memory than measured, or planned, ones."""
+"""`MemoryGuard`: finds micro-batches that may need more device memory than measured, or planned, ones."""
 
 from lightning_ssd.activations import ResidentLimit
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
@@ -7,27 +7,27 @@ __all__ = ["MemoryGuard"]
 
 
 class MemoryGuard:
-    """Compares each micro-batch with those whose memory is known: by its batch, trained parameters, allocated bytes.
+    """Compares each micro-batch with those of known memory: by batch, trained parameters and allocated bytes.
 
     Args:
-        limit: room for saved tensors, whose micro-batch begins before that of the guard.
+        limit: limit of kept tensors, whose `begin` is called before that of the guard.
     """
 
-    #: Difference of allocated bytes, as a share of the limit, up to which steps begin like the planned one.
+    #: Growth of allocated bytes / limit, up to which steps begin like the planned one.
     GROWTH = 0.01
 
     def __init__(self, limit: ResidentLimit) -> None:
         self.limit = limit
         self.fits = False
-        """Whether all saved tensors of the present micro-batch may stay on the device, even without hooks."""
+        """Whether all saved tensors of the present micro-batch may be kept, even without hooks."""
         self.short = False
-        """Whether saved tensors of the present micro-batch are known to have no room."""
-        self._forgets = False
-        """Whether earlier batches are forgotten after the present micro-batch."""
+        """Whether the device is known to lack room for saved tensors of the present micro-batch."""
+        self._discards_batches = False
+        """Whether earlier batches are discarded after the present micro-batch."""
         self._seen = SeenBatches()
         """Batches of measured, or planned, micro-batches."""
         self._trained: tuple[bool, ...] | None = None
-        """Which parameters required gradients in these."""
+        """Whether each parameter required gradients in these micro-batches."""
         self._level = 0
         """Bytes that were allocated before the planned step."""
         self._grown = False
@@ -36,11 +36,11 @@ class MemoryGuard:
     # ---- without a plan ----
 
     def begin(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> None:
-        """A micro-batch begins. If its batch is larger than those before and may not fit, it is measured.
+        """Begins a micro-batch. If its batch is larger than earlier ones and may not fit, it is measured.
 
         Args:
-            shape: of the batch; `None`: unknown, so that hooks are needed in each of these micro-batches.
-            trained: which parameters require gradients.
+            shape: shape of the batch; `None`: unknown, so that hooks are needed in each of these micro-batches.
+            trained: whether each parameter requires gradients.
         """
         limit = self.limit
         thawed = trained != self._trained
@@ -52,22 +52,22 @@ class MemoryGuard:
             ratio = shape.nbytes / self._seen.nbytes if shape is not None and self._seen.nbytes else 1.0
             if thawed or (larger and not limit.fits_grown(ratio)):
                 limit.measure()
-        # The upper bound held for all batches before. A measured peak holds for this batch, and smaller ones.
-        self._forgets = limit.measuring and not limit.measured
+        # The upper bound was for all earlier batches. A measured peak is for this batch, and smaller ones.
+        self._discards_batches = limit.measuring and not limit.measured
         self.short = limit.known and not limit.fits
         self.fits = known and limit.fits
 
     def end(self, shape: BatchShape | None) -> None:
-        """The micro-batch has ended."""
-        if self._forgets:
-            self._seen, self._forgets = SeenBatches(), False
+        """Ends the micro-batch."""
+        if self._discards_batches:
+            self._seen, self._discards_batches = SeenBatches(), False
         if shape is not None:
             self._seen.add(shape)
 
     # ---- with a plan ----
 
     def record(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> None:
-        """The present micro-batch, the first one of a step, is recorded for a plan."""
+        """Called when the present micro-batch, the first one of a step, is recorded for a plan."""
         self._seen, self._trained, self._level = SeenBatches(), trained, self.limit.meter.allocated()
         self._grown = False
         self.end(shape)
@@ -76,8 +76,8 @@ class MemoryGuard:
         """Returns whether the present micro-batch needs no more memory than the one that was recorded for the plan.
 
         Args:
-            shape: of the batch; `None`: unknown.
-            trained: which parameters require gradients.
+            shape: shape of the batch; `None`: unknown.
+            trained: whether each parameter requires gradients.
             begins_step: whether the micro-batch is the first one of a step, as the recorded one was.
         """
         if begins_step:

@@ -33,7 +33,7 @@ class MicroBatchSwitch(pl.Callback):
     """Begins a micro-batch of the activation offloader at every batch, and ends its backward (SSDTrain figure 2).
 
     `current` is the position of the present micro-batch, for other callbacks. It is also set without an offloading
-    strategy or callback. Offloading adds this callback by itself.
+    strategy or callback. Offloading adds this callback automatically.
     """
 
     def __init__(self) -> None:

@@ -6,19 +6,19 @@ from functools import wraps
 from time import perf_counter
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config
+from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning.endurance import YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage.smart import read_wear
 
-ASK_SECONDS = 600.0
-"""Seconds between two reads of the drives' wear."""
+WEAR_INTERVAL = 600.0
+"""Least seconds between two reads of the drives' wear."""
 
 
 class OffloadMonitor(pl.Callback):
@@ -43,15 +43,15 @@ class OffloadMonitor(pl.Callback):
       of the rated endurance of the most worn drive, as the drives report them (SMART). They are read at most every ten
       minutes, where `smartctl` is installed and permitted.
 
-    The monitor that a strategy adds by itself writes to no logger, so loggers get the same metrics as from plain
-    Lightning unless the user adds `OffloadMonitor()`. No monitor adds to the Trainer's metrics (`callback_metrics` and
-    others). Without an offloading strategy or callback it does nothing.
+    The monitor that a strategy adds automatically writes to no logger, so loggers get the same metrics as from plain
+    Lightning unless the user adds `OffloadMonitor()`. No monitor changes the Trainer's metrics (`callback_metrics` and
+    others). Without an offloading strategy or callback a monitor does nothing.
 
     Args:
         progress_bar: show offloaded GB (`out_gb`) and seconds of stalls (`stall_s`) of the last interval in the
             progress bar, once one of them is not 0, and `ssd_years` if it is logged.
         endurance: rated endurance of the drives of `path` together, bytes ("600TB"; data sheets call it TBW). Ratings
-            are for small random writes. Large sequential writes wear less: the drives last longer (SSDTrain III-D).
+            are for small random writes. Large sequential writes cause less wear (SSDTrain III-D).
             `None`: `ssd_years` is not logged.
         loggers: log to the Trainer's loggers.
 
@@ -71,29 +71,29 @@ class OffloadMonitor(pl.Callback):
         self._stores = _Counts()
         self._last: dict[str, float] = {}
         self._begun = 0.0
-        self._asked = float("-inf")
+        self._wear_read_at = float("-inf")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._offloaders, self._stores = _Counts(), _Counts()
         self._last = {}
         self._begun = perf_counter()
-        self._asked = float("-inf")
+        self._wear_read_at = float("-inf")
         self._shown = {}
         if self._progress_bar and find_offloader(trainer) is not None:
             self._show_in(trainer.progress_bar_callback)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave_progress_bar()
+        self._restore_progress_bar()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave_progress_bar()
+        self._restore_progress_bar()
 
     def _show_in(self, bar: "pl.callbacks.ProgressBar | None") -> None:
         """Adds `_shown` to the metrics of `bar`. (Metrics logged for a progress bar would be in `callback_metrics`.)"""
-        self._leave_progress_bar()
+        self._restore_progress_bar()
         if bar is None:
             return
         get_metrics = bar.get_metrics
@@ -105,7 +105,7 @@ class OffloadMonitor(pl.Callback):
         bar.get_metrics = get_all  # type: ignore[method-assign]
         self._bar = bar
 
-    def _leave_progress_bar(self) -> None:
+    def _restore_progress_bar(self) -> None:
         bar, self._bar = self._bar, None
         if bar is not None:
             del bar.get_metrics
@@ -137,9 +137,9 @@ class OffloadMonitor(pl.Callback):
     def _drives(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> dict[str, float]:
         states = getattr(trainer.strategy, "model_states", None)
         on_ssds = "ssd" in offloader.tiers or (states is not None and states.ssd_bytes)
-        if not on_ssds or perf_counter() - self._asked < ASK_SECONDS:
+        if not on_ssds or perf_counter() - self._wear_read_at < WEAR_INTERVAL:
             return {}
-        self._asked = perf_counter()
+        self._wear_read_at = perf_counter()
         found = (read_wear(path) for path in offload_config(trainer).paths(trainer.default_root_dir))
         wear = list({drive.device: drive for drive in found if drive is not None}.values())
         written = [drive.bytes_written for drive in wear if drive.bytes_written is not None]
@@ -227,6 +227,6 @@ def _totals(offloader: ActivationOffloader) -> dict[str, float]:
 def _levels(offloader: ActivationOffloader) -> dict[str, float]:
     """Returns peaks, which are logged as they are, not as differences."""
     levels: dict[str, float] = {"peak_pinned_bytes": offloader.peak_pinned_bytes()}
-    if offloader.device.type == "cuda":
-        levels["peak_device_bytes"] = torch.cuda.max_memory_allocated(offloader.device)
+    if (memory := allocator_memory(offloader.device)) is not None:
+        levels["peak_device_bytes"] = memory.peak()
     return levels

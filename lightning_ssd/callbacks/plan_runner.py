@@ -11,7 +11,7 @@ from lightning_ssd.activations import (
     ActivationOffloader,
     OffloadAll,
     OffloadOnPressure,
-    Placement,
+    PlacementPolicy,
     PlanMode,
     UnitDispatchMode,
     make_schedule,
@@ -25,8 +25,8 @@ from lightning_ssd.planning import (
     ModelProfile,
     Plan,
     Prediction,
-    correct,
-    correct_step_rate,
+    calibrate,
+    calibrate_step_rate,
     simulate,
 )
 from lightning_ssd.profiling import Profiler
@@ -79,7 +79,7 @@ class PlanRunner:
         profiler: profiler with the recorded forward.
         offloader: activation offloader, to which plans are applied.
         states: offloaded model states; `None`: all of them are on the GPU.
-        schedulers: callbacks that set the prefetch window, to which the plans' windows are applied.
+        schedulers: callbacks that set the prefetch window; plans override it.
         profile: profile of the model.
         hardware: profile of the machine, with the bytes that this training may use.
         placement: tiers of model states, which plans do not change.
@@ -143,14 +143,14 @@ class PlanRunner:
         self.plan = plan
         if plan.keeps_all:
             self._close_mode()
-            self._follow(OffloadOnPressure(tuple(self._offloader.tiers), self._is_short), None)
+            self._set_placement(OffloadOnPressure(tuple(self._offloader.tiers), self._is_short), None)
             # Hooks are needed for offloaded weights, and for batches that need more memory than the recorded one.
             ample = self.prediction.gpu_peak_bytes <= HOOKS_OFF_BELOW * self._gpu_limit
             self.hooks_skippable = ample and set(self.placement.weights) == {"gpu"}
         else:
-            self._follow(OffloadAll(tuple(self._offloader.tiers)), self._plan_mode(plan))
+            self._set_placement(OffloadAll(tuple(self._offloader.tiers)), self._plan_mode(plan))
             self.hooks_skippable = False
-        self._hold_window(plan.window_bytes)
+        self._set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
         self._discard_steps()
 
@@ -158,7 +158,7 @@ class PlanRunner:
         """Offloads all saved tensors from the next step on, as before the first plan."""
         self.hooks_skippable = False
         offload_all(self._offloader)
-        self._hold_window(None)
+        self._set_window(None)
         self._discard_steps()
 
     def close(self) -> None:
@@ -224,13 +224,13 @@ class PlanRunner:
     def calibrate(self, comparison: Comparison, tolerance: float) -> bool:
         """Corrects the profiles by measured steps of the plan in force, and predicts them again.
 
-        A GPU that waits for transfers is cooler, and faster, than one that never does. Drives and host memory are
-        slower when everything uses them. Some GPU memory belongs to no recorded operator. The rate of the CPU optimizer
-        is measured; the rest of the difference is inferred from the step's duration.
+        Reasons for a difference: a GPU that waits for transfers is cooler, and faster, than one that never does; drives
+        and host memory are slower under the load of a whole step; some GPU memory belongs to no recorded operator. The
+        rate of the CPU optimizer is measured; the rest of the difference is inferred from the step's duration.
 
         Args:
             comparison: measured steps of the plan in force.
-            tolerance: relative error of the step's duration that needs no explanation.
+            tolerance: relative error of the step's duration that needs no correction.
 
         Returns:
             Whether the corrections explain the step's duration.
@@ -243,35 +243,35 @@ class PlanRunner:
         stepped = WorkCounter(0, 0.0) if self._states is None else self._states.stepped().since(self._stepped)
         if stepped.amount and stepped.seconds:
             rate = stepped.amount / stepped.seconds
-            self.hardware = correct_step_rate(self.profile, self.hardware, self.plan, rate, measured)
-        corrected = correct(self.profile, self.hardware, self.plan, measured)
+            self.hardware = calibrate_step_rate(self.profile, self.hardware, self.plan, rate, measured)
+        corrected = calibrate(self.profile, self.hardware, self.plan, measured)
         if corrected is not None:
             self._slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
             if self._mode is not None:
-                self._mode.pace = self._slowdown
+                self._mode.slowdown = self._slowdown
             self.profile, self.hardware = corrected
         self.prediction = simulate(self.profile, self.hardware, self.plan)
         return corrected is not None or abs(measured / self.prediction.step_seconds - 1) <= tolerance
 
     # ---- implementation ----
 
-    def _follow(self, placement: Placement, mode: UnitDispatchMode | None) -> None:
+    def _set_placement(self, placement: PlacementPolicy, mode: UnitDispatchMode | None) -> None:
         self._offloader.run(replace(self._offloader.policy, placement=placement, mode=mode, hooks_enabled=True))
 
     def _plan_mode(self, plan: Plan) -> PlanMode:
         """Returns the dispatch mode that applies `plan` to forwards."""
         profiler = self._profiler
-        choices, chains = {}, {}
-        for item in profiler.saved():
-            unit = plan.units[profiler.name_of(item.visit)]
-            choices[item.buffer] = unit.input if item.inbound else unit.operators[item.name]
+        choices, recompute_ops = {}, {}
+        for item in profiler.saved:
+            unit = plan.units[profiler.name_of(item.unit_call)]
+            choices[item.buffer] = unit.input if item.is_unit_input else unit.operators[item.name]
             if choices[item.buffer] == "recompute":
-                chains[item.buffer] = item.chain
+                recompute_ops[item.buffer] = item.recompute_ops
         if self._mode is None:
             modules = [unit.modules for unit in profiler.units]
             self._mode = PlanMode(modules, self._offloader.device, self._offloader.pack, self._offloader.unpack)
-        self._mode.pace = self._slowdown
-        self._mode.program = make_schedule(profiler.graph, choices, chains)
+        self._mode.slowdown = self._slowdown
+        self._mode.schedule = make_schedule(profiler.graph, choices, recompute_ops)
         return self._mode
 
     def _close_mode(self) -> None:
@@ -279,9 +279,9 @@ class PlanRunner:
         if mode is not None:
             mode.close()
 
-    def _hold_window(self, window_bytes: int | None) -> None:
+    def _set_window(self, window_bytes: int | None) -> None:
         for scheduler in self._schedulers:
-            scheduler.hold(window_bytes)
+            scheduler.override_window(window_bytes)
 
     def _discard_steps(self) -> None:
         self.num_steps = 0

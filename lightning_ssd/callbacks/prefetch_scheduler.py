@@ -21,9 +21,9 @@ class PrefetchScheduler(pl.Callback):
     more device memory.
 
     Args:
-        window_bytes: the window in bytes (or `"512MiB"`). `"auto"` begins with one and a half of the largest saved
-            tensor, or 1/16 of a micro-batch's saved bytes if that is more. It doubles while backward waits for loads
-            and a larger window shortens the waits.
+        window_bytes: the window in bytes (or `"512MiB"`). `"auto"` begins with 1.5 times the largest saved tensor, or
+            1/16 of a micro-batch's saved bytes if that is more. It doubles as long as backward waits for loads and a
+            larger window shortens the waits.
         max_window_bytes: upper limit of `"auto"`.
         depth: saved tensors of any size that may be prefetched at once; `None`: no such limit.
 
@@ -48,20 +48,20 @@ class PrefetchScheduler(pl.Callback):
             raise ValueError(f"`depth={depth}` must be at least 1, or None for no limit.")
         self._depth = depth
         self._window: int | None = self._fixed
-        self._held: int | None = None
+        self._override: int | None = None
         self._offloader: weakref.ref[ActivationOffloader] | None = None
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_offloader": None}  # a pickled Trainer does not continue its training
 
-    def hold(self, window_bytes: int | None) -> None:
+    def override_window(self, window_bytes: int | None) -> None:
         """Overrides the window for the rest of the training, unless the user fixed it; None: adapts it again."""
-        self._held = window_bytes
+        self._override = window_bytes
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._held = None
+        self._override = None
 
     @override
     def on_train_batch_start(
@@ -73,10 +73,10 @@ class PrefetchScheduler(pl.Callback):
         if self._offloader is None or self._offloader() is not offloader:  # its statistics begin at 0
             self._begin()
             self._offloader = weakref.ref(offloader)
-        held = None if self._fixed is not None else self._held
-        if held is None and self._fixed is None:
+        override = None if self._fixed is not None else self._override
+        if override is None and self._fixed is None:
             self._adapt(offloader)
-        window = self._window if held is None else held
+        window = self._window if override is None else override
         policy = offloader.policy
         if window is None:
             window = policy.window_bytes
@@ -89,7 +89,7 @@ class PrefetchScheduler(pl.Callback):
         self._last_stall = self._last_seconds = 0.0
         self._last_share: float | None = None
         self._measured = False
-        self._settled = False
+        self._converged = False
 
     def _adapt(self, offloader: ActivationOffloader) -> None:
         pattern = offloader.last_pattern
@@ -98,7 +98,7 @@ class PrefetchScheduler(pl.Callback):
         smallest = min(self._max, max(3 * pattern.largest // 2, sum(pattern.sizes) // 16))
         self._window = max(self._window or 0, smallest)
         self._patience -= 1
-        if self._patience > 0 or self._settled:
+        if self._patience > 0 or self._converged:
             return
         self._patience = self.PATIENCE
         stats = offloader.stats()
@@ -112,11 +112,11 @@ class PrefetchScheduler(pl.Callback):
     def _grow(self, smallest: int, share: float) -> None:
         assert self._window is not None
         if self._window >= self._max:
-            self._settled = True
+            self._converged = True
         elif self._last_share is not None and share > 0.8 * self._last_share:
             # The last doubling did not help: the bandwidth is the limit.
             self._window = max(smallest, self._window // 2)
-            self._settled = True
+            self._converged = True
         else:
             self._last_share = share
             self._window = min(self._max, 2 * self._window)

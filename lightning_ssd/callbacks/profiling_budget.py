@@ -9,15 +9,15 @@ MAX_SECONDS = 30.0
 class ProfilingBudget:
     """Counts steps and wall time from its construction, and extrapolates by the last step's duration.
 
-    The time is the host's, because `MAX_SECONDS` limits the time that a user waits. The host is ahead of the GPU by at
-    most the GPU's launch queue, which is less than a step if steps take seconds.
+    The time is the host's, because `MAX_SECONDS` limits the user's waiting time. The host is at most the GPU's launch
+    queue ahead of the GPU, which is less than a step if steps take seconds.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         """Ended steps since the start."""
         self._started = self._step_began = perf_counter()
-        self._pace = 0.0
+        self._step_seconds = 0.0
         """Seconds of the last step."""
 
     def begin_step(self) -> None:
@@ -27,7 +27,7 @@ class ProfilingBudget:
     def end_step(self) -> None:
         """Called when a step has ended."""
         self.steps += 1
-        self._pace = perf_counter() - self._step_began
+        self._step_seconds = perf_counter() - self._step_began
 
     @property
     def seconds(self) -> float:
@@ -41,4 +41,4 @@ class ProfilingBudget:
 
     def allows(self, steps: int) -> bool:
         """Returns whether `steps` more steps are expected to end within the budget."""
-        return self.steps + steps <= MAX_STEPS and self.seconds + steps * self._pace <= MAX_SECONDS
+        return self.steps + steps <= MAX_STEPS and self.seconds + steps * self._step_seconds <= MAX_SECONDS

@@ -1,4 +1,4 @@
-"""`SeenBatches`: tells whether a batch is no larger than earlier ones."""
+"""`SeenBatches`: compares the size of a batch with earlier ones."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -35,9 +35,9 @@ class BatchShape(NamedTuple):
 
 
 class SeenBatches:
-    """The largest shapes of the batches that were added."""
+    """The largest shapes of the batches so far."""
 
-    #: Shapes that are remembered, the newest.
+    #: Number of stored shapes, the newest ones.
     COUNT = 16
 
     #: Share of the bytes of the largest batch from which on a batch is large.
@@ -69,7 +69,7 @@ def _tensors(batch: Any, depth: int = 3) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         elif depth:
-            # A mapping need not be a dict: transformers' BatchEncoding is none.
+            # A mapping need not be a dict, such as transformers' BatchEncoding.
             items = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
             for item in items.values():
                 yield from _tensors(item, depth - 1)

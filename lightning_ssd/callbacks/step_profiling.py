@@ -47,11 +47,11 @@ class StepProfiling(pl.Callback):
         self._samples = self._tokens = 1
 
     def has_time(self, steps: int) -> bool:
-        """Returns whether `steps` more steps may be profiled; if not, warm-up or timing ends early."""
+        """Returns whether there is time to profile `steps` more steps; if not, warm-up or timing ends early."""
         return True
 
     def may_record(self, batch: Any) -> bool:
-        """Returns whether the micro-batch of `batch` may be recorded. If not, a later one is, if time allows."""
+        """Returns whether the micro-batch of `batch` may be recorded; else a later one is recorded, if time allows."""
         return True
 
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
@@ -83,7 +83,9 @@ class StepProfiling(pl.Callback):
         units = find_units(pl_module, None if config is None else config.units)
         states = getattr(trainer.strategy, "model_states", None)
         # Manual optimization may step between a forward and its backward.
-        self._profiler = Profiler(units, offloader, states, trainer.optimizers, again=pl_module.automatic_optimization)
+        self._profiler = Profiler(
+            units, offloader, states, trainer.optimizers, allow_recompute=pl_module.automatic_optimization
+        )
         self.schedule(warm_up)
 
     def schedule(self, warm_up: int) -> None:
@@ -104,12 +106,12 @@ class StepProfiling(pl.Callback):
 
     @property
     def recording(self) -> bool:
-        """Whether the present micro-batch, or the last one, is recorded."""
+        """Whether the present micro-batch, or the last one, is the recorded one."""
         return self._phase == "recording"
 
     @property
     def measuring(self) -> bool:
-        """True while steps are profiled or waiting to be."""
+        """True from the begin of the warm-up to the end of the last timed step."""
         return self._phase != "idle"
 
     @override
@@ -167,7 +169,7 @@ class StepProfiling(pl.Callback):
             self._phase = "idle"
             self._profiler.end_timing()
             clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-            clips |= trainer.precision == "16-mixed"  # a step is skipped where gradients are not finite
+            clips |= trainer.precision == "16-mixed"  # a step is skipped if gradients are not finite
             profile = self._profiler.profile(
                 type(pl_module).__name__,
                 steps=timed,

@@ -62,30 +62,30 @@ MAX_CALIBRATIONS = 4
 """Plans whose steps correct the profiles, before the training is profiled again."""
 
 MAX_RETRY_RATE = 0.1
-"""Allocations a step that find no room among fragments, above which plans leave more memory to fragments."""
+"""Allocations a step without room among fragments, above which plans reserve more memory for fragments."""
 
-LEFT_TO_FRAGMENTS = 0.04
-"""Share of the GPU limit that plans leave to fragments, each time that there were such allocations."""
+FRAGMENT_RESERVE_STEP = 0.04
+"""Share of the GPU limit that is added to the reserve for fragments each time that there were such allocations."""
 
-MAX_LEFT_TO_FRAGMENTS = 0.2
-"""Largest share of the GPU limit that plans leave to fragments."""
+MAX_FRAGMENT_RESERVE = 0.2
+"""Largest reserve for fragments / GPU limit."""
 
 PATIENCE = 2
-"""Medians in a row that must have drifted before the planner plans again."""
+"""Drifted medians in a row after which the planner plans again."""
 
 
 class SwapPlanner(StepProfiling):
     """Chooses by measurement, for each saved tensor: keep it on the GPU, offload it, or recompute it in backward.
 
     Training begins with all saved tensors offloaded, which needs least GPU memory. After `warm_up` steps some steps are
-    profiled. The next steps run under a calibration plan, which recomputes as much as possible: the GPU is always busy
-    then, and shows the clock rate that it sustains. Between two steps the plan is made and applied: each saved tensor
-    of each unit is kept, offloaded to host memory or to the SSDs, or recomputed. All of these steps are ordinary
+    profiled. The next steps run under a calibration plan, which recomputes as much as possible, so that the GPU is
+    always busy and runs at the clock rate that it sustains. Between two steps the plan is made and applied: each saved
+    tensor of each unit is kept, offloaded to host memory or to the SSDs, or recomputed. All of these steps are ordinary
     training steps: losses, gradients and weights are the same bit for bit.
 
-    The first plan is in force after 12 steps, or 22 where model states were moved. Where profiling is expected to take
-    more than 25 steps or 30 seconds, its warm-up, its timed steps and the steps of the calibration plan are shortened,
-    to four steps in all at least. A log line names each part that is shorter.
+    The first plan is in force after 12 steps, or 22 if model states were moved. If profiling is expected to take more
+    than 25 steps or 30 seconds, its warm-up, its timed steps and the steps of the calibration plan are shortened, to
+    four steps in all at least. A log line names each part that is shorter.
 
     From then on steps are timed on the device's clock, without a wait of the host. The loggers get `SwapPlanner/...`:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
@@ -104,16 +104,16 @@ class SwapPlanner(StepProfiling):
             rules of these papers, for comparison.
         plan: YAML file of a plan to apply instead of making one, such as a saved and edited plan. With `states="auto"`
             it also places the weights and optimizer states of each unit from the start.
-        gpu_memory: bytes of the device that the training may take in all (or `"40GiB"`). `"auto"`: 92 % of the memory
+        gpu_memory: bytes of the device that the training may use in all (or `"40GiB"`). `"auto"`: 92 % of the memory
             that this process may use. `"least"`: the least that makes a step at most 2 % longer than `"auto"` does.
         machine: JSON file of the machine's rates (`lightning-ssd plan --save-machine`), instead of measuring them when
             training starts.
-        save: YAML file to write plans to. Where another placement of model states is faster and they may not be moved,
-            a plan with that placement is written beside it, as `NAME.states.yaml`.
+        save: YAML file to write plans to. If another placement of model states is faster and they may not be moved, a
+            plan with that placement is written beside it, as `NAME.states.yaml`.
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: no limit.
-        warm_up: steps before the profiled steps; fewer where profiling would take more than 25 steps or 30 seconds.
+        warm_up: steps before the profiled steps; fewer if profiling would take more than 25 steps or 30 seconds.
         steps: steps that are profiled, once with all saved tensors offloaded and once under the calibration plan; fewer
-            where profiling would take more than 25 steps or 30 seconds.
+            if profiling would take more than 25 steps or 30 seconds.
         tolerance: relative drift of the step time after which the training is profiled and planned again.
 
     Raises:
@@ -163,7 +163,7 @@ class SwapPlanner(StepProfiling):
 
     @property
     def hardware(self) -> HardwareProfile | None:
-        """The machine, with the bytes of it that this training may take."""
+        """The machine, with the bytes of it that this training may use."""
         return None if self.runner is None else self.runner.hardware
 
     @property
@@ -191,7 +191,7 @@ class SwapPlanner(StepProfiling):
         self._recorded_trained = 0
         """Parameters that required gradients in the recorded batch."""
         self._states_moved = False
-        """Whether model states were moved in this training: that happens once."""
+        """Whether model states were moved in this training, which happens at most once."""
         self._compared_plan: Plan | None = None
         """The plan that the next three fields belong to."""
         self._compared_steps = 0
@@ -203,8 +203,8 @@ class SwapPlanner(StepProfiling):
         self._calibrations = 0
         """Corrections of the profiles by steps under plans, since they were made."""
         self._retried = False
-        self._left_to_fragments = 0.0
-        """Share of the GPU limit that plans leave to the allocator's fragments, besides the default's reserve."""
+        self._fragment_reserve = 0.0
+        """Share of the GPU limit that plans reserve for fragments, besides the reserve of `usable_gpu_memory`."""
         self._compiled = compiled_frames()
 
     @override
@@ -223,8 +223,8 @@ class SwapPlanner(StepProfiling):
         begins = self._at_boundary
         if self.runner is None and self._phase == "waiting" and compiled_frames() != self._compiled:
             raise ValueError(
-                "something in `training_step` is compiled by `torch.compile`, and SwapPlanner plans single operations, "
-                "which it can't see there. Leave `torch.compile` away, or remove the callback."
+                "`torch.compile` compiles a part of `training_step`, whose single operations SwapPlanner can't plan. "
+                "Remove `torch.compile`, or remove the callback."
             )
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._toggle_hooks(pl_module, batch, batch_idx)
@@ -289,7 +289,7 @@ class SwapPlanner(StepProfiling):
             profile,
             placement,
             offloader,
-            gpu_bytes=int((1 - self._left_to_fragments) * self._gpu_bytes()),
+            gpu_bytes=int((1 - self._fragment_reserve) * self._gpu_bytes()),
             ssd_bytes_per_day=self._per_day,
         )
         profile = add_unseen_memory(
@@ -317,7 +317,7 @@ class SwapPlanner(StepProfiling):
             self._decide(trainer, pl_module, runner)
 
     def _gpu_bytes(self) -> int:
-        """Returns the bytes of the device that this training may take."""
+        """Returns the bytes of the device that this training may use."""
         if self._gpu_memory not in ("auto", "least"):
             return parse_bytes(self._gpu_memory, "gpu_memory")
         device = self._offloader.device
@@ -405,11 +405,11 @@ class SwapPlanner(StepProfiling):
     def _recommend(self, runner: PlanRunner, plan: Plan) -> None:
         """Logs that another placement of model states, that of `plan`, is faster."""
         better = simulate(runner.profile, runner.hardware, plan)
-        how = "Set `save` to have that plan in a file, and start with it as `plan`."
+        how = "Set `save` to write that plan to a file, and start with it as `plan`."
         if self._save is not None:
             path = Path(self._save).with_suffix(".states.yaml")
             plan.save(path)
-            how = f"To have them there, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
+            how = f"To place them so, start with `states='auto'` and `SwapPlanner(plan={str(path)!r})`."
         pl.utilities.rank_zero_info(
             f"SwapPlanner: with model states placed otherwise a step should take {better.step_seconds:.3f} s. {how}"
         )
@@ -418,7 +418,7 @@ class SwapPlanner(StepProfiling):
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner) -> None:
         """Compares measured steps with the prediction, once there are enough of them under the plan in force."""
-        if runner.plan is not self._compared_plan:  # it may also come from other callers of the runner
+        if runner.plan is not self._compared_plan:  # other callers of the runner may have applied it
             self._compared_plan = runner.plan
             self._compared_steps, self._usual, self._drifting = 0, None, 0
         if self.calibrating:
@@ -439,7 +439,7 @@ class SwapPlanner(StepProfiling):
         self.comparison = comparison
         fragments = "the allocator has freed its cached memory in steps, because fragments of it were too small"
         fragmented = comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps
-        if fragmented and self._leave_to_fragments(runner, fragments):
+        if fragmented and self._reserve_for_fragments(runner, fragments):
             return
         self._log_comparison(trainer, runner, comparison)
         if self._usual is None:
@@ -460,14 +460,14 @@ class SwapPlanner(StepProfiling):
         """Plans with less GPU memory, if there is a plan; a step is over, and none has begun."""
         if self.runner is not None and not self.measuring:
             self.calibrating = False
-            self._leave_to_fragments(self.runner, reason)
+            self._reserve_for_fragments(self.runner, reason)
 
-    def _leave_to_fragments(self, runner: PlanRunner, reason: str) -> bool:
+    def _reserve_for_fragments(self, runner: PlanRunner, reason: str) -> bool:
         """Plans with less GPU memory, as fragments take up the rest; returns whether another plan is in force."""
-        if self.user_plan is not None or self._left_to_fragments >= MAX_LEFT_TO_FRAGMENTS:
+        if self.user_plan is not None or self._fragment_reserve >= MAX_FRAGMENT_RESERVE:
             return False
-        self._left_to_fragments += LEFT_TO_FRAGMENTS
-        limit = int((1 - self._left_to_fragments) * self._gpu_bytes())
+        self._fragment_reserve += FRAGMENT_RESERVE_STEP
+        limit = int((1 - self._fragment_reserve) * self._gpu_bytes())
         pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again with {format_bytes(limit)} of the GPU.")
         runner.hardware = replace(runner.hardware, gpu_bytes=limit)
         self._apply(runner, self._make_plan(runner))
@@ -540,8 +540,7 @@ def obstacle_to_planning(trainer: pl.Trainer, module: pl.LightningModule) -> str
     for name, part in module.named_modules():
         if is_compiled(part):
             return (
-                f"{name or type(module).__name__} is compiled, and plans are for single operations, which can't be "
-                "seen there"
+                f"{name or type(module).__name__} is compiled, and single operations of compiled code can't be planned"
             )
     return None
 
@@ -556,5 +555,5 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     obstacle = obstacle_to_planning(trainer, module)
     if obstacle is not None:
-        remedy = "Set `devices=1`" if trainer.world_size > 1 else "Leave `torch.compile` away"
+        remedy = "Set `devices=1`" if trainer.world_size > 1 else "Remove `torch.compile`"
         raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback.")

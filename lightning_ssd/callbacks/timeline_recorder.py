@@ -65,8 +65,8 @@ class TimelineRecorder(pl.Callback):
             return
         if isinstance(getattr(trainer, "profiler", None), pl.profilers.PyTorchProfiler):
             raise ValueError(
-                "TimelineRecorder and `Trainer(profiler='pytorch')` both record with torch's profiler, and a process "
-                "has one. Remove one of the two."
+                "TimelineRecorder and `Trainer(profiler='pytorch')` both use torch's profiler, of which a process has "
+                "one. Remove one of the two."
             )
         if not trainer.is_global_zero:
             return

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_ssd.device.cuda_events import Event, Events, Mark
 from lightning_ssd.device.futures import finished
-from lightning_ssd.device.memory import allocated_gpu_memory, process_gpu_memory
+from lightning_ssd.device.memory import CUDAMemory, process_gpu_memory
 from lightning_ssd.spans import COPY_IN, COPY_OUT, span
 
 
@@ -179,6 +179,7 @@ class CUDACopyEngine(CopyEngine):
         super().__init__(device)
         # The other fifth is for gradients, workspaces and fragments of backward.
         self._short_from = 0.8 * process_gpu_memory(device)
+        self._memory = CUDAMemory(device)
         self._events = Events(device)
         self._out = _CopyStream("d2h-done", device, self._events)
         self._in = _CopyStream("h2d-done", device, self._events)
@@ -212,11 +213,11 @@ class CUDACopyEngine(CopyEngine):
         return self._out.busy(), self._in.busy()
 
     def memory_is_short(self, nbytes: int) -> bool:
-        return allocated_gpu_memory(self.device) + nbytes > self._short_from
+        return self._memory.allocated() + nbytes > self._short_from
 
     def drain(self) -> None:
-        for lane in (self._out, self._in):
-            lane.done.when_reached(None).result()
+        for stream in (self._out, self._in):
+            stream.done.when_reached(None).result()
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:

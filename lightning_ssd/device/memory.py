@@ -9,7 +9,6 @@ import torch
 
 __all__ = [
     "CUDAMemory",
-    "allocated_gpu_memory",
     "allocator_memory",
     "available_memory",
     "expand_segments",
@@ -25,7 +24,7 @@ GPU_USABLE = 0.92
 """Share of this process's GPU memory that budgets may use. The rest is for fragments and allocations of libraries."""
 
 FRAGMENTS = 2**28
-"""Least bytes to leave for the allocator's fragments: on a small GPU `GPU_USABLE` would leave only a few segments."""
+"""Least bytes that budgets leave for the allocator's fragments, which matters on a small GPU."""
 
 
 def usable_memory() -> int:
@@ -67,7 +66,7 @@ def usable_gpu_memory(device: torch.device) -> int:
 
 
 def expand_segments() -> Callable[[], None] | None:
-    """Has torch's CUDA allocator grow segments in place, which leaves fewer fragments when memory is nearly full.
+    """Makes torch's CUDA allocator grow segments in place, which causes fewer fragments when memory is nearly full.
 
     Settings of the user's environment stay in force. If they name `expandable_segments` or another backend, nothing is
     changed.
@@ -86,19 +85,8 @@ def expand_segments() -> Callable[[], None] | None:
     return lambda: change(",".join(filter(None, (user, "expandable_segments:False"))))
 
 
-def allocated_gpu_memory(device: torch.device) -> int:
-    """Returns the bytes of a CUDA device that torch's allocator has allocated in this process."""
-    return _allocator_bytes(device, "current")
-
-
-def _allocator_bytes(device: torch.device, statistic: str) -> int:
-    # `torch.cuda.memory_allocated` would flatten about a hundred statistics to return one of them.
-    nested = torch.cuda.memory_stats_as_nested_dict(device)
-    return int(nested["allocated_bytes"]["all"][statistic]) if nested else 0
-
-
 def _memory_fraction(device: torch.device) -> float:
-    # Versions of torch without the getter do not tell the fraction: their users set the `gpu_memory` arguments, too.
+    # Without the getter (older torch) the fraction is unknown, and users have to set the `gpu_memory` arguments, too.
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     if fraction is None:
         return 1.0
@@ -111,7 +99,7 @@ def allocator_memory(device: torch.device) -> "CUDAMemory | None":
 
 
 class CUDAMemory:
-    """The state of torch's allocator on a CUDA device, in bytes."""
+    """The state of torch's allocator on a CUDA device, in bytes. Nothing else in the package reads or resets peaks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -123,11 +111,15 @@ class CUDAMemory:
 
     def allocated(self) -> int:
         """Returns the bytes that are allocated now."""
-        return allocated_gpu_memory(self._device)
+        return self._read("allocated_bytes", "current")
+
+    def reserved(self) -> int:
+        """Returns the bytes that the allocator holds now, for tensors and cached."""
+        return self._read("reserved_bytes", "current")
 
     def peak(self) -> int:
         """Returns the peak of allocated bytes since the last `reset_peak`."""
-        return _allocator_bytes(self._device, "peak")
+        return self._read("allocated_bytes", "peak")
 
     def reset_peak(self) -> None:
         """Resets the peak to the bytes that are allocated now."""
@@ -140,3 +132,8 @@ class CUDAMemory:
         """
         nested = torch.cuda.memory_stats_as_nested_dict(self._device)
         return int(nested["num_alloc_retries"]) if nested else 0
+
+    def _read(self, name: str, statistic: str) -> int:
+        # `torch.cuda.memory_allocated` would flatten about a hundred statistics to return one of them.
+        nested = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(nested[name]["all"][statistic]) if nested else 0

@@ -18,7 +18,7 @@ from lightning_ssd.model_states.optimizers import FlatOptimizer
 from lightning_ssd.model_states.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.model_states.settings import Settings, describe, differences
 from lightning_ssd.model_states.state_store import Layout, StateStore
-from lightning_ssd.storage import Blob, BlobStore, Kept, Piece, PrivateDirectory, StorageError, read_manifest
+from lightning_ssd.storage import Blob, BlobStore, Piece, PrivateDirectory, StorageError, StoreManifest, read_manifest
 from lightning_ssd.storage.calibration import Calibration
 from lightning_ssd.storage.errors import from_os_error
 
@@ -40,7 +40,7 @@ class CommitRecord:
     """
 
     identity: object
-    kept: Kept
+    kept: StoreManifest
     versions: Sequence[int]
     flat_optimizers: Sequence[object]
     settings: Settings
@@ -213,7 +213,7 @@ class Journal:
             stores = list(self._stores.values())
             own = {
                 "identity": identity_of([store.layout for store in stores]),
-                "kept": _kept_as_data(self._blob_store.kept([blob for store in stores for blob in store.blobs()])),
+                "kept": _kept_as_data(self._blob_store.manifest([blob for store in stores for blob in store.blobs()])),
                 "slots": [store.version for store in stores],
                 "rules": [flat_optimizer.get_extra_state() for flat_optimizer in self._flat_optimizers.values()],
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
@@ -249,7 +249,7 @@ class Journal:
             raise from_os_error(error, action, directory.path / _FILE) from error
 
 
-def _kept_as_data(kept: Kept) -> dict[str, object]:
+def _kept_as_data(kept: StoreManifest) -> dict[str, object]:
     blobs = [
         [blob.nbytes, [[piece.volume, piece.offset, piece.start, piece.nbytes] for piece in blob.pieces]]
         for blob in kept.blobs
@@ -263,7 +263,7 @@ def _kept_as_data(kept: Kept) -> dict[str, object]:
     }
 
 
-def _kept_from(data: dict[str, Any]) -> Kept:
+def _kept_from(data: dict[str, Any]) -> StoreManifest:
     blobs = [Blob(nbytes, tuple(Piece(*piece) for piece in pieces)) for nbytes, pieces in data["blobs"]]
     weights, write, read = data["calibration"]
-    return Kept(blobs, data["hashes"], Calibration(tuple(weights), write, read), data["run"])
+    return StoreManifest(blobs, data["hashes"], Calibration(tuple(weights), write, read), data["run"])

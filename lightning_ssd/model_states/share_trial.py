@@ -66,7 +66,7 @@ class ShareTrial:
 
     WARM_UP = 3
     """Steps before the first measured one."""
-    SETTLING = 2
+    WARMUP_AFTER_CHANGE = 2
     """Steps after a selection that are not measured: memory is page-locked, steps of the last selection end."""
     MEASURED = 5
     """Steps whose median is the seconds of a share."""
@@ -110,7 +110,7 @@ class ShareTrial:
             selections[factor] = {index for index, on_device in enumerate(chosen) if on_device}
             if not self._select(selections[factor]):
                 break
-            for _ in range(self.SETTLING):
+            for _ in range(self.WARMUP_AFTER_CHANGE):
                 end = yield
             seconds[factor], end = yield from self._measure(end)
         best = min(seconds, key=lambda factor: seconds[factor] * (1.0 if factor else 1 - self.GAIN))

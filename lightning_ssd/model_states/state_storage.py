@@ -16,7 +16,7 @@ from lightning_ssd.model_states.journal import CommitRecord, has_commit_record, 
 from lightning_ssd.model_states.settings import Settings
 from lightning_ssd.model_states.state_store import Layout, StateStore
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.storage import Blob, BlobStore, Kept, PrivateDirectory
+from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, StoreManifest
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class KilledRun:
         self._settings = settings
         self.record: CommitRecord | None = None
 
-    def __call__(self, directories: Sequence[PrivateDirectory]) -> Kept | None:
+    def __call__(self, directories: Sequence[PrivateDirectory]) -> StoreManifest | None:
         """Returns the files that the store adopts; None: it begins with new ones."""
         if self._start_over:
             if any(has_commit_record(directory) for directory in directories):
@@ -84,7 +84,7 @@ def make_staging(
             capacity=None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity"),
             checksum=storage.checksum,
             keep=killed is not None,
-            kept=killed,
+            find_manifest=killed,
         )
         is_new = killed is None or killed.record is None
         undo.callback(store.close, remove=is_new)

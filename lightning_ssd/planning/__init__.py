@@ -4,10 +4,10 @@ from lightning_ssd.planning.endurance import large_write_endurance
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.placement import FixedPlacement, default_plan, plan_with_coefficient
 from lightning_ssd.planning.plan import Plan, UnitPlan
-from lightning_ssd.planning.planners import PLANNERS, correct, correct_step_rate, make_plan, plan_for_least_memory
+from lightning_ssd.planning.planners import PLANNERS, calibrate, calibrate_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
+from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, plan_with_coefficient
 from lightning_ssd.planning.simulator import Prediction, replay, resident_bytes, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 
@@ -25,8 +25,8 @@ __all__ = [
     "TierSpeed",
     "UnitPlan",
     "UnitProfile",
-    "correct",
-    "correct_step_rate",
+    "calibrate",
+    "calibrate_step_rate",
     "large_write_endurance",
     "make_plan",
     "make_report",

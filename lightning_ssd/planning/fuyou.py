@@ -20,8 +20,8 @@ def largest_swap(hardware: HardwareProfile, backward: Phase) -> float:
         backward: the backward with D_start swapped and everything else recomputed.
     """
     times = backward.times(hardware)
-    late = times["compute"] - max(times["copy_in"], times["copy_out"], times["ssd"])
-    return max(0.0, late) * min(hardware.copy_in, hardware.copy_out, hardware.ssd_read, hardware.ssd_write)
+    slack = times["compute"] - max(times["copy_in"], times["copy_out"], times["ssd"])
+    return max(0.0, slack) * min(hardware.copy_in, hardware.copy_out, hardware.ssd_read, hardware.ssd_write)
 
 
 def swap_benefit_factor(flops: float, swap_seconds: float) -> float:
@@ -30,7 +30,7 @@ def swap_benefit_factor(flops: float, swap_seconds: float) -> float:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SwapCandidate:
     """An activation that may be swapped instead of recomputed.
 
     Attributes:
@@ -44,7 +44,7 @@ class Candidate:
     seconds: float
 
 
-def priority_queues(candidates: Sequence[Candidate], bandwidth: float) -> tuple[list[int], list[int]]:
+def priority_queues(candidates: Sequence[SwapCandidate], bandwidth: float) -> tuple[list[int], list[int]]:
     """Returns the indices of the high-priority and of the low-priority queue, each in the order given.
 
     In the paper's table 2 one layer's factor stands out, 4 against 1, and its layers make the high queue. In general
@@ -62,7 +62,7 @@ def priority_queues(candidates: Sequence[Candidate], bandwidth: float) -> tuple[
 
 
 def choose_swaps(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[SwapCandidate],
     start_bytes: float,
     largest_bytes: float,
     bandwidth: float,

@@ -8,8 +8,10 @@ from math import inf
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
-from lightning_ssd.planning.placement import (
+from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.saved_groups import (
     FixedPlacement,
     SavedGroup,
     build_plan,
@@ -17,45 +19,43 @@ from lightning_ssd.planning.placement import (
     host_then_ssd,
     saved_groups,
 )
-from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.simulator import Prediction, count_steps, cut_stages, simulate
 from lightning_ssd.types import ClipMode, InputChoice, Tier
 
-SHARES = tuple(step / 8 for step in range(9))
-"""Shares of the free GPU memory that are tried for resident units; the rest is for kept activations."""
+GPU_SHARES = tuple(step / 8 for step in range(9))
+"""Tried shares of the free GPU memory for resident units; the rest is for kept activations."""
 
-AMOUNTS = 32
+NUM_AMOUNTS = 32
 """Number of amounts of saved activations for which the bound is computed."""
 
-PUBLISHED = (plan_ssdtrain, plan_fuyou, plan_lohan)
+PAPER_PLANNERS = (plan_ssdtrain, plan_fuyou, plan_lohan)
 """Planners whose plans are candidates."""
 
-RANKED = 3
-"""Number of candidates with the least bound that are simulated."""
+TOP_K = 3
+"""Number of search points with the least bound that are simulated."""
 
-SPREAD = 3
-"""Number of candidates, from saving the least to saving everything, that are simulated in addition."""
+N_SPREAD = 3
+"""Number of further simulated search points, from saving the least to saving everything."""
 
 SIMULATED_STAGES = 8000
-"""Largest number of simulated stages over all candidates, steps and micro-batches: it bounds the planning time."""
+"""Largest number of simulated stages over all plans, steps and micro-batches: it bounds the planning time."""
 
 MARGIN = 0.005
-"""Share of a tier's budget that a cut leaves unused, in addition to the bytes that exceed the budget."""
+"""Share of a tier's budget that stays unused after a plan exceeded the budget and was reduced."""
 
-TRIES = 3
-"""Number of simulations of a candidate that exceeds the budgets, each with less memory."""
+MAX_TRIES = 3
+"""Most simulations of a search point that exceeds the budgets, each with less memory."""
 
-SAME = 1 + 1e-9
+TIE = 1 + 1e-9
 """Relative difference below which two step times are equal: rounding depends on the order of additions."""
 
-CLOSE = 1.001
+CLOSE_ENOUGH = 1.001
 """Factor on the step time without stalls and recomputation below which the search ends."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A plan, described by a few numbers.
+class SearchPoint:
+    """A plan, described by the few numbers over which the search runs.
 
     Attributes:
         saved: number of groups that are not recomputed, in falling order of recomputation seconds per byte.
@@ -79,10 +79,10 @@ class Candidate:
 def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns the plan of least simulated time among those that fit, or, if none fits, the one of least excess bytes.
 
-    The plans of the published planners are candidates, so the result is never worse than theirs. Further candidates
-    fill the memory that the plan of least memory leaves: the GPU with units and kept activations, the host with
-    weights, states and swapped activations. The shares are ranked by a bound (the maximum over the resources, of
-    forward and of backward, as in LoHan and Fuyou), and the best ones are simulated.
+    The papers' plans are simulated first, so the result is never worse than theirs. Further plans fill the memory that
+    the plan of least memory leaves unused: the GPU with units and kept activations, the host with weights, states and
+    swapped activations. These plans are ranked by a bound (the time of the busiest resource in forward, plus that in
+    backward, as in LoHan and Fuyou), and the best ones are simulated.
 
     Args:
         model: profile of the model.
@@ -92,17 +92,17 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
     search = _Search(model, hardware, fixed)
     for plan in (
         min_memory_plan(model, ssd_bytes=hardware.ssd_bytes),
-        *(published(model, hardware) for published in PUBLISHED),
+        *(of_papers(model, hardware) for of_papers in PAPER_PLANNERS),
     ):
         search.consider(plan if fixed is None else fixed.apply(plan))
-    published = search.fastest
+    of_papers = search.fastest
     ranked = search.ranked()
     wider = (replace(ranked[0], window_bytes=factor * ranked[0].window_bytes) for factor in (2, 4))
-    for candidate in (*search.spread(ranked[0]), *ranked[:RANKED], *wider):
+    for point in (*search.spread(ranked[0]), *ranked[:TOP_K], *wider):
         if not search.is_over():
-            search.try_candidate(candidate)
+            search.try_point(point)
     search.refine()
-    return search.choose(published)
+    return search.choose(of_papers)
 
 
 def min_memory_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: float = inf) -> Plan:
@@ -143,32 +143,32 @@ class _Considered:
 
 
 class _Search:
-    """The search: its candidates, the simulated plans, and the numbers that all candidates share."""
+    """The search: its points, the simulated plans, and the numbers that all points share."""
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> None:
         self.model = model
         self.hardware = hardware
         self.fixed = fixed
         self._window = default_window(model, None if fixed is None else fixed.weights)
-        safest = min_memory_plan(model, window_bytes=self._window, ssd_bytes=hardware.ssd_bytes)
-        safest = safest if fixed is None else fixed.apply(safest)
+        min_memory = min_memory_plan(model, window_bytes=self._window, ssd_bytes=hardware.ssd_bytes)
+        min_memory = min_memory if fixed is None else fixed.apply(min_memory)
         # Tensors with the most recomputation seconds per byte are saved first, after those that can't be recomputed.
         tensors = saved_groups(model)
         self.tensors = sorted(tensors, key=_seconds_per_byte, reverse=True)
-        self._certain = sum(item.seconds is None for item in tensors)
+        self._num_certain = sum(item.seconds is None for item in tensors)
         self._bytes = [0, *accumulate(item.nbytes for item in self.tensors)]
-        self._again = [0.0, *accumulate(item.seconds or 0.0 for item in self.tensors)]
-        start = simulate(model, hardware, safest)
-        self._considered = [_Considered(_score(start, hardware), _wear(start), safest)]
+        self._recompute_seconds = [0.0, *accumulate(item.seconds or 0.0 for item in self.tensors)]
+        start = simulate(model, hardware, min_memory)
+        self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory)]
         self.fastest = self._considered[0]
         self._gpu_left = max(0, hardware.gpu_bytes - start.gpu_peak_bytes)
         self._host_left = max(0, hardware.host_bytes - start.host_peak_bytes)
         self._simulations = 1
-        self._tried: set[Candidate] = set()
-        stages = len(cut_stages(model, safest)) * model.micro_batches * count_steps(model, safest)
+        self._tried: set[SearchPoint] = set()
+        stages = len(cut_stages(model, min_memory)) * model.micro_batches * count_steps(model, min_memory)
         self._most_simulations = SIMULATED_STAGES // stages
-        # The best candidate, its score, and the bytes of GPU and host memory that it leaves unused.
-        self._own: tuple[tuple[float, float], Candidate, tuple[int, int]] | None = None
+        # Score of the best point, the point, and its unused bytes of GPU and host memory.
+        self._best_point: tuple[tuple[float, float], SearchPoint, tuple[int, int]] | None = None
 
     def consider(self, plan: Plan) -> Prediction:
         """Simulates a plan."""
@@ -180,16 +180,18 @@ class _Search:
             self.fastest = considered
         return prediction
 
-    def choose(self, published: "_Considered") -> Plan:
+    def choose(self, of_papers: "_Considered") -> Plan:
         """Returns the plan with the fewest transfers among those that are about as fast as the fastest.
 
         Args:
-            published: the best plan of the published planners; the result is not slower.
+            of_papers: the best of the papers' plans; the result is not slower.
         """
         excess, seconds = self.fastest.score
-        close = [item for item in self._considered if item.score[0] == excess and item.score[1] <= CLOSE * seconds]
+        close = [
+            item for item in self._considered if item.score[0] == excess and item.score[1] <= CLOSE_ENOUGH * seconds
+        ]
         calmest = min(close, key=lambda item: (item.wear, item.score))
-        others = published.score[0], SAME * published.score[1]
+        others = of_papers.score[0], TIE * of_papers.score[1]
         return self._narrowed(self.fastest if others < calmest.score else calmest)
 
     def _narrowed(self, best: _Considered) -> Plan:
@@ -202,68 +204,68 @@ class _Search:
             best = replace(best, score=score, plan=narrower)
         return best.plan
 
-    def try_candidate(self, candidate: Candidate) -> bool:
-        """Simulates a candidate; one that exceeds a budget is simulated again with less memory.
+    def try_point(self, point: SearchPoint) -> bool:
+        """Simulates a point. If its plan exceeds a budget, the point is simulated again with less memory.
 
         Returns:
-            Whether it is better than all candidates before.
+            Whether it is better than all points before.
         """
         better = False
         margins = MARGIN * self.hardware.gpu_bytes, MARGIN * self.hardware.host_bytes
-        for _ in range(TRIES):
-            if candidate in self._tried:
+        for _ in range(MAX_TRIES):
+            if point in self._tried:
                 break
-            self._tried.add(candidate)
-            prediction = self.consider(self.plan(candidate))
+            self._tried.add(point)
+            prediction = self.consider(self.plan(point))
             score = _score(prediction, self.hardware)
             gpu = self.hardware.gpu_bytes - prediction.gpu_peak_bytes
             host = self.hardware.host_bytes - prediction.host_peak_bytes
-            if self._own is None or score < self._own[0]:
+            if self._best_point is None or score < self._best_point[0]:
                 unused = max(0, int(gpu - margins[0])), max(0, int(host - margins[1]))
-                self._own = score, candidate, unused
+                self._best_point = score, point, unused
                 better = True
             if gpu >= 0 and host >= 0:
                 break
             less_gpu = int(margins[0] - gpu) if gpu < 0 else 0
             less_host = int(margins[1] - host) if host < 0 else 0
-            candidate = self._with_memory(candidate, candidate.gpu_bytes - less_gpu, candidate.host_bytes - less_host)
+            point = self._with_memory(point, point.gpu_bytes - less_gpu, point.host_bytes - less_host)
         return better
 
-    def ranked(self) -> list[Candidate]:
-        """Returns one candidate for each share of the GPU's memory, ordered by their bound, the least first."""
+    def ranked(self) -> list[SearchPoint]:
+        """Returns one point for each share of the GPU's memory, in the order of their bounds, the least first."""
         clip: ClipMode = "deferred" if self.model.clip_norm else "off"
-        best: dict[Candidate, float] = {}
-        for share in SHARES:
+        best: dict[SearchPoint, float] = {}
+        for share in GPU_SHARES:
             resident = self._count_resident(round(share * self._gpu_left))
-            bounds: list[tuple[float, int, Candidate]] = []
-            # If host memory suffices, its order of use does not matter: equal candidates are simulated once.
+            bounds: list[tuple[float, int, SearchPoint]] = []
+            # If all fit into host memory, their order does not matter: equal points are simulated once.
             for activations_first, saved in product((False, True), self._amounts()):
-                candidate = Candidate(
+                point = SearchPoint(
                     saved, resident, activations_first, self._window, clip, self._gpu_left, self._host_left
                 )
-                bounds.append((self._bound(candidate), len(bounds), candidate))
-            bound, _, candidate = min(bounds)
-            best[candidate] = bound
-        return sorted(best, key=lambda candidate: best[candidate])
+                bounds.append((self._bound(point), len(bounds), point))
+            bound, _, point = min(bounds)
+            best[point] = bound
+        return sorted(best, key=lambda point: best[point])
 
-    def spread(self, candidate: Candidate) -> list[Candidate]:
-        """Returns candidates from saving the least to saving everything: the bound ignores the tiers' budgets."""
+    def spread(self, point: SearchPoint) -> list[SearchPoint]:
+        """Returns points from saving the least to saving everything, because the bound ignores the tiers' budgets."""
         counts = list(self._amounts())
-        return [replace(candidate, saved=counts[(len(counts) - 1) * step // SPREAD]) for step in range(SPREAD + 1)]
+        return [replace(point, saved=counts[(len(counts) - 1) * step // N_SPREAD]) for step in range(N_SPREAD + 1)]
 
     def is_over(self) -> bool:
         """Returns True if the limit of simulations is reached and a plan that fits was found."""
         return self._simulations >= self._most_simulations and self.fastest.score[0] == 0
 
     def refine(self) -> None:
-        """Improves the best candidate by changes of one or two of its numbers, in ever smaller steps."""
+        """Improves the best point by changes of one or two of its numbers, in ever smaller steps."""
         amount, units = max(1, len(self.tensors) // 8), max(1, len(self.model.units) // 8)
         ideal = self.model.micro_batches * (self.model.forward_seconds + self.model.backward_seconds)
-        while self._own is not None:
-            for candidate in list(self._neighbours(*self._own[1:], amount, units)):
-                if self._simulations >= self._most_simulations or self.fastest.score <= (0.0, CLOSE * ideal):
+        while self._best_point is not None:
+            for point in list(self._neighbours(*self._best_point[1:], amount, units)):
+                if self._simulations >= self._most_simulations or self.fastest.score <= (0.0, CLOSE_ENOUGH * ideal):
                     return
-                if self.try_candidate(candidate):
+                if self.try_point(point):
                     break
             else:
                 if amount == units == 1:
@@ -271,49 +273,48 @@ class _Search:
                 amount, units = max(1, amount // 2), max(1, units // 2)
 
     def _neighbours(
-        self, candidate: Candidate, unused: tuple[int, int], amount: int, units: int
-    ) -> Iterator[Candidate]:
-        # The budgets are what the plan of least memory leaves. This candidate may need less than that plan, and its
-        # unused bytes are added.
-        gpu_bytes, host_bytes = candidate.gpu_bytes + unused[0], candidate.host_bytes + unused[1]
+        self, point: SearchPoint, unused: tuple[int, int], amount: int, units: int
+    ) -> Iterator[SearchPoint]:
+        # The budgets are the bytes that the plan of least memory leaves unused. This point may leave more unused.
+        gpu_bytes, host_bytes = point.gpu_bytes + unused[0], point.host_bytes + unused[1]
         for flipped in (False, True):
             yield replace(
-                candidate,
-                activations_first=candidate.activations_first != flipped,
+                point,
+                activations_first=point.activations_first != flipped,
                 gpu_bytes=gpu_bytes,
                 host_bytes=host_bytes,
             )
         for saved, resident in ((0, 1), (0, -1), (-1, 0), (1, 0), (-1, 1), (1, -1)):
             moved = replace(
-                candidate,
+                point,
                 gpu_bytes=gpu_bytes,
                 host_bytes=host_bytes,
-                saved=min(max(candidate.saved + saved * amount, self._certain), len(self.tensors)),
-                resident=min(max(candidate.resident + resident * units, 0), self._count_resident(candidate.gpu_bytes)),
+                saved=min(max(point.saved + saved * amount, self._num_certain), len(self.tensors)),
+                resident=min(max(point.resident + resident * units, 0), self._count_resident(point.gpu_bytes)),
             )
-            if moved != candidate:
+            if moved != point:
                 yield moved
-        for window_bytes in (2 * candidate.window_bytes, candidate.window_bytes // 2):
-            yield replace(candidate, window_bytes=window_bytes, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-        if candidate.clip == "deferred":
-            yield replace(candidate, clip="speculative")
+        for window_bytes in (2 * point.window_bytes, point.window_bytes // 2):
+            yield replace(point, window_bytes=window_bytes, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+        if point.clip == "deferred":
+            yield replace(point, clip="speculative")
 
-    def plan(self, candidate: Candidate) -> Plan:
-        """Returns the plan of a candidate."""
+    def plan(self, point: SearchPoint) -> Plan:
+        """Returns the plan of a point."""
         units = self.model.units
-        gpu, host = candidate.gpu_bytes, self._host_room(candidate)
+        gpu, host = point.gpu_bytes, self._host_limit(point)
         # Units without parameters of their own, such as the second call of a tied one, are resident.
         weights: list[Tier] = ["ssd" if unit.weight_bytes or unit.state_bytes_read else "gpu" for unit in units]
         states = list(weights)
         if self.fixed is not None:
             weights, states = list(self.fixed.weights), list(self.fixed.states)
-        for index in range(candidate.resident):
+        for index in range(point.resident):
             weights[index] = states[index] = "gpu"
             gpu -= _resident_bytes(self.model, index)
         # The last saved tensors are read first in backward: they are kept. The first ones are offloaded to SSDs.
         saved: dict[tuple[int, int], InputChoice] = {}
         swapped = []
-        for tensor in sorted(self.tensors[: candidate.saved], key=lambda tensor: tensor.key, reverse=True):
+        for tensor in sorted(self.tensors[: point.saved], key=lambda tensor: tensor.key, reverse=True):
             if tensor.nbytes <= gpu:
                 saved[tensor.key] = "keep"
                 gpu -= tensor.nbytes
@@ -325,7 +326,7 @@ class _Search:
             saved.update(placed)
             return left
 
-        def resident_by_kind(host: int) -> int:
+        def place_states(host: int) -> int:
             # Weights first: a byte of weights in host memory saves three or more SSD transfers a step, of states two.
             if self.fixed is not None:
                 return host
@@ -337,37 +338,37 @@ class _Search:
                         host -= nbytes
             return host
 
-        places: tuple[Callable[[int], int], ...] = (resident_by_kind, place_activations)
-        for place in reversed(places) if candidate.activations_first else places:
-            host = place(host)
+        placers: tuple[Callable[[int], int], ...] = (place_states, place_activations)
+        for place_in_host in reversed(placers) if point.activations_first else placers:
+            host = place_in_host(host)
         plan = build_plan(
             self.model,
             weights=weights,
             states=states,
             saved=saved,
-            clip=candidate.clip,
-            window_bytes=candidate.window_bytes,
+            clip=point.clip,
+            window_bytes=point.window_bytes,
         )
         return plan if self.fixed is None else self.fixed.apply(plan)
 
-    def _host_room(self, candidate: Candidate) -> int:
+    def _host_limit(self, point: SearchPoint) -> int:
         """Returns the bytes of host memory that activations and model states share."""
-        if self.fixed is None or self.fixed.host_room is None:
-            return candidate.host_bytes
-        return min(candidate.host_bytes, self.fixed.host_room)
+        if self.fixed is None or self.fixed.host_limit is None:
+            return point.host_bytes
+        return min(point.host_bytes, self.fixed.host_limit)
 
-    def _with_memory(self, candidate: Candidate, gpu_bytes: int, host_bytes: int) -> Candidate:
+    def _with_memory(self, point: SearchPoint, gpu_bytes: int, host_bytes: int) -> SearchPoint:
         gpu, host = max(0, gpu_bytes), max(0, host_bytes)
-        resident = min(candidate.resident, self._count_resident(gpu))
-        return replace(candidate, resident=resident, gpu_bytes=gpu, host_bytes=host)
+        resident = min(point.resident, self._count_resident(gpu))
+        return replace(point, resident=resident, gpu_bytes=gpu, host_bytes=host)
 
     def _amounts(self) -> Iterator[int]:
         """Yields numbers of saved groups, from the least possible to all, at equal distances in bytes."""
-        least, most = self._bytes[self._certain], self._bytes[-1]
-        counts = {self._certain, len(self.tensors)}
-        for step in range(1, AMOUNTS):
-            counts.add(bisect_right(self._bytes, least + (most - least) * step / AMOUNTS) - 1)
-        yield from sorted(count for count in counts if count >= self._certain)
+        least, most = self._bytes[self._num_certain], self._bytes[-1]
+        counts = {self._num_certain, len(self.tensors)}
+        for step in range(1, NUM_AMOUNTS):
+            counts.add(bisect_right(self._bytes, least + (most - least) * step / NUM_AMOUNTS) - 1)
+        yield from sorted(count for count in counts if count >= self._num_certain)
 
     def _count_resident(self, gpu_bytes: int) -> int:
         """Returns the number of units that fit into `gpu_bytes`, 0 if the placement of model states is fixed."""
@@ -379,27 +380,27 @@ class _Search:
             count += 1
         return count
 
-    def _bound(self, candidate: Candidate) -> float:
+    def _bound(self, point: SearchPoint) -> float:
         """Returns the seconds of a micro-batch if all resources overlap perfectly in forward and in backward."""
         model, hardware = self.model, self.hardware
-        streamed = model.units[candidate.resident :]
+        streamed = model.units[point.resident :]
         if (fixed := self.fixed) is not None:
             streamed = tuple(unit for unit, where in zip(model.units, fixed.weights, strict=True) if where != "gpu")
         weights = sum(unit.weight_bytes for unit in streamed)
         states = sum(unit.state_bytes_read for unit in streamed)
-        used = sum(_resident_bytes(model, index) for index in range(candidate.resident))
-        saved = self._bytes[candidate.saved]
-        swapped = max(0, saved - max(0, candidate.gpu_bytes - used))
-        host = self._host_room(candidate)
+        used = sum(_resident_bytes(model, index) for index in range(point.resident))
+        saved = self._bytes[point.saved]
+        swapped = max(0, saved - max(0, point.gpu_bytes - used))
+        host = self._host_limit(point)
         in_host = {}
-        wanted = [("weights", weights), ("states", states)]
+        demands = [("weights", weights), ("states", states)]
         if fixed is not None:
-            places = list(zip(model.units, fixed.weights, fixed.states, strict=True))
-            in_host["weights"] = sum(unit.weight_bytes for unit, where, _ in places if where == "host")
-            in_host["states"] = sum(unit.state_bytes_read for unit, _, where in places if where == "host")
-            wanted = []
-        wanted.insert(0 if candidate.activations_first else len(wanted), ("activations", swapped))
-        for name, nbytes in wanted:
+            placers = list(zip(model.units, fixed.weights, fixed.states, strict=True))
+            in_host["weights"] = sum(unit.weight_bytes for unit, where, _ in placers if where == "host")
+            in_host["states"] = sum(unit.state_bytes_read for unit, _, where in placers if where == "host")
+            demands = []
+        demands.insert(0 if point.activations_first else len(demands), ("activations", swapped))
+        for name, nbytes in demands:
             in_host[name] = min(nbytes, host)
             host -= in_host[name]
         share = 1 / model.micro_batches
@@ -407,7 +408,7 @@ class _Search:
         of_states = (states - in_host["states"]) / states if states else 0.0
         phases = step_phases(
             forward=model.forward_seconds,
-            backward=model.backward_seconds + self._again[-1] - self._again[candidate.saved],
+            backward=model.backward_seconds + self._recompute_seconds[-1] - self._recompute_seconds[point.saved],
             cpu=share * sum(unit.parameters for unit in streamed) / hardware.cpu_step_rate,
             weights=weights,
             weights_on_ssd=on_ssd,

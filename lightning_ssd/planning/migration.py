@@ -390,9 +390,9 @@ class _Simulation:
     def _add(self, migration: Migration) -> None:
         tensor = self.profile.tensors[migration.tensor]
         if migration.drive is None:
-            again = tensor.recompute_seconds or 0.0
-            self.seconds[migration.before % self.count] += again
-            self.recomputed += again
+            recompute_seconds = tensor.recompute_seconds or 0.0
+            self.seconds[migration.before % self.count] += recompute_seconds
+            self.recomputed += recompute_seconds
             return
         for cycle in range(-1, STEPS):
             base = cycle * self.count

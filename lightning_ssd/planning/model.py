@@ -112,16 +112,13 @@ class UnitProfile:
         return sum(operator.backward_seconds for operator in self.operators)
 
 
-def visit_name(unit: str, time: int) -> str:
-    """Returns the name of call number `time` (from 0) of a unit in a forward. Units with tied weights have several.
-
-    Parameters and states of the unit are counted at its first call.
-    """
-    return unit if time == 0 else f"{unit} ({time + 1})"
+def unit_call_name(unit: str, call_index: int) -> str:
+    """Returns the name of a unit's call in a forward. A unit that is called repeatedly has its weights in call 0."""
+    return unit if call_index == 0 else f"{unit} ({call_index + 1})"
 
 
-def is_later_visit(name: str) -> bool:
-    """Returns True if `visit_name` returns `name` for a second or later call of a unit."""
+def is_later_call(name: str) -> bool:
+    """Returns True if `unit_call_name` returns `name` for a second or later call of a unit."""
     return _LATER.search(name) is not None
 
 
@@ -142,12 +139,12 @@ class ModelProfile:
             scale of a step is known only after backward.
         between_seconds: measured GPU seconds of a step outside forward and backward: steps of resident parameters, and
             idle time until the next batch. None: calculated from the bytes of resident parameters.
-        other_gpu_bytes: measured GPU bytes at the peak that nothing else in this profile accounts for.
+        other_gpu_bytes: measured GPU bytes at the peak, minus those that the other fields explain.
         between_gpu_bytes: measured GPU bytes that are allocated between backward and forward only, by optimizer steps.
         weight_room_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters
-            take GPU memory only around their use.
+            occupy GPU memory only around their use.
         waits: whether the host synchronizes with the GPU in every step, as when a loss is shown. If not, it launches
-            work ahead of the GPU.
+            the GPU's work further ahead.
     """
 
     name: str
@@ -217,14 +214,14 @@ class ModelProfile:
         """Returns the profile with GPU seconds, bytes and launch seconds multiplied by these factors."""
 
         def scale_operator(operator: OperatorProfile) -> OperatorProfile:
-            again = operator.recompute_seconds
+            recompute_seconds = operator.recompute_seconds
             return replace(
                 operator,
                 forward_seconds=time * operator.forward_seconds,
                 backward_seconds=time * operator.backward_seconds,
                 flops=size * operator.flops,
                 saved_bytes=round(size * operator.saved_bytes),
-                recompute_seconds=None if again is None else time * again,
+                recompute_seconds=None if recompute_seconds is None else time * recompute_seconds,
                 recompute_bytes=round(size * operator.recompute_bytes),
                 forward_bytes=round(size * operator.forward_bytes),
                 wanted_bytes=round(size * operator.wanted_bytes),

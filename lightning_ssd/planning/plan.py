@@ -40,9 +40,9 @@ class Plan:
         units: plans of the units by name, in the order of the forward.
         window_bytes: GPU bytes for prefetched tensors, and as many for tensors that are being offloaded.
         staging_bytes: host bytes for tensors read ahead from SSDs, and as many for tensors that are being written.
-        clip: time of optimizer steps if gradients are clipped by norm, or scaled. "off": they are not; "deferred":
-            during the next forward, when the norm is known; "speculative": during backward, into a second version of
-            the states.
+        clip: when optimizer steps run if gradients are clipped by norm, or scaled. "off": gradients are neither;
+            "deferred": steps run during the next forward, when the norm is known; "speculative": steps run during
+            backward, and write a second version of the states.
     """
 
     units: Mapping[str, UnitPlan]
@@ -109,16 +109,16 @@ class Plan:
             ValueError: `text` is not a plan; the message names the entry.
         """
         try:
-            content = yaml.load(text, _Loader)
+            content = yaml.load(text, _StrictLoader)
         except RecursionError:
             raise ValueError("The plan is nested too deeply. Correct it, or plan again.") from None
         except Exception as error:  # PyYAML raises errors of many classes for values that do not match their tag
             raise ValueError(f"The plan is not YAML: {error}. Correct it, or plan again.") from error
-        fields = _take(content, "the plan", ("window_bytes", "staging_bytes", "clip", "units"))
+        fields = _exact_fields(content, "the plan", ("window_bytes", "staging_bytes", "clip", "units"))
         units = {}
         for name, unit in as_mapping(fields["units"], "`units`").items():
             where = f"units.{name}"
-            entry = _take(unit, f"`{where}`", ("weights", "states", "input", "operators"))
+            entry = _exact_fields(unit, f"`{where}`", ("weights", "states", "input", "operators"))
             operators = as_mapping(entry["operators"], f"`{where}.operators`")
             for field, allowed in (("weights", TIERS), ("states", TIERS), ("input", INPUT_CHOICES)):
                 check_choice(f"{where}.{field}", entry[field], allowed)
@@ -174,7 +174,7 @@ class Plan:
         return "\n".join(lines)
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
+class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
     """PyYAML's safe loader, which also refuses repeated keys (PyYAML would drop one) and keys that are no strings."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _check_names(where: str, given: list[str], expected: list[str]) -> None:
     raise ValueError(f"`{where}` must be in the order of the forward: {', '.join(expected)}.")
 
 
-def _take(value: object, where: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+def _exact_fields(value: object, where: str, names: tuple[str, ...]) -> Mapping[str, Any]:
     """Returns the mapping `value` if it has exactly these names, and raises ValueError otherwise."""
     value = as_mapping(value, where)
     for name in value:

@@ -7,9 +7,9 @@ from math import log
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import plan_holistic
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.placement import FixedPlacement
+from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.published import plan_fuyou, plan_lohan, plan_ssdtrain
+from lightning_ssd.planning.saved_groups import FixedPlacement
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.sizes import check_choice
 
@@ -30,8 +30,8 @@ SLACK = 0.02
 """Share of a step's time that a plan for less memory may add."""
 
 CAUTION = 1.5
-"""Factor on the host's overhead with which a plan for less memory must meet `SLACK`, too: the speed of the host varies
-during a training, and plans that keep fewer tensors on the GPU depend on it more."""
+"""Factor on the host's overhead. A plan for less memory must meet `SLACK` with and without it: the speed of the host
+varies during a training, and plans that keep fewer tensors on the GPU depend on it more."""
 
 CLOSE_BYTES = 0.01
 """Relative precision at which the search for the least memory ends."""
@@ -106,13 +106,13 @@ def plan_for_least_memory(
     return best
 
 
-def correct(
+def calibrate(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float
 ) -> tuple[ModelProfile, HardwareProfile] | None:
     """Returns profiles under which the simulated step of `plan` takes as long as the measured one.
 
-    Either the speed of the resource that bounds the step (GPU, link, SSDs, CPU or host) is corrected, or the host's
-    overhead of following the plan, whichever correction is more likely.
+    One quantity is corrected, the more likely one of two: the speed of the resource that bounds the step (GPU, link,
+    SSDs, CPU or host), or the host's overhead of the plan.
 
     Args:
         model: the profile.
@@ -121,19 +121,19 @@ def correct(
         step_seconds: measured seconds of a step.
 
     Returns:
-        The corrected profiles, or None if the prediction was right, if its error exceeds `MAX_CORRECTION`, or if no
-        correction explains it.
+        The corrected profiles, or None if the prediction was right, or its error exceeds `MAX_CORRECTION`, or no
+        correction explains the error.
     """
     predicted = simulate(model, hardware, plan)
     off = step_seconds / predicted.step_seconds
     if not 1 / MAX_CORRECTION < off < MAX_CORRECTION:
         return None
     corrected = model, hardware
-    # A host that bounds the step is slow in everything it does, not only in following the plan.
+    # If the host bounds the step, all its work is slow, not only the overhead of the plan.
     if abs(off - 1) > CLOSE_SECONDS and predicted.bound != "launch" and not plan.keeps_all:
-        following = _following(model, hardware, plan, step_seconds)
-        if abs(log(following, OVERHEAD_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
-            corrected = model, hardware.with_launches(following)
+        factor = _explain_by_overhead(model, hardware, plan, step_seconds)
+        if abs(log(factor, OVERHEAD_DOUBT)) <= abs(log(off, BOUND_DOUBT)):
+            corrected = model, hardware.with_launches(factor)
     for _ in range(CORRECTIONS):
         prediction = simulate(*corrected, plan)
         ratio = step_seconds / prediction.step_seconds
@@ -143,7 +143,7 @@ def correct(
     return None
 
 
-def correct_step_rate(
+def calibrate_step_rate(
     model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_rate: float, step_seconds: float
 ) -> HardwareProfile:
     """Returns the machine with the CPU optimizer's measured rate, corrected for concurrent copies.
@@ -169,7 +169,7 @@ def correct_step_rate(
     return replace(hardware, cpu_step_rate=stepped / max(seconds - shared, seconds / 2))
 
 
-def _following(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> float:
+def _explain_by_overhead(model: ModelProfile, hardware: HardwareProfile, plan: Plan, step_seconds: float) -> float:
     """Returns the factor on the host's overhead that explains a step of `step_seconds`; 1.0 if no factor does.
 
     The overhead was measured on a small model outside of the training, unlike the launch times of the model itself.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from lightning_ssd.sizes import show_value
 
-Record = TypeVar("Record")
+RecordT = TypeVar("RecordT")
 
 LARGEST = 1e30
 """Largest number of a record: sums and products of several such numbers are finite, and no machine has more."""
@@ -43,13 +43,13 @@ def as_mapping(value: Any, where: str) -> Mapping[Any, Any]:
     return value
 
 
-def from_mapping(record: type[Record], values: Any, where: str) -> Record:
+def from_mapping(record: type[RecordT], values: Any, where: str) -> RecordT:
     """Returns a `record` with the fields that `values` holds.
 
     Args:
         record: a dataclass.
-        values: what was read.
-        where: what is read, for the message.
+        values: content of the file.
+        where: name of the file and the entry, for the message.
 
     Raises:
         ValueError: `values` is not a mapping, has a field that `record` lacks or lacks one, or a value is wrong.
@@ -101,7 +101,7 @@ def load_json(path: str | Path, where: str) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it can't be read, or is no JSON, or a mapping has a key twice.
+        ValueError: the file can't be read, is not JSON, or a mapping in it has a key twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def read_text(path: str | Path, where: str) -> str:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is no regular file, has more than `MOST_BYTES`, can't be read, or is not UTF-8.
+        ValueError: the file is no regular file, has more than `MOST_BYTES`, can't be read, or is not UTF-8.
     """
     try:
         found = Path(path).stat()

@@ -11,8 +11,8 @@ from lightning_ssd.planning.endurance import (
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import min_memory_plan, plan_holistic
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.placement import FixedPlacement
 from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.saved_groups import FixedPlacement
 from lightning_ssd.planning.simulator import Prediction, cut_stages, resident_by_kind, simulate
 from lightning_ssd.planning.ssdtrain import required_write_bandwidth
 from lightning_ssd.sizes import format_bytes, format_seconds
@@ -104,7 +104,7 @@ def make_report(
     if price_per_hour is not None:
         cost = cost_per_million_tokens(throughput, price_per_hour)
     excess = prediction.excess_bytes(hardware)
-    placed, coefficient = _place(model, plan)
+    placed, coefficient = _bytes_by_tier(model, plan)
     return Report(
         prediction=prediction,
         fits=excess == 0,
@@ -247,7 +247,7 @@ def render_summary(report: Report) -> str:
     }
     where = ", ".join(f"{format_bytes(nbytes)} {name}" for name, nbytes in shares.items() if nbytes)
     lines = [
-        f"of what a micro-batch saves, {where or 'nothing is large'} (swap coefficient {report.swap_coefficient:.2f}).",
+        f"saved tensors of a micro-batch: {where or 'none is large'} (swap coefficient {report.swap_coefficient:.2f}).",
         f"  A step should take {format_seconds(prediction.step_seconds)}, bound by {prediction.bound}; "
         f"{format_bytes(prediction.gpu_peak_bytes)} of the device, {format_bytes(prediction.host_peak_bytes)} of host "
         "memory.",
@@ -265,10 +265,10 @@ def _throughput(model: ModelProfile, prediction: Prediction) -> float:
 
 def swap_coefficient(model: ModelProfile, plan: Plan) -> float:
     """Returns the bytes of intra-block activations that a plan swaps over all of them (Fuyou 5.6)."""
-    return _place(model, plan)[1]
+    return _bytes_by_tier(model, plan)[1]
 
 
-def _place(model: ModelProfile, plan: Plan) -> tuple[tuple[TierBytes, ...], float]:
+def _bytes_by_tier(model: ModelProfile, plan: Plan) -> tuple[tuple[TierBytes, ...], float]:
     """Returns the bytes of each class in each tier, and the swap coefficient."""
     inputs, inner = ({"gpu": 0, "host": 0, "ssd": 0, "recomputed": 0} for _ in range(2))
     for profile in model.units:

@@ -36,7 +36,7 @@ STAGES = 96
 """Least number of stages of a forward: with fewer units, each is divided into several stages."""
 
 IN_FLIGHT = 2**25
-"""Bytes whose writes run when backward needs them: running writes are not cancelled."""
+"""Bytes whose writes are running when backward needs them: only queued writes are cancelled."""
 
 PIECES = 192
 """Largest number of transfers to the GPU in a backward, unless it has more stages."""
@@ -47,8 +47,8 @@ BACKWARD_LAUNCH = 0.5
 STATES = ("compute weights", "optimizer states", "gradients")
 
 WEIGHTS_PART, REST_PART = 16 / 28, 26 / 28
-"""Time of the two parts of an optimizer job / time of a whole one: bytes that they read and write for a parameter with
-a 16-bit weight and gradient, whole master weights and two moments."""
+"""Time of each part of an optimizer job in two parts / time of a job in one part: the ratio of the bytes that they read
+and write for a parameter with a 16-bit weight and gradient, fp32 master weights and two moments."""
 
 JOBS_AHEAD = 3
 """Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
@@ -293,7 +293,7 @@ def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pre
 
 
 def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> set[int]:
-    """Returns the stages whose swapped bytes are still being copied when backward begins: they are never evicted.
+    """Returns the stages whose swapped bytes are still being copied when backward begins, and are not evicted.
 
     The activation offloader behaves like this under a plan: it evicts a storage when its copy should be done by the
     elapsed seconds of the forward, and the oldest storage when the window is full.
@@ -330,8 +330,8 @@ def _staged(stages: Sequence[Stage], staging_bytes: int, ssd_write: float) -> di
     return staged
 
 
-class _Window:
-    """Memory of a fixed size that is allocated and freed in FIFO order: an item waits until earlier ones are freed."""
+class BoundedFifo:
+    """Memory of a fixed size that is allocated and freed in FIFO order."""
 
     def __init__(self, nbytes: int) -> None:
         self._limit = nbytes
@@ -340,12 +340,12 @@ class _Window:
         self._oldest = 0
         self._freed: list[Task] = []
 
-    def enter(self, nbytes: int) -> list[Task]:
+    def allocate(self, nbytes: int) -> list[Task]:
         """Allocates `nbytes`; returns the tasks that have to end before there is room for them.
 
-        An item that is larger than the whole window waits until the window is empty.
+        An item that is larger than the whole memory waits until the memory is empty.
         """
-        freed = self._freed[-1:]  # items are allocated in order: this one waits for the tasks of earlier ones, too
+        freed = self._freed[-1:]  # in order: this item waits for the tasks that earlier ones wait for, too
         while self._oldest < len(self._items) and self._used + nbytes > self._limit:
             size, task = self._items[self._oldest]
             self._used -= size
@@ -354,7 +354,7 @@ class _Window:
         self._freed = freed
         return freed
 
-    def leave_with(self, nbytes: int, task: Task) -> None:
+    def free_after(self, nbytes: int, task: Task) -> None:
         """Frees the last item, of `nbytes`, at the end of `task`."""
         self._items.append((nbytes, task))
         self._used += nbytes
@@ -369,12 +369,12 @@ class _Builder:
         self.units = [plan.units[unit.name] for unit in model.units]
         self.stages = cut_stages(model, plan)
         self.tasks: list[Task] = []
-        self._rates = hardware.cpu_step_rate, hardware.gpu_memory_bandwidth
+        self._step_rates = hardware.cpu_step_rate, hardware.gpu_memory_bandwidth
         self._compute: Task | None = None  # the last compute task
-        self._incoming = _Window(plan.window_bytes)
-        self._outgoing = _Window(plan.window_bytes)
-        self._read_ahead = _Window(plan.staging_bytes)
-        self._written_behind = _Window(plan.staging_bytes)
+        self._incoming = BoundedFifo(plan.window_bytes)
+        self._outgoing = BoundedFifo(plan.window_bytes)
+        self._read_ahead = BoundedFifo(plan.staging_bytes)
+        self._written_behind = BoundedFifo(plan.staging_bytes)
         self._kept_gradients = [
             profile.gradient_bytes if unit.states == "gpu" else 0
             for profile, unit in zip(model.units, self.units, strict=True)
@@ -382,32 +382,32 @@ class _Builder:
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
         self._updated: list[Task | None] = [None] * len(self.units)  # last task before the next forward, by unit
-        self._rests: list[Task | None] = [None] * len(self.units)  # second part of the last optimizer job, by unit
+        self._second_parts: list[Task | None] = [None] * len(self.units)  # of the last optimizer job, by unit
         # Tensors are prefetched one by one. With many stages, one transfer for all of a stage is accurate enough.
         self._most_pieces = max(1, PIECES // len(self.stages))
         self._jobs: list[Task] = []  # the last task of each job that uses staging memory
-        self._over_turn = _over_turn(model, plan)
+        self._kept_weights = _kept_weights(model, plan)
         self._launch = hardware.launch
         self._followed = not plan.keeps_all
-        self.launched = 0.0
+        self.launch_seconds = 0.0
         """Host seconds to launch the GPU's work of the last step."""
         self.launches: list[tuple[Task, float]] = []
-        """Compute tasks of the last step, and host seconds from its begin until all of the task is launched."""
+        """Compute tasks of the last step, and host seconds from its begin until the whole task is launched."""
 
     def add_step(self, step: int) -> Task:
         """Adds the tasks of a step; returns its last compute task."""
-        self.launched = 0.0
+        self.launch_seconds = 0.0
         self.launches.clear()
         for micro_batch in range(self.model.micro_batches):
             stored = [self._add_forward(step, index) for index in range(len(self.stages))]
-            turn = self._compute
-            landed: list[Task | None] = [None] * len(self.units)
+            backward_start = self._compute
+            gradients: list[Task | None] = [None] * len(self.units)
             for index in reversed(range(len(self.stages))):
-                gradient = self._add_backward(step, index, stored[index], turn, first=micro_batch == 0)
+                gradient = self._add_backward(step, index, stored[index], backward_start, first=micro_batch == 0)
                 if gradient is not None:
-                    landed[self.stages[index].unit] = gradient
+                    gradients[self.stages[index].unit] = gradient
             if micro_batch == self.model.micro_batches - 1:
-                self._add_jobs(step, landed, turn)
+                self._add_jobs(step, gradients, backward_start)
         assert self._compute is not None
         return self._compute
 
@@ -441,43 +441,43 @@ class _Builder:
         self._compute = self._task(COMPUTE, seconds, step, self._compute, *after)
         return self._compute
 
-    def _give(self, compute: Task, seconds: float) -> None:
+    def _add_launch(self, compute: Task, seconds: float) -> None:
         """Adds the host seconds that launch the work of a compute task."""
-        self.launched += seconds
-        self.launches.append((compute, self.launched))
+        self.launch_seconds += seconds
+        self.launches.append((compute, self.launch_seconds))
 
-    def _add_fetch(self, step: int, nbytes: int, from_ssd: int, taken: int, *after: Task | None) -> Task:
+    def _add_fetch(self, step: int, nbytes: int, from_ssd: int, allocated: int, *after: Task | None) -> Task:
         """Adds a transfer of `nbytes` to the GPU. The caller frees them in the window of incoming bytes.
 
         Args:
             step: index of the step.
             nbytes: bytes of the transfer.
             from_ssd: part of these bytes that is read from SSDs.
-            taken: bytes of GPU memory that the transfer allocates.
+            allocated: bytes of GPU memory that the transfer allocates.
             after: tasks that have to end before.
         """
-        room = self._incoming.enter(nbytes)
+        room = self._incoming.allocate(nbytes)
         read = None
         if from_ssd:
-            read = self._task(SSD, from_ssd, step, *self._read_ahead.enter(from_ssd), *after, priority=URGENT)
+            read = self._task(SSD, from_ssd, step, *self._read_ahead.allocate(from_ssd), *after, priority=URGENT)
             read.host = (from_ssd, 0)
         copy = self._task(COPY_IN, nbytes, step, *room, read, *(() if read else after))
-        copy.gpu = (taken, 0)
+        copy.gpu = (allocated, 0)
         copy.host = (0, from_ssd)
         if from_ssd:
-            self._read_ahead.leave_with(from_ssd, copy)
+            self._read_ahead.free_after(from_ssd, copy)
         return copy
 
     def _shared(self, nbytes: int) -> float:
         """Returns the seconds by which copies of `nbytes` delay compute, because both use the GPU's memory."""
-        return nbytes / self._rates[1]
+        return nbytes / self._step_rates[1]
 
     def _weights(self, index: int) -> tuple[int, int]:
         """Returns the bytes of a unit's weights that are copied to the GPU, and the part that is read from SSDs."""
         where, nbytes = self.units[index].weights, self.model.units[index].weight_bytes
         return (0 if where == "gpu" else nbytes), (nbytes if where == "ssd" else 0)
 
-    def _taken(self, weights: int) -> int:
+    def _allocated_bytes(self, weights: int) -> int:
         """Returns the GPU bytes that prefetched weights allocate: none if memory is reserved for them."""
         return weights if self.model.weight_room_bytes is None else 0
 
@@ -489,26 +489,26 @@ class _Builder:
         fetched = None
         before = self._compute
         if weights:
-            fetched = self._add_fetch(step, weights, from_ssd, self._taken(weights), updated)
+            fetched = self._add_fetch(step, weights, from_ssd, self._allocated_bytes(weights), updated)
             updated = None
-        room = self._outgoing.enter(0) if stage.swapped else []
+        room = self._outgoing.allocate(0) if stage.swapped else []
         compute = self._add_compute(
             step, stage.forward + self._shared(weights + stage.swapped), fetched, updated, *room
         )
         launch = self._launch
         added = launch.follow * stage.operations + launch.save * stage.num_saved if self._followed else 0.0
         added += launch.note * stage.remat_operations + launch.send * stage.num_swapped
-        self._give(compute, stage.launch + added)
+        self._add_launch(compute, stage.launch + added)
         if weights:
-            # Its part of the window is freed once the unit is in use: when the compute task before has ended.
-            self._incoming.leave_with(weights, before or compute)
-        released = self._taken(self._weights(stage.unit)[0]) if stage.last else 0
+            # The bytes in the window are freed once the unit is in use: when the previous compute task has ended.
+            self._incoming.free_after(weights, before or compute)
+        released = self._allocated_bytes(self._weights(stage.unit)[0]) if stage.last else 0
         compute.gpu = (stage.saved + stage.fwd_workspace, stage.fwd_workspace + released)
-        if index in self._forwarded:  # the copy is not used, and its writes to SSDs are cancelled
+        if index in self._forwarded:  # backward does not use the copy, whose writes to SSDs are cancelled
             copy = self._task(COPY_OUT, stage.swapped, step, compute)
-            self._outgoing.leave_with(stage.swapped, copy)
+            self._outgoing.free_after(stage.swapped, copy)
             excess = stage.to_ssd - 2 * self.plan.staging_bytes
-            if excess > 0:  # the host blocks until all of it is in staging memory
+            if excess > 0:  # the host blocks until the rest fits into staging memory
                 self._add_compute(step, 0.0, self._task(SSD, excess, step, copy, write=True))
             return None
         return self._add_swap_out(step, index, compute) if stage.swapped else None
@@ -516,21 +516,21 @@ class _Builder:
     def _add_swap_out(self, step: int, index: int, compute: Task) -> Task:
         stage = self.stages[index]
         to_ssd = stage.to_ssd - self._staged.get(index, 0)
-        room = self._written_behind.enter(to_ssd) if to_ssd else []
+        room = self._written_behind.allocate(to_ssd) if to_ssd else []
         copy = self._task(COPY_OUT, stage.swapped, step, compute, *room)
         copy.gpu = (0, stage.swapped)
         copy.host = (stage.swapped, 0)
-        self._outgoing.leave_with(stage.swapped, copy)
+        self._outgoing.free_after(stage.swapped, copy)
         if not to_ssd:
             return copy
         write = self._task(SSD, to_ssd, step, copy, write=True)
         write.host = (0, to_ssd)
         write.ssd = to_ssd
-        self._written_behind.leave_with(to_ssd, write)
+        self._written_behind.free_after(to_ssd, write)
         return write
 
     def _add_backward(
-        self, step: int, index: int, stored: Task | None, turn: Task | None, *, first: bool
+        self, step: int, index: int, stored: Task | None, backward_start: Task | None, *, first: bool
     ) -> Task | None:
         """Adds a stage's backward; returns the task at whose end the unit's gradient is offloaded, if it is complete.
 
@@ -543,68 +543,65 @@ class _Builder:
         """
         stage = self.stages[index]
         profile, unit = self.model.units[stage.unit], stage.unit
-        weights, from_ssd = self._weights(unit) if stage.last and unit not in self._over_turn else (0, 0)
+        weights, from_ssd = self._weights(unit) if stage.last and unit not in self._kept_weights else (0, 0)
         before = self._compute
         assert before is not None
         swapped = 0 if index in self._forwarded else stage.swapped
         to_ssd = 0 if index in self._forwarded else stage.to_ssd - self._staged.get(index, 0)
-        nbytes, read = weights + swapped, from_ssd + to_ssd
+        nbytes, from_ssds = weights + swapped, from_ssd + to_ssd
         fetched = None
         count = min(self._most_pieces, ceil(swapped / stage.largest)) if swapped else 1
         for piece in range(count if nbytes else 0):
-            here, there, landed, deleted, taken = (
+            copied, read, freed, deleted, allocated = (
                 total * (piece + 1) // count - total * piece // count
-                for total in (nbytes, read, from_ssd + swapped, to_ssd, self._taken(weights) + swapped)
+                for total in (nbytes, from_ssds, from_ssd + swapped, to_ssd, self._allocated_bytes(weights) + swapped)
             )
-            fetched = self._add_fetch(step, here, there, taken, stored, turn if swapped else None)
-            fetched.host = (0, landed)
+            fetched = self._add_fetch(step, copied, read, allocated, stored, backward_start if swapped else None)
+            fetched.host = (0, freed)
             fetched.ssd = -deleted
-            self._incoming.leave_with(here, before)
+            self._incoming.free_after(copied, before)
         offloaded = self.units[unit].states != "gpu"
         gradient = profile.gradient_bytes if offloaded else 0
-        room = self._outgoing.enter(gradient) if gradient and stage.first else []
+        room = self._outgoing.allocate(gradient) if gradient and stage.first else []
         seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, fetched, *room)
         added = self._launch.repeat * stage.remat_operations + self._launch.fetch * stage.num_swapped
-        self._give(compute, BACKWARD_LAUNCH * stage.launch + added)
-        released = self._taken(self._weights(unit)[0]) if stage.first else 0
-        taken = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)
+        self._add_launch(compute, BACKWARD_LAUNCH * stage.launch + added)
+        released = self._allocated_bytes(self._weights(unit)[0]) if stage.first else 0
+        allocated = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)
         if first and index == len(self.stages) - 1:
-            taken -= sum(self._kept_gradients)
+            allocated -= sum(self._kept_gradients)
         if first and stage.first:
-            taken += self._kept_gradients[unit]
-        compute.gpu = (taken, stage.saved + stage.recomputed + stage.bwd_workspace + released)
+            allocated += self._kept_gradients[unit]
+        compute.gpu = (allocated, stage.saved + stage.recomputed + stage.bwd_workspace + released)
         if not (stage.first and gradient):
             return compute if stage.first else None
-        rest = self._rests[unit]
-        copy = self._task(COPY_OUT, gradient, step, compute, rest)
-        if rest is not None:  # the host blocks until the last step has freed the gradient's memory
-            self._add_compute(step, 0.0, rest)
+        second_part = self._second_parts[unit]
+        copy = self._task(COPY_OUT, gradient, step, compute, second_part)
+        if second_part is not None:  # the host blocks until the last step has freed the gradient's memory
+            self._add_compute(step, 0.0, second_part)
         copy.gpu = (0, gradient)
-        self._outgoing.leave_with(gradient, copy)
+        self._outgoing.free_after(gradient, copy)
         return copy
 
     def _share_in_parts(self) -> float:
-        """Returns the share of units whose deferred steps are made in two parts.
-
-        It is the largest one for which the next backward need not wait for the second parts.
-        """
+        """Returns the largest share of units whose deferred steps, in two parts, do not delay the next backward."""
         pairs = zip(self.model.units, self.units, strict=True)
-        jobs = sum(profile.parameters for profile, unit in pairs if unit.states != "gpu") / self._rates[0]
+        jobs = sum(profile.parameters for profile, unit in pairs if unit.states != "gpu") / self._step_rates[0]
         backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
         # A step is as long as backward and the first parts, and no shorter than all parts.
         return min(1.0, backward / (REST_PART * jobs)) if jobs else 0.0
 
-    def _add_jobs(self, step: int, landed: Sequence[Task | None], turn: Task | None) -> None:
+    def _add_jobs(self, step: int, gradients: Sequence[Task | None], backward_start: Task | None) -> None:
         """Adds the optimizer jobs: on the GPU for resident units, on the CPU for the others.
 
         Args:
             step: index of the step.
-            landed: for each unit, the task at whose end its gradient is in its tier.
+            gradients: for each unit, the task at whose end its gradient is in its tier.
             turn: last compute task of the last forward, before which no states are prefetched.
         """
-        cpu_rate, gpu_rate = self._rates
-        known = self._compute
+        cpu_rate, gpu_rate = self._step_rates
+        scale_known = self._compute
         resident = [index for index, unit in enumerate(self.units) if unit.states == "gpu"]
         between = self.model.between_seconds
         if between is None:
@@ -616,7 +613,7 @@ class _Builder:
                 / gpu_rate
             )
         if between:
-            self.launched += between  # an upper bound: the host launches these steps, too, and waits for batches
+            self.launch_seconds += between  # an upper bound of the host's time for these steps
             made = self._add_compute(step, between)
             made.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
             for index in resident:
@@ -628,7 +625,7 @@ class _Builder:
             unit, profile = self.units[index], self.model.units[index]
             if unit.states == "gpu":
                 continue
-            after = (landed[index], known if deferred else None)
+            after = (gradients[index], scale_known if deferred else None)
             on_ssd = unit.states == "ssd"
             written = (profile.state_bytes_written if on_ssd else 0) + (
                 profile.weight_bytes if unit.weights == "ssd" else 0
@@ -636,13 +633,15 @@ class _Builder:
             read = None
             if on_ssd and profile.state_bytes_read:
                 room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
-                read = self._task(SSD, profile.state_bytes_read, step, room, turn, self._updated[index])
+                read = self._task(SSD, profile.state_bytes_read, step, room, backward_start, self._updated[index])
             # Among ready jobs, that of the first unit is the most urgent for the next forward.
             seconds = profile.parameters / cpu_rate
             if index < num_in_parts and unit.states == unit.weights == "host":
                 self._updated[index] = self._task(CPU, WEIGHTS_PART * seconds, step, *after, priority=index)
                 last = 2 * len(self.units) - index
-                self._rests[index] = self._task(CPU, REST_PART * seconds, step, self._updated[index], priority=last)
+                self._second_parts[index] = self._task(
+                    CPU, REST_PART * seconds, step, self._updated[index], priority=last
+                )
                 continue
             done = self._task(CPU, seconds, step, read, *after, priority=index)
             if written:
@@ -667,12 +666,12 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
                     read += task.amount
             elif task.resource in (COPY_IN, COPY_OUT):
                 copied += task.amount
-    busy["launch"] = builder.launched
+    busy["launch"] = builder.launch_seconds
     gpu, host, ssd = resident_bytes(model, plan)
     # If the host synchronizes in every step, the step grows by the largest kernel-launch delay.
-    late = max(given - (task.end - begin) for task, given in builder.launches) if model.waits else 0.0
+    launch_delay = max(issued - (task.end - begin) for task, issued in builder.launches) if model.waits else 0.0
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
-    seconds = max(end - begin + max(0.0, late), *busy.values())
+    seconds = max(end - begin + max(0.0, launch_delay), *busy.values())
     first = max(index for index, sample in enumerate(memory.samples) if sample[0] <= begin)
     samples = tuple(
         (max(0.0, now - begin), gpu + on_gpu, host + in_host, ssd + on_ssd)
@@ -695,29 +694,29 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
 
 def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
     """Returns the permanently allocated bytes of compute weights, optimizer states and gradients in each tier."""
-    placed: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
-    weights, states, gradients = placed.values()
-    slots = 2 if plan.clip == "speculative" else 1
+    resident: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
+    weights, states, gradients = resident.values()
+    versions = 2 if plan.clip == "speculative" else 1
     for profile in model.units:
         unit = plan.units[profile.name]
-        weights[unit.weights] += slots * profile.weight_bytes
-        states[unit.states] += slots * profile.state_bytes_read
+        weights[unit.weights] += versions * profile.weight_bytes
+        states[unit.states] += versions * profile.state_bytes_read
         # Gradients are allocated permanently: they are accumulated, and wait for the norm.
         gradients["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
-    return placed
+    return resident
 
 
 def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
     """Returns permanently allocated bytes (GPU, host, SSD): weights, states, gradients, memory of optimizer jobs."""
-    placed = resident_by_kind(model, plan).values()
-    gpu, host, ssd = (sum(of[tier] for of in placed) for tier in TIERS)
-    passing: list[int] = []
+    kinds = resident_by_kind(model, plan).values()
+    gpu, host, ssd = (sum(kind[tier] for kind in kinds) for tier in TIERS)
+    job_bytes: list[int] = []
     for profile in model.units:
         unit = plan.units[profile.name]
         if unit.states == "ssd":
-            passing.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
-    gpu += _weight_room(model, plan)
-    return gpu, host + sum(sorted(passing, reverse=True)[:JOBS_AHEAD]), ssd
+            job_bytes.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
+    gpu += _param_budget(model, plan)
+    return gpu, host + sum(sorted(job_bytes, reverse=True)[:JOBS_AHEAD]), ssd
 
 
 def _streamed(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
@@ -729,7 +728,7 @@ def _streamed(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
     ]
 
 
-def _weight_room(model: ModelProfile, plan: Plan) -> int:
+def _param_budget(model: ModelProfile, plan: Plan) -> int:
     """Returns the GPU bytes reserved for streamed parameters: at least the largest unit, at most all of them."""
     sizes = [nbytes for _, nbytes in _streamed(model, plan)]
     if model.weight_room_bytes is None or not sizes:
@@ -737,16 +736,16 @@ def _weight_room(model: ModelProfile, plan: Plan) -> int:
     return min(max(model.weight_room_bytes, *sizes), sum(sizes))
 
 
-def _over_turn(model: ModelProfile, plan: Plan) -> set[int]:
+def _kept_weights(model: ModelProfile, plan: Plan) -> set[int]:
     """Returns the units whose weights are kept from forward to backward: the last ones that fit."""
-    room = _weight_room(model, plan)
-    stay = set()
+    room = _param_budget(model, plan)
+    kept = set()
     for index, nbytes in reversed(_streamed(model, plan)):
         room -= nbytes
         if room < 0:
             break
-        stay.add(index)
-    return stay
+        kept.add(index)
+    return kept
 
 
 def replay(

@@ -187,18 +187,18 @@ class _Search:
         heap = self._candidates()
         heapify(heap)
         while heap and self.pressure.any():
-            _, number, again = heappop(heap)
+            _, number, recomputed = heappop(heap)
             period = self.periods[number]
             if in_time and (period.tensor, period.after) in self.taken:
                 continue
-            found = self._recompute(period) if again else self._migrate(period, in_time=in_time)
+            found = self._recompute(period) if recomputed else self._migrate(period, in_time=in_time)
             if found is None:
                 continue
             # A ratio only falls as others are chosen: those in the heap are bounds of the present ones.
             if not heap or found[0] >= CLOSE * -heap[0][0]:
-                self._take(found[1], in_time=in_time)
+                self._add_migration(found[1], in_time=in_time)
             else:
-                heappush(heap, (-found[0], number, again))
+                heappush(heap, (-found[0], number, recomputed))
 
     def _candidates(self) -> list[tuple[float, int, bool]]:
         """Returns a bound of the ratio (negative), the period, and whether it is recomputed, for each candidate."""
@@ -206,12 +206,12 @@ class _Search:
             return []
         bounds = np.array([self._bounds(period) for period in self.periods])
         sizes = np.array([float(self.profile.tensors[period.tensor].nbytes) for period in self.periods])
-        again = [self.profile.tensors[period.tensor].recompute_seconds for period in self.periods]
-        places = [*range(len(self.planned)), *([HOST] if self.machine.host_bytes > 0 else [])]
-        if not places:
+        recompute_seconds = [self.profile.tensors[period.tensor].recompute_seconds for period in self.periods]
+        tiers = [*range(len(self.planned)), *([HOST] if self.machine.host_bytes > 0 else [])]
+        if not tiers:
             costs = np.full(len(sizes), np.inf)
         else:
-            costs = sizes * min(self._cost(1.0, place) for place in places)
+            costs = sizes * min(self._cost(1.0, tier) for tier in tiers)
         # Seconds under pressure up to each operator, for two steps, because periods reach into the next one.
         under = np.cumsum(np.tile(np.where(self.pressure > 0, self.seconds, 0.0), 2))
         under = np.concatenate([[0.0], under])
@@ -220,7 +220,7 @@ class _Search:
         for number in np.flatnonzero(pressed > 0).tolist():
             benefit = float(sizes[number] * pressed[number])
             heap.append((-benefit / float(costs[number]), number, False))
-            seconds = again[number]
+            seconds = recompute_seconds[number]
             if self.price is not None and seconds is not None and not self._is_forward(int(bounds[number, 1])):
                 heap.append((-benefit / max(1e-9, self.price * seconds), number, True))
         return heap
@@ -333,7 +333,7 @@ class _Search:
             for first, last in wrapped(start, stop, self.count)
         )
 
-    def _take(self, migration: Migration, *, in_time: bool) -> None:
+    def _add_migration(self, migration: Migration, *, in_time: bool) -> None:
         """Chooses a migration: memory, I/O timeline and host memory follow."""
         size = self.profile.tensors[migration.tensor].nbytes
         old = self.taken.get((migration.tensor, migration.after))

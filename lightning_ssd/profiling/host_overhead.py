@@ -97,7 +97,7 @@ class _Costs:
     def measure(self) -> HostOverhead:
         tracer = TraceMode([[self._model]], self._device)
         policy = self._offloader.policy
-        self._offloader.run(replace(policy, mode=tracer, on_saved=tracer.saved))
+        self._offloader.run(replace(policy, mode=tracer, on_saved=tracer.on_saved))
         self._once(self._offloader.hooks)
         tracer.close()
         self._offloader.run(replace(policy, mode=self._plan_mode))
@@ -106,21 +106,21 @@ class _Costs:
 
         def under(choice: Choice, items: Sequence[Saved]) -> Callable[[], AbstractContextManager[object]]:
             choices: Mapping[int, Choice] = {item.buffer: choice if item in items else "keep" for item in saved}
-            chains = {item.buffer: item.chain for item in items} if choice == "recompute" else {}
-            program = make_schedule(graph, choices, chains)
+            recompute_ops = {item.buffer: item.recompute_ops for item in items} if choice == "recompute" else {}
+            schedule = make_schedule(graph, choices, recompute_ops)
 
             def follow() -> AbstractContextManager[object]:
-                self._plan_mode.program = program
+                self._plan_mode.schedule = schedule
                 return self._offloader.hooks()
 
             return follow
 
-        again = [item for item in saved if item.again]
-        repeated = {index for item in again for index in item.chain}
+        recomputable = [item for item in saved if item.recomputable]
+        repeated = {index for item in recomputable for index in item.recompute_ops}
         alone, kept, dropped, sent, followed = self._compare(
             contextlib.nullcontext,
             under("keep", []),
-            under("recompute", again),
+            under("recompute", recomputable),
             under("host", saved),
             lambda: self._plan_mode,
         )

@@ -159,9 +159,9 @@ class LifetimeRecorder:
         for func, phase, span in self._operators:
             begin, now = now, now + (clock.elapsed(*span) or 0.0)
             operators.append(OperatorSpan(func, phase, begin, now))
-        turn = next((index for index, one in enumerate(operators) if one.phase != "forward"), len(operators))
+        backward_start = next((index for index, one in enumerate(operators) if one.phase != "forward"), len(operators))
         found = {
-            number: _tensor(number, lifetime, turn, len(operators) - 1)
+            number: _tensor(number, lifetime, backward_start, len(operators) - 1)
             for number, lifetime in enumerate(self._lifetimes)
             if lifetime.nbytes and not (lifetime.freed is not None and lifetime.freed < (lifetime.allocated or 0))
         }
@@ -186,34 +186,36 @@ class LifetimeRecorder:
                 users.setdefault(use, []).append(number)
         result: dict[int, tuple[float, tuple[int, ...]]] = {}
         for item in saved:
-            if not item.again or any(index not in self._of_operation for index in item.chain):
+            if not item.recomputable or any(index not in self._of_operation for index in item.recompute_ops):
                 continue
-            chain = [self._of_operation[index] for index in item.chain]
-            made = by_result.get((chain[-1], item.nbytes), [])
+            recompute_ops = [self._of_operation[index] for index in item.recompute_ops]
+            made = by_result.get((recompute_ops[-1], item.nbytes), [])
             if len(made) != 1:
                 continue
-            sources = {number for use in chain for number in users.get(use, ())}
+            sources = {number for use in recompute_ops for number in users.get(use, ())}
             outside = tuple(
                 number
                 for number in sorted(sources)
-                if self._lifetimes[number].allocated not in chain and self._lifetimes[number].kind is None
+                if self._lifetimes[number].allocated not in recompute_ops and self._lifetimes[number].kind is None
             )
-            result[made[0]] = sum(operators[use].end - operators[use].start for use in chain), outside
+            result[made[0]] = sum(operators[use].end - operators[use].start for use in recompute_ops), outside
         return result
 
 
-def _tensor(number: int, lifetime: _Lifetime, turn: int, last: int) -> TensorLifetime:
+def _tensor(number: int, lifetime: _Lifetime, backward_start: int, last: int) -> TensorLifetime:
     """Returns the record of a lifetime.
 
     Args:
         number: id of the tensor.
         lifetime: what was recorded.
-        turn: the first operator of the backward.
+        backward_start: the first operator of the backward.
         last: the last operator of the step.
     """
     kind, freed = lifetime.kind, lifetime.freed
     if kind is None:
-        saved = (lifetime.allocated or 0) < turn and bool(lifetime.uses) and lifetime.uses[-1] >= turn
+        saved = (
+            (lifetime.allocated or 0) < backward_start and bool(lifetime.uses) and lifetime.uses[-1] >= backward_start
+        )
         kind = "communication buffer" if lifetime.communicates else "saved tensor" if saved else "transient"
     if freed is None and kind not in ("weight", "optimizer state"):
         freed = lifetime.uses[-1] if kind == "gradient" and lifetime.uses else last

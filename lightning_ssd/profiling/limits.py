@@ -39,7 +39,9 @@ def current_placement(profiler: Profiler, offloader: ActivationOffloader) -> Fix
     """Returns the tiers of model states, and the host memory that remains for activations."""
     # One half of the staging memory is for prefetched reads, the other one for delayed writes.
     staging = _staging_bytes(offloader) // 2
-    return replace(profiler.settled(), staging_bytes=staging, host_room=int(HOST_FILL * _capacity(offloader, "host")))
+    return replace(
+        profiler.fixed_placement(), staging_bytes=staging, host_limit=int(HOST_FILL * _capacity(offloader, "host"))
+    )
 
 
 def limit_hardware(

@@ -23,10 +23,10 @@ from lightning_ssd.activations import (
 from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.transient_memory import Interval
 from lightning_ssd.activations.unit_dispatch_mode import UnitDispatchMode
-from lightning_ssd.device import make_clock
+from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.model_states import ModelStates, Unit
 from lightning_ssd.planning import FixedPlacement, HostOverhead, ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.model import visit_name
+from lightning_ssd.planning.model import unit_call_name
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.types import Tier
@@ -50,8 +50,8 @@ class Profiler(Uncopied):
         offloader: activation offloader of the training.
         states: offloaded model states; `None`: all are on the device.
         optimizers: optimizers of the model.
-        again: whether recomputation is allowed, which needs that weights do not change between a forward and its
-            backward.
+        allow_recompute: whether saved tensors may be recomputed, which is wrong if weights change between a forward
+            and its backward.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Profiler(Uncopied):
         states: ModelStates | None,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        again: bool = True,
+        allow_recompute: bool = True,
     ) -> None:
         self.units = [unit for unit in units if unit.parameters]
         self.graph = ForwardGraph()
@@ -75,21 +75,26 @@ class Profiler(Uncopied):
         self._offloader = offloader
         self._states = states
         self._optimizers = optimizers
-        self._again = again
-        self._saved: list[Saved] = []
+        self._allow_recompute = allow_recompute
+        self.saved: list[Saved] = []
+        """Saved tensors of the recorded micro-batch that may be offloaded."""
         self._trace_mode: TraceMode | None = None
         self._plan_mode: PlanMode | None = None
         self._recorded_backward = False
         self._mode_before = offloader.policy.mode
+        self._memory = allocator_memory(offloader.device)
         self._clock = make_clock(offloader.device)
         self._between: list[tuple[Any, Any]] = []
+        """Begin and end of the spans between timed micro-batches."""
         self._ended: Any = None
+        """End of the last timed micro-batch, while none runs."""
         self._begun = self._ahead = 0
         """Timed steps after the first one, and those of them that the host began before the device ended the previous.
         """
         self._launches: dict[UnitCall, list[float]] = defaultdict(list)
         """Host seconds from each call of a unit to the next call, without the time that offloading took."""
-        self._visiting: tuple[UnitCall, float] | None = None
+        self._launching: tuple[UnitCall, float] | None = None
+        """The unit call whose operations the host launches, and the time of its begin."""
         self._entered: Counter[int] = Counter()
         self._handles: list[RemovableHandle] = []
 
@@ -98,11 +103,11 @@ class Profiler(Uncopied):
     def begin_recording(self) -> None:
         """Records the next forward and its backward."""
         self._trace_mode = TraceMode([unit.modules for unit in self.units], self._offloader.device)
-        self._follow(self._trace_mode, self._trace_mode.saved, self._trace_mode.wanted)
+        self._enter_mode(self._trace_mode, self._trace_mode.on_saved, self._trace_mode.on_unpacked)
 
     def begin_backward(self) -> None:
         """Called between the forward and the backward of every micro-batch."""
-        self._turn(None)
+        self._begin_launches(None)
         if self._trace_mode is not None and not self._recorded_backward:
             self._recorded_backward = True
             self._trace_mode.begin_backward()
@@ -117,7 +122,7 @@ class Profiler(Uncopied):
             tracer.finish()
             self.graph = tracer.graph
             saved = self.graph.saved(self._offloader.min_bytes)
-            self._saved = saved if self._again else [replace(item, again=False) for item in saved]
+            self.saved = [replace(item, recomputable=item.recomputable and self._allow_recompute) for item in saved]
 
     # ---- one micro-batch in which each recomputable saved tensor is recomputed and compared ----
 
@@ -126,10 +131,10 @@ class Profiler(Uncopied):
         mode = self._plan_mode = PlanMode(
             [unit.modules for unit in self.units], self._offloader.device, self._offloader.pack, self._offloader.unpack
         )
-        chains = {item.buffer: item.chain for item in self._saved if item.again}
-        mode.program = make_schedule(self.graph, dict.fromkeys(chains, "recompute"), chains)
+        recompute_ops = {item.buffer: item.recompute_ops for item in self.saved if item.recomputable}
+        mode.schedule = make_schedule(self.graph, dict.fromkeys(recompute_ops, "recompute"), recompute_ops)
         mode.checking = True
-        self._follow(mode, mode.saved, mode.check)
+        self._enter_mode(mode, mode.on_saved, mode.check)
 
     def end_checking(self) -> None:
         """Called at the end of the checked micro-batch. Tensors that were not proved equal are not recomputed."""
@@ -137,8 +142,10 @@ class Profiler(Uncopied):
         if mode is None:
             return
         mode.close()
-        self._stop_following()
-        self._saved = [replace(item, again=item.again and item.buffer in mode.proved) for item in self._saved]
+        self._leave_mode()
+        self.saved = [
+            replace(item, recomputable=item.recomputable and item.buffer in mode.proved) for item in self.saved
+        ]
 
     def _stop_recording(self) -> None:
         tracer, self._trace_mode = self._trace_mode, None
@@ -148,9 +155,9 @@ class Profiler(Uncopied):
             self._recorded_backward = False
             tracer.end_backward()
         tracer.close()
-        self._stop_following()
+        self._leave_mode()
 
-    def _follow(
+    def _enter_mode(
         self,
         mode: UnitDispatchMode,
         on_saved: Callable[[torch.UntypedStorage, SavedStorage], None],
@@ -161,7 +168,7 @@ class Profiler(Uncopied):
         self._mode_before = policy.mode
         self._offloader.run(replace(policy, mode=mode, on_saved=on_saved, on_unpacked=on_unpacked))
 
-    def _stop_following(self) -> None:
+    def _leave_mode(self) -> None:
         policy = self._offloader.policy
         self._offloader.run(replace(policy, mode=self._mode_before, on_saved=None, on_unpacked=None))
 
@@ -169,12 +176,11 @@ class Profiler(Uncopied):
 
     def begin_timing(self) -> None:
         """Times the following steps, and resets the peaks of device memory."""
-        if self._offloader.device.type == "cuda":
+        if self._memory is not None:
             dropped = {
                 one for unit in self.units for _, one in unit.parameters if one.requires_grad and one.grad is None
             }
-            self.resting_bytes = torch.cuda.memory_allocated(self._offloader.device)
-            self.resting_bytes += sum(one.numel() * one.element_size() for one in dropped)
+            self.resting_bytes = self._memory.allocated() + sum(one.numel() * one.element_size() for one in dropped)
         self._take_peak()
         self.peak_bytes = self.between_bytes = 0
         self._between.clear()
@@ -183,7 +189,7 @@ class Profiler(Uncopied):
         self._launches.clear()
         for index, unit in enumerate(self.units):
             for module in unit.modules:
-                hook = ModuleHook(self._begin_visit(index))
+                hook = ModuleHook(self._launch_hook(index))
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def begin_forward(self, *, of_step: bool) -> None:
@@ -193,7 +199,7 @@ class Profiler(Uncopied):
             self._ahead += self._clock.elapsed(self._ended, self._ended) is None
         self.pause()
         self._entered.clear()
-        self._turn(UnitCall(0, 0))
+        self._begin_launches(UnitCall(0, 0))
 
     def end_backward(self) -> None:
         """Called when the backward of a timed micro-batch has ended."""
@@ -217,36 +223,36 @@ class Profiler(Uncopied):
         self.peak_bytes = max(self.peak_bytes, self._take_peak())
         self._unhook()
 
-    def _begin_visit(self, index: int) -> Callable[[nn.Module, object], None]:
+    def _launch_hook(self, index: int) -> Callable[[nn.Module, object], None]:
         def begin(module: nn.Module, args: object) -> None:
-            if self._visiting is not None:  # else a backward recomputes the forward
-                self._turn(UnitCall(index, self._entered[index]))
+            if self._launching is not None:  # not in a backward that recomputes the forward
+                self._begin_launches(UnitCall(index, self._entered[index]))
                 self._entered[index] += 1
 
         return begin
 
-    def _turn(self, visit: UnitCall | None) -> None:
-        """Ends the time of the present call, as the host begins another one, or a backward (None)."""
-        now = perf_counter() - self._offloader.sending_seconds
-        if self._visiting is not None:
-            before, begun = self._visiting
-            if visit == before:  # the first unit, whose time includes the operations before it
+    def _begin_launches(self, unit_call: UnitCall | None) -> None:
+        """Ends the launch time of the present call, and begins that of `unit_call`; None: of a backward."""
+        now = perf_counter() - self._offloader.offload_seconds
+        if self._launching is not None:
+            before, begun = self._launching
+            if unit_call == before:  # the first unit, whose time includes the operations before it
                 return
             self._launches[before].append(now - begun)
-        self._visiting = None if visit is None else (visit, now)
+        self._launching = None if unit_call is None else (unit_call, now)
 
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._visiting = None
+        self._launching = None
 
     def _take_peak(self) -> int:
         """Returns the peak of allocated device memory since the last call, bytes (0 without CUDA)."""
-        if self._offloader.device.type != "cuda":
+        if self._memory is None:
             return 0
-        peak = torch.cuda.max_memory_allocated(self._offloader.device)
-        torch.cuda.reset_peak_memory_stats(self._offloader.device)
+        peak = self._memory.peak()
+        self._memory.reset_peak()
         return peak
 
     def close(self) -> None:
@@ -257,21 +263,13 @@ class Profiler(Uncopied):
 
     # ---- results ----
 
-    def visits(self) -> list[UnitCall]:
-        """Returns the calls of units, in the order of the forward; units that were not called come last."""
-        return _visits(self.units, self.graph)
-
-    def name_of(self, visit: UnitCall) -> str:
+    def name_of(self, unit_call: UnitCall) -> str:
         """Returns the name of a call in profiles and plans."""
-        return visit_name(self.units[visit.unit].name, visit.time)
+        return unit_call_name(self.units[unit_call.unit].name, unit_call.call_index)
 
-    def saved(self) -> list[Saved]:
-        """Returns the saved tensors of the recorded micro-batch that may be offloaded."""
-        return self._saved
-
-    def settled(self) -> FixedPlacement:
+    def fixed_placement(self) -> FixedPlacement:
         """Returns the tiers of model states."""
-        tiers = [self._tiers(self.units[visit.unit]) for visit in self.visits()]
+        tiers = [self._tiers(self.units[unit_call.unit]) for unit_call in _unit_calls(self.units, self.graph)]
         return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers))
 
     def profile(
@@ -289,11 +287,9 @@ class Profiler(Uncopied):
         """
         if self._offloader.device.type == "cuda":
             torch.cuda.synchronize(self._offloader.device)
-        saved = self.saved()
         launches = self._launch_seconds(measure_host_overhead(self._offloader.device))
-        units = unit_profiles(self.units, self.graph, saved, launches, self._state_bytes)
+        units = unit_profiles(self.units, self.graph, self.saved, launches, self._state_bytes)
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
-        waits = 2 * self._ahead <= self._begun
         return ModelProfile(
             name,
             units,
@@ -303,25 +299,25 @@ class Profiler(Uncopied):
             clip_norm,
             between,
             weight_room_bytes=None if self._states is None else self._states.weight_room_bytes,
-            waits=waits,
+            waits=2 * self._ahead <= self._begun,
         )
 
     def _launch_seconds(self, costs: HostOverhead) -> Mapping[UnitCall, float]:
-        """Returns the host seconds to launch the forward of each call of a unit, without the overhead of a plan."""
-        counts = Counter(operation.visit for operation in self.graph.operations)
-        left = Counter(item.visit for item in self.saved())
+        """Returns the host seconds to launch the forward of each unit call, without the overhead of a plan."""
+        counts = Counter(operation.unit_call for operation in self.graph.operations)
+        num_saved = Counter(item.unit_call for item in self.saved)
         seconds: dict[UnitCall, float] = {}
-        paces = []
-        given = 0
-        for visit, count in counts.items():
-            taken = min(self._launches.get(visit, [0.0]))
-            seconds[visit] = taken - min(taken / 2, left[visit] * costs.save)
-            if given < QUEUE:
-                paces.append(seconds[visit] / count)
-            given += count
-        # A call with more time per operation than the first calls has waited for weights or for the launch queue.
-        usual = statistics.median(paces) if paces else 0.0
-        return {visit: min(seconds[visit], usual * counts[visit]) for visit in seconds}
+        per_operation = []
+        issued = 0
+        for unit_call, count in counts.items():
+            measured = min(self._launches.get(unit_call, [0.0]))
+            seconds[unit_call] = measured - min(measured / 2, num_saved[unit_call] * costs.save)
+            if issued < QUEUE:
+                per_operation.append(seconds[unit_call] / count)
+            issued += count
+        # In a call with more time per operation than the first calls, the host waited for weights or the launch queue.
+        usual = statistics.median(per_operation) if per_operation else 0.0
+        return {unit_call: min(seconds[unit_call], usual * counts[unit_call]) for unit_call in seconds}
 
     def _state_bytes(self, unit: Unit) -> tuple[int, int, int, int, int]:
         """Returns the trained parameters, and bytes of weights, gradients, and optimizer states (read, written)."""
@@ -367,7 +363,7 @@ def unit_profiles(
     launches: Mapping[UnitCall, float],
     state_bytes: Callable[[Unit], tuple[int, int, int, int, int]],
 ) -> tuple[UnitProfile, ...]:
-    """Returns the profiles of calls of units, in the order of the forward; units that were not called come last.
+    """Returns the profiles of calls of units, in the order of the forward; then units that were not called.
 
     Args:
         units: units of the model.
@@ -379,23 +375,23 @@ def unit_profiles(
     """
     measured = graph.transients.measure()
     profiles = []
-    for visit in _visits(units, graph):
-        states = state_bytes(units[visit.unit]) if visit.time == 0 else (0, 0, 0, 0, 0)
-        of_visit = [item for item in saved if item.visit == visit]
-        name = visit_name(units[visit.unit].name, visit.time)
-        profiles.append(_unit_profile(graph, visit, name, of_visit, launches.get(visit, 0.0), states, *measured))
+    for unit_call in _unit_calls(units, graph):
+        states = state_bytes(units[unit_call.unit]) if unit_call.call_index == 0 else (0, 0, 0, 0, 0)
+        of_call = [item for item in saved if item.unit_call == unit_call]
+        name = unit_call_name(units[unit_call.unit].name, unit_call.call_index)
+        profiles.append(_unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), states, *measured))
     return tuple(profiles)
 
 
-def _visits(units: Sequence[Unit], graph: ForwardGraph) -> list[UnitCall]:
-    visits = graph.visits()
-    ran = {visit.unit for visit in visits}
-    return visits + [UnitCall(index, 0) for index in range(len(units)) if index not in ran]
+def _unit_calls(units: Sequence[Unit], graph: ForwardGraph) -> list[UnitCall]:
+    unit_calls = graph.unit_calls()
+    ran = {unit_call.unit for unit_call in unit_calls}
+    return unit_calls + [UnitCall(index, 0) for index in range(len(units)) if index not in ran]
 
 
 def _unit_profile(
     graph: ForwardGraph,
-    visit: UnitCall,
+    unit_call: UnitCall,
     name: str,
     saved: Sequence[Saved],
     launch_seconds: float,
@@ -406,50 +402,50 @@ def _unit_profile(
 ) -> UnitProfile:
     """Returns the profile of a call, from its launch time and the results of `TransientMemory.measure`."""
     operations = graph.operations
-    left = {number for number, operation in enumerate(operations) if operation.visit == visit}
-    forward = sum(operations[number].seconds for number in left)
-    backward = graph.backward_seconds.get(visit, 0.0)
-    launch = launch_seconds / len(left) if left else 0.0
+    remaining = {number for number, operation in enumerate(operations) if operation.unit_call == unit_call}
+    forward = sum(operations[number].seconds for number in remaining)
+    backward = graph.backward_seconds.get(unit_call, 0.0)
+    launch = launch_seconds / len(remaining) if remaining else 0.0
     operators = []
 
     def add(operator: str, made_by: set[int], item: Saved | None) -> None:
-        took = sum(operations[number].seconds for number in made_by & left)
-        again = item is not None and item.again
+        took = sum(operations[number].seconds for number in made_by & remaining)
+        recomputable = item is not None and item.recomputable
         operators.append(
             OperatorProfile(
                 operator,
                 took,
                 backward * took / forward if forward else 0.0,
-                sum(operations[number].flops for number in made_by & left),
+                sum(operations[number].flops for number in made_by & remaining),
                 item.nbytes if item is not None else 0,
                 (operator,) if item is not None else (),
-                sum(operations[number].seconds for number in made_by) if again else None,
-                item.scratch if item is not None else 0,
-                in_forward.get((visit, item.buffer), 0) if item is not None else 0,
+                sum(operations[number].seconds for number in made_by) if recomputable else None,
+                item.recompute_workspace_bytes if item is not None else 0,
+                in_forward.get((unit_call, item.buffer), 0) if item is not None else 0,
                 when_wanted.get(item.buffer, 0) if item is not None else 0,
-                in_backward.get((visit, item.buffer), 0) if item is not None else 0,
-                len(made_by & left),
-                len(made_by) if again else 0,
-                launch * len(made_by & left),
+                in_backward.get((unit_call, item.buffer), 0) if item is not None else 0,
+                len(made_by & remaining),
+                len(made_by) if recomputable else 0,
+                launch * len(made_by & remaining),
             )
         )
-        left.difference_update(made_by)
+        remaining.difference_update(made_by)
 
     for item in saved:
-        if not item.inbound:
+        if not item.is_unit_input:
             maker = graph.buffers[item.buffer].maker
             assert maker is not None
-            add(item.name, set(item.chain) or {maker}, item)
-    add(REST, set(left), None)
-    inputs = sum(item.nbytes for item in saved if item.inbound)
-    inbound = [item.buffer for item in saved if item.inbound]
+            add(item.name, set(item.recompute_ops) or {maker}, item)
+    add(REST, set(remaining), None)
+    inputs = sum(item.nbytes for item in saved if item.is_unit_input)
+    is_unit_input = [item.buffer for item in saved if item.is_unit_input]
     return UnitProfile(
         name,
         tuple(operators),
         inputs,
         *states,
-        forward_bytes=in_forward.get((visit, None), 0),
-        backward_bytes=max(in_backward.get((visit, number), 0) for number in (None, *inbound)),
+        forward_bytes=in_forward.get((unit_call, None), 0),
+        backward_bytes=max(in_backward.get((unit_call, number), 0) for number in (None, *is_unit_input)),
     )
 
 

@@ -69,13 +69,13 @@ class TraceMode(UnitDispatchMode):
         """The unit call whose backward runs; None: forward runs."""
         self._numbers: weakref.WeakKeyDictionary[SavedStorage, int] = weakref.WeakKeyDictionary()
         """Number of the buffer of each saved storage."""
-        self._part = Segment("start", 0, 0)
+        self._segment = Segment("start", 0, 0)
         self._where: list[str] = []
         for modules in units:
             for unit in modules:
                 for name, module in unit.named_modules():
                     if module is not unit:
-                        self._handles += self._follow(name, module)
+                        self._handles += self._track_module(name, module)
 
     def __enter__(self) -> Any:
         self.graph = ForwardGraph()
@@ -88,33 +88,33 @@ class TraceMode(UnitDispatchMode):
         self._leads = MOST_LEADS
         return super().__enter__()
 
-    def saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
+    def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage) -> None:
         """Called when autograd saves `storage` for the first time in this forward."""
         number = self._numbers[record] = self._number(storage)
         buffer = self.graph.buffers[number]
-        if buffer.visit is None:
-            buffer.visit = self.visit
-            self.graph.transients.save(storage, self.visit, number)
+        if buffer.unit_call is None:
+            buffer.unit_call = self.unit_call
+            self.graph.transients.mark_saved(storage, self.unit_call, number)
 
-    def wanted(self, record: SavedStorage) -> None:
+    def on_unpacked(self, record: SavedStorage) -> None:
         """Called when backward unpacks a tensor of `record`."""
         number = self._numbers.get(record)
-        if number is not None and (visit := self.graph.buffers[number].visit) is not None:
-            self.graph.transients.want(visit, number)
+        if number is not None and (unit_call := self.graph.buffers[number].unit_call) is not None:
+            self.graph.transients.first_use(unit_call, number)
 
     def finish(self) -> None:
         """Records the seconds of the operations in the graph. The device must have executed all of them."""
         for operation, span in zip(self.graph.operations, self._spans, strict=True):
             operation.seconds = 0.0 if span is None else self._clock.elapsed(*span) or 0.0
-        for visit, start, end in self._backward_spans:
+        for unit_call, start, end in self._backward_spans:
             seconds = self._clock.elapsed(start, end) or 0.0
-            self.graph.backward_seconds[visit] = self.graph.backward_seconds.get(visit, 0.0) + seconds
+            self.graph.backward_seconds[unit_call] = self.graph.backward_seconds.get(unit_call, 0.0) + seconds
         self._spans.clear()
         self._backward_spans.clear()
 
     def begin_backward(self) -> None:
         """Begins to record operations as the backward's."""
-        self._backward_of = self.visit
+        self._backward_of = self.unit_call
         if self._lifetimes is not None:
             self._lifetimes.phase = "backward"
         self._get_ahead(HEAD_START)
@@ -164,9 +164,9 @@ class TraceMode(UnitDispatchMode):
         self._last = self._clock.now()
         return result, (start, self._last)
 
-    def left(self, visit: UnitCall, output: object) -> None:
+    def unit_returned(self, unit_call: UnitCall, output: object) -> None:
         def begins(_: object) -> None:
-            self._backward_of = visit
+            self._backward_of = unit_call
 
         for value in tensors_of(output):
             if value.grad_fn is not None:
@@ -175,31 +175,31 @@ class TraceMode(UnitDispatchMode):
     def time_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation of the backward."""
         result, span = self.time(func, args, kwargs)
-        visit = self._backward_of
-        assert visit is not None
+        unit_call = self._backward_of
+        assert unit_call is not None
         if span is not None:
-            self._backward_spans.append((visit, *span))
+            self._backward_spans.append((unit_call, *span))
             if self._lifetimes is not None:
                 self._lifetimes.ran(func, (args, kwargs), result, span)
-        self.graph.transients.at(visit, backward=True)
+        self.graph.transients.enter(unit_call, backward=True)
         read = {storage._cdata for storage in _read((args, kwargs))}
         for storage in _read(result):
             if storage._cdata not in read:
-                self.graph.transients.take(storage)
+                self.graph.transients.alloc(storage)
         return result
 
-    def begin_part(self, part: Segment) -> None:
-        self._part = part
+    def begin_segment(self, segment: Segment) -> None:
+        self._segment = segment
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         read = _read((args, kwargs))
         inputs = tuple(dict.fromkeys(self._number(storage) for storage, weight in read.items() if not weight))
         seen = {storage._cdata for storage in read}
-        self.graph.transients.at(self.visit, backward=False)
+        self.graph.transients.enter(self.unit_call, backward=False)
         index = len(self.graph.operations)
         for storage in _written(func, args, kwargs):
             if (number := self._known(storage)) is not None:
-                self.graph.buffers[number].changed = True
+                self.graph.buffers[number].mutated = True
         result, span = self.time(func, args, kwargs)
         self._spans.append(span)
         if span is not None and self._lifetimes is not None:
@@ -211,11 +211,13 @@ class TraceMode(UnitDispatchMode):
             if storage._cdata not in seen and self._known(storage) is None:
                 self.graph.buffers.append(Buffer(storage.nbytes(), index, position))
                 setattr(storage, BUFFER, (self.graph, len(self.graph.buffers) - 1))
-                self.graph.transients.take(storage)
+                self.graph.transients.alloc(storage)
         flops = count_flops(func, args, kwargs, result)
         where = self._where[-1] if self._where else ""
         self.graph.operations.append(
-            Operation(func, self._part, self.visit, where, inputs, flops, _repeatable(func, args, kwargs, result))
+            Operation(
+                func, self._segment, self.unit_call, where, inputs, flops, _is_deterministic(func, args, kwargs, result)
+            )
         )
         return result
 
@@ -231,7 +233,7 @@ class TraceMode(UnitDispatchMode):
         graph, number = getattr(storage, BUFFER, (None, None))
         return number if graph is self.graph else None
 
-    def _follow(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
+    def _track_module(self, name: str, module: nn.Module) -> Iterator[RemovableHandle]:
         def before(module: nn.Module, args: object) -> None:
             if self._entered and not in_backward():
                 self._where.append(name)
@@ -319,7 +321,7 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
     return found
 
 
-def _repeatable(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
+def _is_deterministic(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
     """Returns True if an operation may be executed again. `PlanMode` compares the results of a second execution."""
     name = func._schema.name
     if func._schema.is_mutable or func.namespace not in ("aten", "prims"):

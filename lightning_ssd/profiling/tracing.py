@@ -103,12 +103,12 @@ def trace(
         saved = recorder.saved_storages.get(storage._cdata)
         if saved is None:
             saved = recorder.saved_storages[storage._cdata] = _Saved()
-            recorder.saved(storage, saved)  # type: ignore[arg-type]  # it needs the identity alone
+            recorder.on_saved(storage, saved)  # type: ignore[arg-type]  # it needs the identity alone
         return _View(tensor, saved)  # type: ignore[return-value]
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, _View):
-            recorder.wanted(packed.saved)  # type: ignore[arg-type]
+            recorder.on_unpacked(packed.saved)  # type: ignore[arg-type]
             return packed.tensor
         return packed  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory, kept_directory
 from lightning_ssd.storage.slots import SlotAllocator
-from lightning_ssd.storage.store import BlobStore, IOStats, Kept
+from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
 from lightning_ssd.storage.volume import Volume
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "ChecksumError",
     "DetachedBlobs",
     "IOStats",
-    "Kept",
+    "StoreManifest",
     "KvikioBackend",
     "Manifest",
     "NotPrivateError",

@@ -53,7 +53,7 @@ class Checksums:
                 "The drive or its connection corrupts data: look at `dmesg`, and use another drive."
             )
 
-    def forget(self, piece: Piece) -> None:
+    def discard(self, piece: Piece) -> None:
         """Drops the hash of a freed piece."""
         self._hashes.pop((piece.volume, piece.offset), None)
 

@@ -32,18 +32,16 @@ def choose_backend(name: BackendName | Backend, device: torch.device, *, checksu
     """
     backend: Backend
     if isinstance(name, Backend):
-        backend, why = name, "it was given"
+        backend, why = name, "given as an object"
     elif name == "posix":
-        backend, why = PosixBackend(), "it was asked for"
+        backend, why = PosixBackend(), "selected by name"
     elif name == "kvikio":
         backend = KvikioBackend()
-        why = "it was asked for"
+        why = "selected by name"
         if not backend.gds:
             why += "; in compatibility mode: GPUDirect Storage is not available"
         elif checksum:
-            why += (
-                "; bytes pass through host memory, where checksum=True hashes them: checksum=False moves them directly"
-            )
+            why += "; through host memory, where checksum=True hashes bytes: checksum=False transfers them directly"
     elif name == "auto":
         reason = why_no_gds(device)
         if reason is None and checksum:

@@ -48,10 +48,10 @@ class Engine:
         self.written = Meter()
         self.read = Meter()
         self._checksums = checksums
-        self._lanes = [_Lane(path, file) for path, file in files]
+        self._queues = [_IOQueue(path, file) for path, file in files]
         self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"lightning_ssd-io-{index}.{number}", daemon=True)
-            for index, lane in enumerate(self._lanes)
+            threading.Thread(target=self._work, args=(target,), name=f"lightning_ssd-io-{index}.{number}", daemon=True)
+            for index, target in enumerate(self._queues)
             for number in range(threads)
         ]
         try:
@@ -75,42 +75,42 @@ class Engine:
             StorageError: the engine is closed.
         """
         request = _Request(piece, buffer, write)
-        lane = self._lanes[piece.volume]
-        if not lane.queue.put(request, 0 if urgent else 1):
-            raise StorageError(f"the store is closed: {lane.path} takes no more transfers")
+        target = self._queues[piece.volume]
+        if not target.queue.put(request, 0 if urgent else 1):
+            raise StorageError(f"the store is closed: {target.path} takes no more transfers")
         return request
 
     def close(self) -> None:
         """Cancels queued requests, waits for running ones, and ends the threads. Idempotent."""
-        for lane in self._lanes:
-            for request in lane.queue.close():
+        for target in self._queues:
+            for request in target.queue.close():
                 if request.cancel():
                     request.set_running_or_notify_cancel()  # wakes threads in concurrent.futures.wait
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():  # a callback may close the store
                 thread.join()
 
-    def _work(self, lane: _Lane) -> None:
-        while (request := lane.queue.get()) is not None:
+    def _work(self, target: _IOQueue) -> None:
+        while (request := target.queue.get()) is not None:
             if request.set_running_or_notify_cancel():
                 try:
-                    self._serve(lane, request)
-                except Exception as error:  # a bug outside `_move`: a future that is never done would hang training
+                    self._serve(target, request)
+                except Exception as error:  # a bug outside `_transfer`: a future that is never done would hang training
                     if not request.done():
                         request.set_exception(error)
             del request  # an idle thread must not keep the last request's buffer alive
 
-    def _serve(self, lane: _Lane, request: _Request) -> None:
+    def _serve(self, target: _IOQueue, request: _Request) -> None:
         meter = self.written if request.write else self.read
         failure: StorageError | None = None
         meter.start()
         try:
             with span(SSD_WRITE if request.write else SSD_READ):
-                self._move(lane, request)
+                self._transfer(target, request)
         except StorageError as error:
             failure = error
         except Exception as error:
-            failure = _explain(error, lane.path, request)
+            failure = _explain(error, target.path, request)
         meter.stop(0 if failure else request.piece.nbytes)
         request.buffer = None
         if failure is None:
@@ -118,7 +118,7 @@ class Engine:
         else:
             request.set_exception(failure)
 
-    def _move(self, lane: _Lane, request: _Request) -> None:
+    def _transfer(self, target: _IOQueue, request: _Request) -> None:
         piece, buffer = request.piece, request.buffer
         assert buffer is not None
         padded = align_up(piece.nbytes)
@@ -127,16 +127,16 @@ class Engine:
         if request.write:
             if self._checksums is not None:
                 self._checksums.record(piece, buffer)
-            moved = lane.file.write(part, piece.offset)
+            transferred = target.file.write(part, piece.offset)
         else:
-            moved = lane.file.read(part, piece.offset)
-        if moved != size:
+            transferred = target.file.read(part, piece.offset)
+        if transferred != size:
             raise StorageError(
-                f"{request.verb} only {moved} of {size} bytes at offset {piece.offset} of {lane.path}. "
+                f"{request.verb} only {transferred} of {size} bytes at offset {piece.offset} of {target.path}. "
                 "The scratch file was truncated by somebody, or the drive is failing: look at `dmesg`."
             )
         if not request.write and self._checksums is not None:
-            self._checksums.verify(piece, buffer, lane.path)
+            self._checksums.verify(piece, buffer, target.path)
 
 
 class _Request(Future[None]):
@@ -161,7 +161,7 @@ class _Request(Future[None]):
 
 
 @dataclass(frozen=True)
-class _Lane:
+class _IOQueue:
     """One volume: its scratch file, and the requests that its threads serve."""
 
     path: Path

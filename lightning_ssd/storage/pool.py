@@ -100,7 +100,7 @@ class PinnedPool:
                 while True:
                     self._check_open()
                     if self._waiting[0] is ticket:
-                        buffer = self._take(nbytes, need)
+                        buffer = self._allocate(nbytes, need)
                         if buffer is not None:
                             return buffer
                         if self._make_room(need):
@@ -122,9 +122,9 @@ class PinnedPool:
             self._check_open()
             if self._waiting:
                 return None
-            buffer = self._take(nbytes, need)
+            buffer = self._allocate(nbytes, need)
             if buffer is None and self._make_room(need) and not self._waiting:
-                buffer = self._take(nbytes, need)
+                buffer = self._allocate(nbytes, need)
             return buffer
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class PinnedPool:
         if self._closed:
             raise StorageError(f"the {self._name} pool is closed: it hands out no more buffers")
 
-    def _take(self, nbytes: int, need: int) -> PinnedBuffer | None:
+    def _allocate(self, nbytes: int, need: int) -> PinnedBuffer | None:
         if spans := self._idle.get(need):
             return self._hand_out(spans.pop(), nbytes)
         span = self._find(need)
@@ -196,7 +196,7 @@ class PinnedPool:
     def _make_room(self, need: int) -> bool:
         """Frees empty slabs if a larger slab fits in their place; returns whether it did.
 
-        Called when `_take` has found nothing, and has merged the idle spans.
+        Called when `_allocate` has found nothing, and has merged the idle spans.
         """
         empty = sum(slab.slots.capacity for slab in self._slabs if not slab.slots.used)
         if self._slab_bytes is None or need > self._capacity - self._taken + empty:

@@ -83,7 +83,7 @@ class SlotAllocator:
         self._used += need
         return offset
 
-    def take(self, offset: int, nbytes: int) -> None:
+    def allocate_at(self, offset: int, nbytes: int) -> None:
         """Allocates the slot of `nbytes` (rounded up to PAGE) at `offset`.
 
         Raises:

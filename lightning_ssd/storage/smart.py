@@ -40,25 +40,25 @@ def read_wear(path: Path) -> DriveWear | None:
         return None
     try:
         # The exit code of smartctl is a set of warnings, not a failure: its output is examined instead.
-        asked = subprocess.run(
+        result = subprocess.run(
             [command, "--json", "--all", device], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS
         )
-        said = json.loads(asked.stdout)
+        report = json.loads(result.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError, RecursionError):
         return None
-    units = _number(said, "nvme_smart_health_information_log", "data_units_written")
-    used = _number(said, "nvme_smart_health_information_log", "percentage_used")
+    units = _number(report, "nvme_smart_health_information_log", "data_units_written")
+    used = _number(report, "nvme_smart_health_information_log", "percentage_used")
     if used is None:  # other kinds of drives
-        used = _number(said, "endurance_used", "current_percent")
+        used = _number(report, "endurance_used", "current_percent")
     if units is None and used is None:
         return None
     written = NVME_UNIT * int(units) if units is not None else None
     return DriveWear(device, written, float(used) / 100 if used is not None else None)
 
 
-def _number(said: Any, section: str, name: str) -> float | None:
+def _number(report: Any, section: str, name: str) -> float | None:
     """Returns a number that smartctl printed, or None if it is missing or implausible for a drive."""
-    value = said.get(section) if isinstance(said, Mapping) else None
+    value = report.get(section) if isinstance(report, Mapping) else None
     value = value.get(name) if isinstance(value, Mapping) else None
     plausible = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**63
     return value if plausible else None

@@ -33,7 +33,7 @@ from lightning_ssd.storage.stripes import Stripes
 from lightning_ssd.storage.volume import Volume
 from lightning_ssd.types import BackendName
 
-__all__ = ["BlobStore", "IOStats", "Kept"]
+__all__ = ["BlobStore", "IOStats", "StoreManifest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class IOStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoreManifest:
     """The state of a store whose process was killed, from which another store resumes with its files.
 
     Attributes:
@@ -94,8 +94,8 @@ class BlobStore:
         rank: rank of this process in its run.
         keep: use kept directories, from whose files the next run resumes if this one is killed. One store at a time
             can use those of a path.
-        kept: with `keep`, called with the scratch directory on each path once all are locked. Returns the state of
-            the killed run to resume from, or None to begin with new files.
+        find_manifest: with `keep`, called with the scratch directory on each path once all are locked. Returns the
+            state of the killed run to resume from, or None to begin with new files.
 
     Attributes:
         piece_bytes: bytes of the largest piece.
@@ -122,7 +122,7 @@ class BlobStore:
         threads: int = 4,
         rank: int = 0,
         keep: bool = False,
-        kept: Callable[[Sequence[PrivateDirectory]], Kept | None] | None = None,
+        find_manifest: Callable[[Sequence[PrivateDirectory]], StoreManifest | None] | None = None,
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError("paths must be a sequence of at least one directory")
@@ -144,10 +144,10 @@ class BlobStore:
         self._volumes: list[Volume] = []
         with ExitStack() as undo:
             directories: list[ScratchDirectory] = []
-            taken: Kept | None = None
+            resumed: StoreManifest | None = None
             anew = not keep
 
-            def let_go() -> None:
+            def close_all() -> None:
                 for index, directory in reversed(list(enumerate(directories))):
                     if index < len(self._volumes):
                         self._volumes[index].close(remove=anew)
@@ -157,17 +157,17 @@ class BlobStore:
                         remove = anew or directory.empty
                     directory.close(remove=remove)
 
-            undo.callback(let_go)
+            undo.callback(close_all)
             for path in paths:
                 directories.append(ScratchDirectory(path, rank, keep=keep))
-            if keep and kept is not None:
-                taken = kept([directory.files for directory in directories])
-            anew = taken is None
-            self._run = secrets.token_hex(8) if taken is None else taken.run
-            self._checksums = Checksums({} if taken is None else taken.hashes) if checksum else None
-            if taken is not None:
-                self._check_kept(taken, directories)
-            if keep and taken is None:
+            if keep and find_manifest is not None:
+                resumed = find_manifest([directory.files for directory in directories])
+            anew = resumed is None
+            self._run = secrets.token_hex(8) if resumed is None else resumed.run
+            self._checksums = Checksums({} if resumed is None else resumed.hashes) if checksum else None
+            if resumed is not None:
+                self._check_manifest(resumed, directories)
+            if keep and resumed is None:
                 # The first directory's manifest is removed last and written first. Whenever this process is killed,
                 # it therefore equals the manifests of the other directories, as far as they have one (see
                 # `read_record`).
@@ -175,18 +175,18 @@ class BlobStore:
                     directory.clear()
                 for directory in directories:
                     write_manifest(directory.files, Manifest(self._run, self._paths))
-            pieces = [piece for blob in (taken.blobs if taken else ()) for piece in blob.pieces]
+            pieces = [piece for blob in (resumed.blobs if resumed else ()) for piece in blob.pieces]
             for index, directory in enumerate(directories):
                 slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
-                self._volumes.append(Volume(directory, chosen, None if taken is None else slots))
+                self._volumes.append(Volume(directory, chosen, None if resumed is None else slots))
             self._allocated = sum(align_up(piece.nbytes) for piece in pieces)
             available = self._growth()
-            if taken is None:
+            if resumed is None:
                 if available < align_down(capacity or 0):
                     raise self._full("set aside", capacity or 0, available)
                 measured = calibrate(self._volumes, piece_bytes=piece_bytes, threads=threads, capacity=available)
             else:
-                measured = taken.calibration
+                measured = resumed.calibration
             self.write_bandwidth = measured.write_bandwidth
             self.read_bandwidth = measured.read_bandwidth
             self._calibration = measured
@@ -256,13 +256,13 @@ class BlobStore:
                 raise self._full("allocate", nbytes, available)
             try:
                 while start < nbytes:
-                    piece = self._place(start, min(self.piece_bytes, nbytes - start), refusals)
+                    piece = self._allocate_piece(start, min(self.piece_bytes, nbytes - start), refusals)
                     if piece is None:  # another process used the space since the check, or a limit forbids more
                         raise self._full("allocate", nbytes, start) from (refusals[-1] if refusals else None)
                     pieces.append(piece)
                     start += piece.nbytes
             except BaseException:
-                self._give_back(pieces)
+                self._free(pieces)
                 raise
             self._peak = max(self._peak, self._allocated)
         return Blob(nbytes, tuple(pieces))
@@ -274,7 +274,7 @@ class BlobStore:
             ValueError: the blob was freed before.
         """
         with self._lock:
-            self._give_back(blob.pieces)
+            self._free(blob.pieces)
 
     def write(self, piece: Piece, buffer: torch.Tensor) -> Future[None]:
         """Queues a write of a piece from `buffer`.
@@ -327,10 +327,10 @@ class BlobStore:
         """The scratch directory on the first path, for small files with the lifetime of the blobs."""
         return self._volumes[0].directory
 
-    def kept(self, blobs: Sequence[Blob]) -> Kept:
+    def manifest(self, blobs: Sequence[Blob]) -> StoreManifest:
         """Returns the state with which another store can resume with `blobs`, as they are now."""
         hashes = {} if self._checksums is None else self._checksums.all()
-        return Kept(blobs, hashes, self._calibration, self._run)
+        return StoreManifest(blobs, hashes, self._calibration, self._run)
 
     def sync(self) -> None:
         """Makes completed writes durable.
@@ -368,19 +368,19 @@ class BlobStore:
         files = [(volume.path, volume.detach()) for volume in reversed(self._volumes)]  # as in `close`
         return DetachedBlobs(files[::-1], self._checksums)
 
-    def _check_kept(self, kept: Kept, directories: Sequence[ScratchDirectory]) -> None:
+    def _check_manifest(self, manifest: StoreManifest, directories: Sequence[ScratchDirectory]) -> None:
         if self._checksums is not None and not all(
-            (piece.volume, piece.offset) in kept.hashes for blob in kept.blobs for piece in blob.pieces
+            (piece.volume, piece.offset) in manifest.hashes for blob in manifest.blobs for piece in blob.pieces
         ):
             raise StorageError(
-                f"the run that was killed had checksum=False, and without checksums {directories[0].path} cannot be "
-                f"checked: give this run checksum=False, too, or remove {directories[0].path} and what it holds"
+                f"the run that was killed had checksum=False, so {directories[0].path} can't be checked: set "
+                f"checksum=False in this run, too, or remove {directories[0].path}"
             )
         for directory in directories:
-            if read_manifest(directory.files) != Manifest(kept.run, self._paths):
+            if read_manifest(directory.files) != Manifest(manifest.run, self._paths):
                 raise StorageError(
-                    f"{directory.path} has nothing of the run whose journal is in {directories[0].path}: it can't go "
-                    "on. Remove both with what they hold, and start from a checkpoint."
+                    f"{directory.path} has no files of the run whose journal is in {directories[0].path}, so this run "
+                    "can't be resumed. Remove both directories, and start from a checkpoint."
                 )
 
     def _check(self, piece: Piece, buffer: torch.Tensor) -> None:
@@ -394,7 +394,7 @@ class BlobStore:
                 f"not {buffer.device}"
             )
 
-    def _place(self, start: int, nbytes: int, refusals: list[StorageFullError]) -> Piece | None:
+    def _allocate_piece(self, start: int, nbytes: int, refusals: list[StorageFullError]) -> Piece | None:
         """Allocates a piece, or returns None if there is no room. Errors of files that can't grow are appended to
         `refusals`."""
         for index in self._stripes.order(nbytes):
@@ -406,7 +406,7 @@ class BlobStore:
             except StorageFullError as error:  # another volume may have room
                 refusals.append(error)
             if offset is not None:
-                return self._placed(index, offset, start, nbytes)
+                return self._record_piece(index, offset, start, nbytes)
         # No volume has so large a hole, and none can grow: a shorter piece fills the largest hole.
         index = max(range(len(self._volumes)), key=lambda index: self._volumes[index].slots.largest_free)
         shorter = self._volumes[index].slots.largest_free
@@ -414,19 +414,19 @@ class BlobStore:
             return None
         offset = self._volumes[index].slots.allocate(shorter)
         assert offset is not None
-        return self._placed(index, offset, start, shorter)
+        return self._record_piece(index, offset, start, shorter)
 
-    def _placed(self, index: int, offset: int, start: int, nbytes: int) -> Piece:
-        self._stripes.take(index, nbytes)
+    def _record_piece(self, index: int, offset: int, start: int, nbytes: int) -> Piece:
+        self._stripes.record(index, nbytes)
         self._allocated += align_up(nbytes)
         return Piece(index, offset, start, nbytes)
 
-    def _give_back(self, pieces: Iterable[Piece]) -> None:
+    def _free(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             self._volumes[piece.volume].slots.free(piece.offset)
             self._allocated -= align_up(piece.nbytes)
             if self._checksums is not None:
-                self._checksums.forget(piece)
+                self._checksums.discard(piece)
 
     def _limit(self) -> int:
         """Returns the bytes by which the files may grow before they reach the capacity."""

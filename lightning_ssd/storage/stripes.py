@@ -25,7 +25,7 @@ class Stripes:
         """Returns the indices of all volumes, the best one for a piece of `nbytes` first."""
         return sorted(range(len(self._weights)), key=lambda volume: self._finish(volume, nbytes))
 
-    def take(self, volume: int, nbytes: int) -> None:
+    def record(self, volume: int, nbytes: int) -> None:
         """Records a piece of `nbytes` on `volume`."""
         self._clocks[volume] = self._finish(volume, nbytes)
         # A volume that was full for a while must not get all pieces when it has room again.

@@ -57,7 +57,7 @@ class Volume:
                 undo.callback(close_fd, self._fd, self.path)
                 self.slots = SlotAllocator(align_down(os.fstat(self._fd).st_size))
                 for offset, nbytes in taken or ():
-                    self.slots.take(offset, nbytes)
+                    self.slots.allocate_at(offset, nbytes)
                 self.device = os.fstat(self._fd).st_dev
                 directory.files.sync()  # the journal may refer to bytes of the file: its name must be durable before
                 # By descriptor: another user may give the file's name, or its directory's, to another file.

@@ -1,4 +1,4 @@
-"""What the tests of the tensor cache run under."""
+"""Fixtures of the tests of the activation offloader."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Random programs that share storages in every way torch has and write through any of them: as in plain autograd."""
+"""Random programs that share storages in every way, and write through any alias, have plain autograd's results."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -32,7 +32,7 @@ def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def check(cache: ActivationOffloader, program: Program, window: int, survivors: int = 0) -> None:
     expected, told = run(program, nullcontext, survivors)
     change_policy(cache, window_bytes=window)
-    for _ in range(2):  # the second time with the order of the first
+    for _ in range(2):  # the second run knows the order of the first
         cache.begin_micro_batch()
         actual, actually_told = run(program, cache.hooks, survivors)
         cache.end_backward()
@@ -59,7 +59,7 @@ def test_many_random_programs(cache: ActivationOffloader, program: Program, wind
 @pytest.mark.parametrize("alias", sorted(ALIASES))
 @pytest.mark.parametrize("early", [False, True], ids=["before", "after"])
 def test_a_change_through_every_alias(cache: ActivationOffloader, alias: str, early: bool) -> None:
-    """Saved, changed through an alias that was made before or after the save, saved again, and deleted."""
+    """A tensor is saved, changed through an alias that was made before or after the save, saved again, and deleted."""
     make = ("alias", alias, 3, 0)
     saves = [("save", "sigmoid", 3, 0), ("save", "mul", 3, 0)]
     program: Program = [("save", "sin", 0, 0)]  # number 3
@@ -79,7 +79,7 @@ def test_the_table_of_changes_is_large() -> None:
 
 
 def test_programs_are_worth_running(cache: ActivationOffloader) -> None:
-    """Most steps are legal, bytes are stored and come back, and a change through an alias shows in gradients."""
+    """Most steps are legal, bytes are stored and loaded, and a change through an alias changes gradients."""
     before = cache.stats()
     program: Program = [("save", "sin", 0, 0), ("save", "mul", 3, 1), ("save", "tanh", 4, 1)]
     grads, told = run(program, nullcontext)

@@ -1,4 +1,4 @@
-"""`torch.compile` under the saved-tensor hooks: Dynamo sees the same program as without them, and nothing of ours."""
+"""`torch.compile` under the saved-tensor hooks: Dynamo sees the same program as without them, and none of our code."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ INDUCTOR = pytest.param(
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
-    """Counts from zero, and leaves no compiled code to other tests."""
+    """Resets Dynamo's counters before the test, and its compiled code after it."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def sequential(backend: str) -> nn.Module:
-    """Its own frame is in torch's files, which Dynamo skips: hooks run between skipped frames."""
+    """`nn.Sequential` has its frame in torch's files, which Dynamo skips, so hooks run between skipped frames."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(2)))
     model.compile(backend=backend)
     return model
@@ -176,7 +176,7 @@ CASES = [sequential, broken, wrapped, method, nested, function, one_layer]
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("build", [*CASES, pytest.param(every_layer, marks=pytest.mark.thorough)])
 def test_dynamo_compiles_the_same_frames(build: Callable[[str], nn.Module], backend: str, tmp_path: Path) -> None:
-    """No frame, graph, graph break or recompilation that plain Lightning has not, and the same numbers."""
+    """Frames, graphs, graph breaks, recompilations and numbers are plain Lightning's."""
     plain, expected = train(build, backend, "auto", tmp_path)
     for arguments in ({"offload": 1.0}, {"states": "host", "offload": 0.5}, {"states": "ssd"}):
         strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, **arguments)
@@ -202,7 +202,7 @@ def clamped(backend: str) -> nn.Module:
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_weights_that_compiled_code_changes(states: Any, tmp_path: Path) -> None:
-    """What compiled code writes to a weight counts."""
+    """Writes of compiled code to a weight are in the result."""
     plain, expected = train(clamped, "aot_eager", "auto", tmp_path)
     strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states=states)
     numbers, counters = train(clamped, "aot_eager", strategy, tmp_path)

@@ -1,4 +1,4 @@
-"""A device that is behind the host, or lost: training ends with an error, and not with a hang."""
+"""With a device that is behind the host, or lost, training ends with an error and does not hang."""
 
 import threading
 from concurrent.futures import Future
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class LateCopies(CPUCopyEngine):
-    """Copies out are done on a thread, and not before `drain` is called: a device behind the host."""
+    """A device behind the host: d2h copies are made on a thread, once `drain` is called."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -34,7 +34,7 @@ class LateCopies(CPUCopyEngine):
         return done
 
     def drain(self) -> None:
-        """The device catches up while somebody waits for it."""
+        """The device executes its queued copies while the caller waits."""
         self._reached.set()
         ran: Future[None] = Future()
 
@@ -49,7 +49,7 @@ class LateCopies(CPUCopyEngine):
 
 
 def test_closing_before_the_device_has_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after an exception in forward: what the device still copies out finds no closed store."""
+    """As after an exception in forward: d2h copies that are still queued do not write to a closed store."""
     monkeypatch.setattr(config, "make_copy_engine", LateCopies)
     with open_cache(tmp_path) as cache:
         cache.begin_micro_batch()
@@ -61,7 +61,7 @@ def test_closing_before_the_device_has_caught_up(tmp_path: Path, monkeypatch: py
 
 
 class LostDevice(CPUCopyEngine):
-    """Copies in fail where no user code can catch it: on the I/O threads."""
+    """h2d copies fail on the I/O threads, where no user code can catch the error."""
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         if threading.current_thread() is not threading.main_thread():
@@ -75,7 +75,7 @@ def test_an_error_on_an_io_thread_reaches_backward(tmp_path: Path, monkeypatch: 
         cache.begin_micro_batch()
         with cache.hooks():
             loss = torch.ones(64, 64, requires_grad=True).sin().sin().sum()
-        wait_for_writes(cache)  # what is wanted back is read by an I/O thread
+        wait_for_writes(cache)  # backward needs a storage that an I/O thread reads
         with pytest.raises(RuntimeError, match="the device is lost"):
             loss.backward()
 
@@ -96,7 +96,7 @@ class GatedDeviceFile(BackendFile):
 
 
 class GatedDeviceBackend(PosixBackend):
-    """Takes the device's own memory, as GPUDirect Storage does; writes wait for the gate."""
+    """Transfers device memory, as GPUDirect Storage does; writes wait for the gate."""
 
     device_buffers = True
 
@@ -110,12 +110,12 @@ class GatedDeviceBackend(PosixBackend):
 
 
 def test_bytes_that_the_direct_path_still_stores_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storages that are wanted, or die, before they have left: queued writes are cancelled, and nothing fails."""
+    """Queued writes of storages that backward needs, or that are freed, are cancelled without an error."""
     backend = GatedDeviceBackend()
     with open_cache(tmp_path, backend=backend) as cache:
         change_policy(cache, window_bytes=2**30)
-        # As on a GPU, where a copy is done later than it is issued: the window does not empty itself.
-        monkeypatch.setattr(type(cache), "_release_window", lambda cache: None)
+        # As on a GPU, where a copy is done later than it is issued, copies stay in flight.
+        monkeypatch.setattr(type(cache), "_evict_copied", lambda cache: None)
         for _ in range(3):
             backend.gate.clear()
             cache.begin_micro_batch()
@@ -124,7 +124,7 @@ def test_bytes_that_the_direct_path_still_stores_are_loaded(tmp_path: Path, monk
                 y = x
                 for _ in range(12):
                     y = y.sin()
-            threading.Timer(0.05, backend.gate.set).start()  # the drive wakes up while backward runs
+            threading.Timer(0.05, backend.gate.set).start()  # the drive serves requests again while backward runs
             y.sum().backward()
             assert x.grad is not None and x.grad.isfinite().all()
             cache.end_backward()

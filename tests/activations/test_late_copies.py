@@ -1,4 +1,4 @@
-"""Saved tensors on a device that is behind the host: copies that are in flight when their data is needed or freed."""
+"""Saved tensors on a device behind the host: copies are in flight when their bytes are needed or freed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(60)
 def offloader(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ActivationOffloader]:
-    """An offloader whose copies are late, and none of which was released early."""
+    """An offloader with late copies; afterwards, no buffer was released before its copy was done."""
     monkeypatch.setattr(config, "make_copy_engine", LateCopies)
     with open_cache(tmp_path, tier=request.param) as made:
         yield made
@@ -39,8 +39,8 @@ def leaves(count: int) -> list[torch.Tensor]:
 def test_storages_that_are_still_copied_out_are_kept_by_backward(
     offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is loaded, and the places of the copies are free at once or when a write has ended."""
-    monkeypatch.setattr(ActivationOffloader, "_release_window", lambda self: None)  # a device that is far behind
+    """Nothing is loaded, and the copies' memory in the tier is freed at once, or when a running write has ended."""
+    monkeypatch.setattr(ActivationOffloader, "_evict_copied", lambda self: None)  # a device that is far behind
     change_policy(offloader, window_bytes=MIB)
     offloader.begin_micro_batch()
     inputs = leaves(5)
@@ -58,20 +58,20 @@ def test_storages_that_are_still_copied_out_are_kept_by_backward(
 
 
 def test_loads_that_nobody_waits_for_keep_their_memory_until_they_end(offloader: ActivationOffloader) -> None:
-    """A graph is dropped while its storages are fetched ahead: the device still writes to their memory."""
+    """A graph is dropped while its storages are prefetched: the device still writes to their memory."""
     offloader.begin_micro_batch()
     inputs = leaves(4)
     with offloader.hooks():
         losses = [leaf.exp().sum() for leaf in inputs]
     change_policy(offloader, window_bytes=MIB)
-    losses.pop().backward()  # fetches those of the others, too
+    losses.pop().backward()  # also prefetches the storages of the others
     assert offloader.stats().loaded < sum(tier.bytes_in for tier in offloader.tiers.values())
     del losses
     eventually(lambda: used_bytes(offloader) == 0)
 
 
 def test_tensors_that_a_double_backward_saves_are_not_offloaded(offloader: ActivationOffloader) -> None:
-    """They are wanted at once."""
+    """Backward needs them at once."""
     offloader.begin_micro_batch()
     (leaf,) = leaves(1)
     with offloader.hooks():
@@ -83,7 +83,7 @@ def test_tensors_that_a_double_backward_saves_are_not_offloaded(offloader: Activ
 
 
 def test_a_window_that_is_set_in_a_micro_batch_is_its_own(tmp_path: Path) -> None:
-    """What backward wants in the window's first bytes stays on the device, as the last micro-batch has shown."""
+    """Storages that the last backward unpacked within the window's first bytes are kept on the device."""
     with open_cache(tmp_path, tier="host") as offloader:
         stored = []
         for window_bytes in (0, 0, MIB, MIB):

@@ -1,4 +1,4 @@
-"""Bytes that came back are there until the last view was asked for, whenever other views die."""
+"""Restored bytes are released after the last view was unpacked, whenever other views are freed."""
 
 from collections import deque
 from typing import Any
@@ -14,7 +14,7 @@ EMPTY = torch.empty(0)
 
 
 class Arrived(Load):
-    settled = True
+    issued = True
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
@@ -38,7 +38,7 @@ class Copy(StoredCopy):
 
 
 def interrupted(attribute: str, views: list[SavedHandle]) -> type[SavedStorage]:
-    """Returns a record in which a view dies just when `attribute` is set, as in a garbage collection there."""
+    """Returns a record in which a view is freed while `attribute` is set, as by a garbage collection."""
     slot: Any = getattr(SavedStorage, attribute)
 
     def assign(self: SavedStorage, value: Any) -> None:
@@ -49,7 +49,7 @@ def interrupted(attribute: str, views: list[SavedHandle]) -> type[SavedStorage]:
     return type("Interrupted", (SavedStorage,), {"__slots__": (), attribute: property(slot.__get__, assign)})
 
 
-@pytest.mark.parametrize("attribute", ["times_back", "unseen", "state", "data", "load"])
+@pytest.mark.parametrize("attribute", ["num_restores", "num_pending", "state", "data", "load"])
 @pytest.mark.parametrize("shown_before", [False, True])
 def test_a_view_that_is_freed_while_bytes_are_restored(attribute: str, shown_before: bool) -> None:
     saved = torch.arange(4.0)
@@ -63,7 +63,7 @@ def test_a_view_that_is_freed_while_bytes_are_restored(attribute: str, shown_bef
         record.prefetch(urgent=True)
         record.wait()
         for index in range(3):
-            first[index].show()
+            first[index].materialize()
         assert record.state is State.OFFLOADED
     views += first
     del first
@@ -71,5 +71,5 @@ def test_a_view_that_is_freed_while_bytes_are_restored(attribute: str, shown_bef
     record.wait()
     while views:
         assert record.data is not None
-        assert torch.equal(views.pop().show(), saved)
+        assert torch.equal(views.pop().materialize(), saved)
     assert record.data is None and record.views == 0

@@ -1,4 +1,4 @@
-"""The tensor cache against plain autograd: same numbers, same errors, and nothing left in the tiers."""
+"""The activation offloader against plain autograd: same numbers, same errors, and no bytes left in the tiers."""
 
 import errno
 import gc
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(60)  # a deadlock fails fast
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[ActivationOffloader]:
-    """A cache over real files, every byte checked."""
+    """An offloader over real files, with checksums."""
     with open_cache(tmp_path, checksum=True) as cache:
         yield cache
 
@@ -55,12 +55,12 @@ def allocated(cache: ActivationOffloader) -> int:
     return ssd(cache).blobs.stats().allocated_bytes
 
 
-# ---- which numbers come back ----
+# ---- restored numbers ----
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_gradients_are_plain_autograds(cache: ActivationOffloader, forward: Forward) -> None:
-    """Every kind of saved tensor comes back as it was, in a first micro-batch and in one that knows the order."""
+    """Every kind of saved tensor is restored exactly, in a first micro-batch and in one with a known order."""
     for _ in range(3):
         assert assert_same_gradients(cache, forward, randn(32, 32) / 4, randn(32, 32, seed=1) / 4) > 0
     assert cache.stats().loaded > 0
@@ -68,13 +68,13 @@ def test_gradients_are_plain_autograds(cache: ActivationOffloader, forward: Forw
 
 @pytest.mark.parametrize("tier", ["ssd", "host"])
 def test_empty_storages_are_kept(tmp_path: Path, tier: str) -> None:
-    """`min_bytes=0` asks for everything; there is nothing to move of a storage without bytes."""
+    """With `min_bytes=0` all storages are offloaded except those without bytes."""
     with open_cache(tmp_path, min_bytes=0, tier=tier, host_memory="64MiB") as cache:
         cache.begin_micro_batch()
         x = torch.zeros(0, 4, requires_grad=True)
         with cache.hooks():
             loss = (x.exp() * x).sum()
-        cache.end_backward()  # whatever had begun to leave is gone now
+        cache.end_backward()  # storages in flight are evicted now
         loss.backward()
         assert x.grad is not None and x.grad.shape == (0, 4)
         assert cache.stats().saved == 0
@@ -93,7 +93,7 @@ def test_memory_that_is_not_torchs_is_kept(cache: ActivationOffloader) -> None:
 
 
 def test_a_storage_that_grew_is_saved_again(cache: ActivationOffloader) -> None:
-    """Resizing changes no version counter: a view beyond the bytes that were stored is another storage's."""
+    """Resizing changes no version counter: a view beyond the stored bytes needs a record of its own."""
     weight = torch.ones(64, requires_grad=True)
     x = randn(16)
     expected = torch.cat((x, x, x, x)) + torch.cat((x, torch.zeros(48)))
@@ -109,7 +109,7 @@ def test_a_storage_that_grew_is_saved_again(cache: ActivationOffloader) -> None:
 
 
 def test_a_storage_that_is_changed_between_two_saves_is_stored_once(cache: ActivationOffloader) -> None:
-    """The bytes that are stored are the last ones: a backward that wants earlier ones fails, as in plain autograd."""
+    """The last bytes are stored: a backward that needs earlier ones fails, as in plain autograd."""
     alive = []
 
     def forward(x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_a_storage_that_is_changed_between_two_saves_is_stored_once(cache: Activ
 
 
 def test_a_storage_that_its_owner_has_freed_is_an_error(cache: ActivationOffloader) -> None:
-    """Plain autograd would read freed memory; a storage that is filled again before backward (FSDP) is as before."""
+    """Plain autograd would read freed memory. A storage that is refilled before backward (FSDP) is restored."""
     weight = torch.ones(64, requires_grad=True)
     x = randn(64)
     expected = x.clone()
@@ -152,7 +152,7 @@ def test_a_storage_that_its_owner_has_freed_is_an_error(cache: ActivationOffload
     ],
 )
 def test_compiled_submodule(cache: ActivationOffloader, backend: str) -> None:
-    """What a compiled graph saves goes out as any saved tensor does."""
+    """Tensors that a compiled graph saves are offloaded like all others."""
     layer = nn.Sequential(nn.Linear(32, 32), nn.GELU())
     compiled = torch.compile(layer, backend=backend)
     expected = gradients(lambda x: compiled(x * 2).sin().sum(), [randn(4, 32)])
@@ -164,7 +164,7 @@ def test_compiled_submodule(cache: ActivationOffloader, backend: str) -> None:
 
 
 def test_torch_func_grad_is_refused_by_pytorch(cache: ActivationOffloader) -> None:
-    """`torch.func.grad` does not work under any saved tensor hooks: PyTorch says so, and training can go on."""
+    """PyTorch refuses `torch.func.grad` under saved-tensor hooks, and training can continue after the error."""
     cache.begin_micro_batch()
     with cache.hooks(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
         torch.func.grad(lambda x: (x**2).sum())(randn(4))
@@ -182,7 +182,7 @@ def _product_chain(*leaves: Tensor) -> Tensor:
 
 
 def test_storages_that_are_kept_again_have_no_record(tmp_path: Path) -> None:
-    """A repeated micro-batch stores what the first one did, and makes records of those storages alone."""
+    """A repeated micro-batch stores the same storages as the first one, and makes no other records."""
     leaves = [randn(64, 64, seed=seed) for seed in range(40)]
     with open_cache(tmp_path, offload=0.1) as cache:
         stored, records = [], []
@@ -215,7 +215,7 @@ def test_storages_that_are_kept_again_have_no_record(tmp_path: Path) -> None:
 def test_micro_batches_in_any_sequence_of_shapes(
     tmp_path: Path, shapes: list[list[int]], sequence: list[int], share: float, window: int
 ) -> None:
-    """Gradients are plain autograd's, whichever micro-batch is like an earlier one, and from wherever it departs."""
+    """Gradients are plain autograd's, whichever earlier micro-batch the next one begins like."""
     with open_cache(tmp_path, offload=share) as cache:
         change_policy(cache, window_bytes=window)
         for number in sequence:
@@ -231,7 +231,7 @@ def test_micro_batches_in_any_sequence_of_shapes(
 
 
 def test_retain_graph(cache: ActivationOffloader) -> None:
-    """Backward twice over one graph: bytes come back twice."""
+    """Backward runs twice over one graph, which restores the bytes twice."""
     x = randn(32, 32).requires_grad_()
     cache.begin_micro_batch()
     with cache.hooks():
@@ -266,7 +266,7 @@ def test_double_backward(cache: ActivationOffloader) -> None:
 
     for _ in range(2):
         assert assert_same_gradients(cache, penalty, randn(16, 16) / 4, randn(16, 16, seed=1) / 4) > 0
-    # Lightning's way: the graph is made under the hooks, all backwards come after them.
+    # As in Lightning: the graph is made under the hooks, and all backwards run after them.
     x, plain = (randn(16, 16).requires_grad_() for _ in range(2))
     cache.begin_micro_batch()
     with cache.hooks():
@@ -278,7 +278,7 @@ def test_double_backward(cache: ActivationOffloader) -> None:
 
 
 def test_interleaved_graphs(cache: ActivationOffloader) -> None:
-    """GAN style: two losses share a graph, and one has gone backward before the other's forward."""
+    """As in a GAN: two losses share a graph, and backward of one runs before the other's forward."""
 
     def step(cache: ActivationOffloader | None) -> list[Tensor]:
         torch.manual_seed(0)
@@ -309,7 +309,7 @@ def test_interleaved_graphs(cache: ActivationOffloader) -> None:
 
 
 def test_out_of_order_backwards(cache: ActivationOffloader) -> None:
-    """Losses go backward in another order each micro-batch, so every prediction of the order is wrong once."""
+    """Backwards of several losses run in another order in each micro-batch: each predicted order is wrong once."""
     x = randn(4, 64)
     change_policy(cache, window_bytes=300)  # keeps one row, and fetches one ahead
     for order in ([0, 1, 2, 3], [3, 0, 2, 1], [1, 3, 2, 0], [1, 3, 2, 0]):
@@ -325,7 +325,7 @@ def test_out_of_order_backwards(cache: ActivationOffloader) -> None:
 
 
 def test_graph_of_an_earlier_micro_batch(cache: ActivationOffloader) -> None:
-    """A loss that outlives its micro-batch (truncated BPTT, manual optimization) goes backward in a later one."""
+    """Backward of a loss runs in a later micro-batch (truncated BPTT, manual optimization)."""
     early = randn(32, 32).requires_grad_()
     cache.begin_micro_batch()
     with cache.hooks():
@@ -338,11 +338,11 @@ def test_graph_of_an_earlier_micro_batch(cache: ActivationOffloader) -> None:
     assert early.grad is not None and torch.equal(early.grad, expected)
 
 
-# ---- what is given back ----
+# ---- freed memory ----
 
 
 def test_graph_never_run_backward_gives_its_slots_back(cache: ActivationOffloader) -> None:
-    """A dropped graph frees its place on the SSD, without a garbage collection."""
+    """A dropped graph frees its slots on the SSD, without a garbage collection."""
     gc.disable()
     try:
         cache.begin_micro_batch()
@@ -358,14 +358,14 @@ def test_graph_never_run_backward_gives_its_slots_back(cache: ActivationOffloade
 
 
 def test_graph_dropped_while_it_is_prefetched(cache: ActivationOffloader) -> None:
-    """Loads that nobody waits for end before their place is given back."""
+    """The slots of a load that no thread waits for are freed after the load has ended."""
     cache.begin_micro_batch()
     leaves = [randn(64, 64, seed=seed).requires_grad_() for seed in range(4)]
     with cache.hooks():
         losses = [leaf.exp().sum() for leaf in leaves]
     wait_for_writes(cache)
     change_policy(cache, window_bytes=MIB)
-    losses.pop().backward()  # brings the others' bytes back too
+    losses.pop().backward()  # also prefetches the bytes of the others
     assert cache.stats().loaded < sum(tier.bytes_in for tier in cache.tiers.values())
     del losses
     wait_for_writes(cache)  # reads take the same memory
@@ -380,7 +380,7 @@ def test_graph_dropped_while_it_is_prefetched(cache: ActivationOffloader) -> Non
 @pytest.mark.parametrize("min_bytes", [1, MIB], ids=["offloaded", "kept"])
 @pytest.mark.parametrize("function", [torch.exp, torch.sigmoid, torch.tanh, lambda x: x.softmax(-1)])
 def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> None:
-    """A node that saves its own output does not own itself: the graph dies with its last name."""
+    """A node that saves its own output does not own itself: the graph is freed with its last reference."""
     with open_cache(tmp_path, min_bytes=min_bytes) as cache:
         gc.collect()
         gc.disable()
@@ -401,7 +401,7 @@ def test_no_reference_cycles(tmp_path: Path, function: Any, min_bytes: int) -> N
 
 
 def test_device_memory_is_freed(cache: ActivationOffloader) -> None:
-    """Stored bytes are not on the device between forward and backward, nor after the last view was handed out."""
+    """Stored bytes have no device memory between forward and backward, nor after the last view was unpacked."""
     x = randn(64, 64).requires_grad_()
     cache.begin_micro_batch()
     with cache.hooks():
@@ -418,7 +418,7 @@ def test_device_memory_is_freed(cache: ActivationOffloader) -> None:
 
 
 def test_exception_in_forward(cache: ActivationOffloader) -> None:
-    """A forward that fails leaves nothing in the tiers, and the next micro-batch works."""
+    """After a forward that fails the tiers are empty, and the next micro-batch works."""
     cache.begin_micro_batch()
     with pytest.raises(ZeroDivisionError), cache.hooks():
         loss = randn(32, 32).requires_grad_().exp()
@@ -431,7 +431,7 @@ def test_exception_in_forward(cache: ActivationOffloader) -> None:
 
 
 def test_exception_in_backward(cache: ActivationOffloader) -> None:
-    """A backward that fails half-way, and the same graph is then run again, whole."""
+    """After a backward that fails half-way, backward of the same graph runs again, whole."""
 
     class Fails(torch.autograd.Function):
         armed = True
@@ -464,7 +464,7 @@ def test_exception_in_backward(cache: ActivationOffloader) -> None:
 
 
 def test_one_cache_after_another(tmp_path: Path) -> None:
-    """A graph of a closed cache is refused in words, and its tensors are a new cache's like any others."""
+    """Backward of a closed offloader's graph raises a clear error, and a new offloader handles its tensors."""
     x = randn(32, 32).requires_grad_()
     with open_cache(tmp_path) as first:
         first.begin_micro_batch()
@@ -482,11 +482,11 @@ def test_one_cache_after_another(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what is stored, and what never is ----
+# ---- stored and kept storages ----
 
 
 def test_qkv_chunks_are_one_blob(cache: ActivationOffloader) -> None:
-    """Views of one storage are stored once, with the storage's bytes, whatever part of it they show."""
+    """Views of one storage are stored once, with all bytes of the storage."""
     tier, storage = ssd(cache), 3 * 16 * 32 * 4
     x = randn(16, 96).requires_grad_()
     cache.begin_micro_batch()
@@ -504,7 +504,7 @@ def test_qkv_chunks_are_one_blob(cache: ActivationOffloader) -> None:
 
 
 def test_the_storage_counts_and_not_the_view(tmp_path: Path) -> None:
-    """`min_bytes` and the bytes that are stored are the storage's: a small view of a large storage holds all of it."""
+    """`min_bytes` and the stored bytes are the storage's: a small view keeps all of a large storage alive."""
     with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
         cache.begin_micro_batch()
         with cache.hooks():
@@ -531,7 +531,7 @@ def _autocast_cast(weight: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [_parameter, _tied, _autocast_cast])
 def test_weights_are_never_offloaded_as_activations(tmp_path: Path, forward: Forward) -> None:
-    """A parameter, its views and transposes, tied uses and autocast's casts stay, also if nobody has marked them."""
+    """Parameters, their views and transposes, tied uses and autocast's casts are kept, also if they are not marked."""
     with open_cache(tmp_path, min_bytes=4 * KIB) as cache:
         weight = nn.Parameter(randn(64, 64))
         assert_same_gradients(cache, forward, weight, randn(2, 64))
@@ -550,14 +550,14 @@ def test_marked_weights_are_never_offloaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("offload", "stored"), [("none", 0), (0.0, 0), (0.5, 2), ("8KiB", 2), ("8191B", 1), (1.0, 4)])
 def test_amount(tmp_path: Path, offload: Any, stored: int) -> None:
-    """So much of four storages of 4 KiB goes out as was asked for."""
+    """Of four storages of 4 KiB, `offload` bytes are stored."""
     with open_cache(tmp_path, offload=offload) as cache:
         assert assert_same_gradients(cache, _chain(4), randn(32, 32)) == stored * 4 * KIB
         assert cache.stats().saved == 4 * 4 * KIB
 
 
 def _chain(length: int) -> Forward:
-    """Saves `length` storages of the size of `x`, which backward wants in the reverse order."""
+    """Saves `length` storages of the size of `x`, which backward needs in reverse order."""
 
     def forward(x: Tensor) -> Tensor:
         x = x * 1  # the leaf itself is in use, and would not be offloaded
@@ -569,7 +569,7 @@ def _chain(length: int) -> Forward:
 
 
 def test_the_storage_that_backward_needs_first_is_kept(cache: ActivationOffloader) -> None:
-    """From the second micro-batch on, what backward wants first stays, and what begins in the window after it."""
+    """From the second micro-batch on, the storage that backward needs first is kept, and the window after it."""
     storage = 32 * 32 * 4
     change_policy(cache, window_bytes=2 * storage)
     stored = [assert_same_gradients(cache, _chain(6), randn(32, 32)) for _ in range(3)]
@@ -578,7 +578,7 @@ def test_the_storage_that_backward_needs_first_is_kept(cache: ActivationOffloade
 
 
 def test_kept_storages_follow_the_order_and_not_the_position(cache: ActivationOffloader) -> None:
-    """Where backward begins with the first loss, it is the first storage that stays."""
+    """If backward begins with the first loss, the first storage is kept."""
     records: list[SavedStorage] = []
     change_policy(cache, on_saved=lambda _, record: records.append(record))
     for micro_batch in range(2):
@@ -682,7 +682,7 @@ def _changed_other_chunk(x: Tensor) -> Tensor:
 def test_in_place_changes_fail_where_pytorch_fails(
     tmp_path: Path, forward: Forward, fails: bool, min_bytes: int
 ) -> None:
-    """A saved tensor that was changed raises PyTorch's error, and nothing else does; numbers are the same."""
+    """A saved tensor that was changed raises PyTorch's error; otherwise there is no error, and numbers are the same."""
     with open_cache(tmp_path, min_bytes=min_bytes) as cache:
         expected, actual = (_outcome(forward, randn(32, 32), used) for used in (None, cache))
         assert (expected == "in place") if fails else isinstance(expected, Tensor)
@@ -691,7 +691,7 @@ def test_in_place_changes_fail_where_pytorch_fails(
 
 
 def test_changed_weight_fails(cache: ActivationOffloader) -> None:
-    """A weight that was stepped between forward and backward raises PyTorch's error, though it never left."""
+    """A weight that was stepped between forward and backward raises PyTorch's error, although it was kept."""
     weight = nn.Parameter(randn(32, 32))
     for hooks in (None, cache):
         if hooks is not None:
@@ -706,11 +706,11 @@ def test_changed_weight_fails(cache: ActivationOffloader) -> None:
             loss.backward()
 
 
-# ---- the way out and back ----
+# ---- transfers ----
 
 
 def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
-    """Once an order was recorded, storages are read ahead in it, before backward asks for them."""
+    """Storages are prefetched in the recorded order."""
     backend, size = GatedBackend(), 9 * MIB  # staging memory for one at a time: transfers keep their order
     with open_cache(tmp_path, backend=backend, ssd_capacity="64MiB") as cache:
 
@@ -731,7 +731,7 @@ def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
         backend.release()
         losses = forward()
         written = iter(offset for operation, offset in backend.served if operation == "write")
-        # What is wanted first stayed.
+        # The storage that backward needs first was kept.
         offsets = {index: next(written) for index in range(4) if index != order[0]}
         assert next(written, None) is None
         change_policy(cache, window_bytes=4 * size)
@@ -749,7 +749,7 @@ def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("window", "depth", "ahead"), [(2, None, 2), (0, None, 0), (6, 3, 3), (6, None, 5)])
 def test_prefetch_window(tmp_path: Path, window: int, depth: int | None, ahead: int) -> None:
-    """So many storages are on their way back as the window has bytes, or the depth says."""
+    """The window's bytes, or the depth, limit the storages that are prefetched at once."""
     storage = 32 * 32 * 4
     with open_cache(tmp_path) as cache:
         cache.begin_micro_batch()
@@ -807,7 +807,7 @@ def test_storages_saved_after_backward_began_are_prefetched(tmp_path: Path) -> N
 
 
 def test_forwarding_and_cancelling(tmp_path: Path) -> None:
-    """While the drive takes nothing, backward has its tensors from memory; a store that nobody needs is cancelled."""
+    """While the drive serves no request, backward has its tensors from memory, and needless stores are cancelled."""
     backend, threads = GatedBackend(), 4
     with open_cache(tmp_path, backend=backend) as cache:
         x, chain = randn(32, 32), _chain(12)
@@ -817,13 +817,13 @@ def test_forwarding_and_cancelling(tmp_path: Path) -> None:
             with cache.hooks():
                 yield
             for _ in range(threads):
-                backend.wait_for_arrival()  # those are beyond cancelling
+                backend.wait_for_arrival()  # running requests can't be cancelled
 
         backend.hold()
         cache.begin_micro_batch()
         assert torch.equal(gradients(chain, [x], hooks)[0], gradients(chain, [x])[0])
         assert cache.stats().stored == 12 * x.nbytes
-        assert cache.stats().loaded == 12 * x.nbytes  # and yet nothing was read, or written
+        assert cache.stats().loaded == 12 * x.nbytes  # nothing was read or written
         assert backend.served == []
         cache.end_backward()
         assert allocated(cache) == threads * x.nbytes
@@ -835,7 +835,7 @@ def test_forwarding_and_cancelling(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [[20, 1, 33, 16, 2], [16, 16, 16], [1, 40, 1]], ids=str)
 def test_smallest_staging_memory(tmp_path: Path, sizes: list[int]) -> None:
-    """One piece of staging memory carries storages that are larger and smaller, stores and loads mixed."""
+    """One piece of staging memory serves larger and smaller storages, with stores and loads mixed."""
     with open_cache(tmp_path, staging_memory="16MiB", ssd_capacity="256MiB") as cache:
         # Every size but one, so that pieces are not all full.
         leaves = [torch.arange(mib * MIB // 4 - 5, dtype=torch.float32) for mib in sizes]
@@ -845,7 +845,7 @@ def test_smallest_staging_memory(tmp_path: Path, sizes: list[int]) -> None:
             with cache.hooks():
                 fresh = [leaf.clone().requires_grad_() for leaf in leaves]
                 losses = [leaf.square().sum() for leaf in fresh]
-                losses[0].backward()  # loads, and loads ahead of their use, while the stores below come
+                losses[0].backward()  # loads and prefetches during the stores below
                 losses[0] = (fresh[0] * 2).square().sum()
             order = (1, 0, 2) if micro_batch else (0, 1, 2)
             for index in (*order, *range(3, len(sizes))):
@@ -856,7 +856,7 @@ def test_smallest_staging_memory(tmp_path: Path, sizes: list[int]) -> None:
         assert cache.peak_pinned_bytes() <= 16 * MIB
 
 
-# ---- what goes wrong ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
@@ -876,7 +876,7 @@ def test_write_error(tmp_path: Path, code: int) -> None:
 
 
 def test_bytes_whose_write_failed_are_never_read(tmp_path: Path) -> None:
-    """Backward raises the write's error instead of reading what the file holds."""
+    """Backward raises the write's error instead of reading the file."""
     backend = FaultyBackend()
     with open_cache(tmp_path, backend=backend) as cache:
         backend.error["write"] = OSError(errno.EIO, "injected")
@@ -909,7 +909,7 @@ def test_read_error(tmp_path: Path, fault: str, error: type[StorageError], messa
         with cache.hooks():
             losses = [leaf.exp().sum() for leaf in leaves]
         wait_for_writes(cache)
-        if prefetched:  # what fails is the load that the first backward issues ahead
+        if prefetched:  # the first backward's prefetch fails
             change_policy(cache, window_bytes=MIB)
         if fault == "eio":
             backend.error["read"] = OSError(errno.EIO, "injected")
@@ -925,14 +925,14 @@ def test_read_error(tmp_path: Path, fault: str, error: type[StorageError], messa
 
 
 def test_full_scratch_space_spills(tmp_path: Path) -> None:
-    """`ssd_first`: what the SSD has no room for goes to host memory."""
+    """`ssd_first`: storages for which the SSD has no room are offloaded to host memory."""
     with open_cache(tmp_path, spill="ssd_first", ssd_capacity="12KiB", host_memory="64MiB") as cache:
         assert assert_same_gradients(cache, _chain(5), randn(32, 32)) == 5 * 4 * KIB
         assert {name: tier.bytes_out for name, tier in cache.tiers.items()} == {"ssd": 12 * KIB, "host": 8 * KIB}
 
 
 def test_host_memory_spills(tmp_path: Path) -> None:
-    """`host_first`: what host memory has no room for goes to the SSD."""
+    """`host_first`: storages for which host memory has no room are offloaded to the SSD."""
     with open_cache(tmp_path, host_memory="64MiB") as cache:
         pool = cache.tiers["host"].pool  # type: ignore[attr-defined]
         held = pool.acquire(64 * MIB - 12 * KIB)
@@ -942,7 +942,7 @@ def test_host_memory_spills(tmp_path: Path) -> None:
 
 
 def test_full_scratch_space(tmp_path: Path) -> None:
-    """With nowhere to go, a fixed amount is refused in words that name the path, and `ssdtrain` keeps the rest."""
+    """If all tiers are full, a fixed amount raises an error that names the path, and `ssdtrain` keeps the rest."""
     with open_cache(tmp_path, ssd_capacity="12KiB") as cache:
         with pytest.raises(BudgetError, match=f"{tmp_path}.*ssd_capacity.*offload='auto'"):
             assert_same_gradients(cache, _chain(5), randn(32, 32))
@@ -955,7 +955,7 @@ def test_full_scratch_space(tmp_path: Path) -> None:
 
 
 def test_room_that_is_still_written_to_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fixed amount may fill the scratch space exactly, though freed stores leave it only when their writes end."""
+    """A fixed amount may fill the scratch space exactly, although freed space is usable only after its writes."""
     backend = GatedBackend()
     with open_cache(tmp_path, backend=backend, ssd_capacity="12KiB") as cache:
         store = ssd(cache).blobs
@@ -984,11 +984,11 @@ def test_room_that_is_still_written_to_is_waited_for(tmp_path: Path, monkeypatch
         assert cache.stats().stored == 3 * x.nbytes
         cache.end_backward()
         assert allocated(cache) == 3 * x.nbytes
-        assert assert_same_gradients(cache, chain, x) == 2 * x.nbytes  # what backward wants first stays
+        assert assert_same_gradients(cache, chain, x) == 2 * x.nbytes  # the storage that backward needs first is kept
 
 
 def test_full_host_memory(tmp_path: Path) -> None:
-    """The host tier alone: a fixed amount that does not fit is an error that says what to change."""
+    """With the host tier alone, a fixed amount that does not fit raises an error with a remedy."""
     with open_cache(tmp_path, tier="host", host_memory="64MiB") as cache:
         held = cache.tiers["host"].pool.acquire(64 * MIB - 12 * KIB)  # type: ignore[attr-defined]
         with pytest.raises(BudgetError, match="host tier: 64.00 MiB of 64.00 MiB in use.*host_memory"):
@@ -998,7 +998,7 @@ def test_full_host_memory(tmp_path: Path) -> None:
 
 
 def test_a_failed_start_leaves_no_files(tmp_path: Path) -> None:
-    """A cache that can't be made leaves no file: here the drive fails in the first write."""
+    """If an offloader can't be made, it removes its files; here the first write fails."""
     backend = FaultyBackend()
     backend.error["write"] = OSError(errno.EIO, "injected")
     with pytest.raises(StorageError, match="injected"):
@@ -1007,7 +1007,7 @@ def test_a_failed_start_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> None:
-    """It wants what stays, a few small tensors; what has left comes back in the forward's own backward, ahead."""
+    """It needs few small tensors, which are kept. Offloaded storages are prefetched by the forward's own backward."""
     value, weight = torch.randn(4096, requires_grad=True), torch.randn(4, requires_grad=True)
     with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
         change_policy(cache, window_bytes=4 * value.nbytes)
@@ -1029,7 +1029,7 @@ def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> No
 
 
 def test_kept_storages_are_kept_when_memory_gets_short(tmp_path: Path) -> None:
-    """A storage that is saved again when others leave is on the device anyway."""
+    """A storage that is saved again while others are offloaded is on the device anyway."""
     value = torch.randn(4096, requires_grad=True)
     with open_cache(tmp_path, host_memory="64MiB", min_bytes=1024) as cache:
         answers = iter((False, True))
@@ -1047,7 +1047,7 @@ def test_kept_storages_are_kept_when_memory_gets_short(tmp_path: Path) -> None:
 
 
 def test_each_micro_batch_records_its_saved_storages(cache: ActivationOffloader) -> None:
-    """A storage that two micro-batches save, both alive, counts in the order of both."""
+    """A storage that two live micro-batches save counts in the order of both."""
     x, weight = randn(8, 8), randn(8, 8).requires_grad_()
     losses = []
     for _ in range(2):
@@ -1058,7 +1058,7 @@ def test_each_micro_batch_records_its_saved_storages(cache: ActivationOffloader)
 
 
 def test_a_storage_object_can_change_saved_bytes(cache: ActivationOffloader) -> None:
-    """User code that holds nothing but the storage still reaches its bytes."""
+    """User code that holds only the storage object can still change its bytes."""
     x, weight = randn(8, 8), torch.ones(8, 8, requires_grad=True)
     cache.begin_micro_batch()
     with cache.hooks():
@@ -1071,7 +1071,7 @@ def test_a_storage_object_can_change_saved_bytes(cache: ActivationOffloader) -> 
 
 
 def test_loads_are_urgent_where_backward_waits(cache: ActivationOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes that backward waits for come first, and those that it will want later do not."""
+    """Bytes that backward waits for are read before prefetched ones."""
     urgencies: list[bool] = []
     prefetch = SavedStorage.prefetch
 

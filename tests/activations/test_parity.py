@@ -1,4 +1,4 @@
-"""Whole trainings: 20 steps with offload compute what plain Lightning computes, bit for bit."""
+"""Whole trainings: 20 steps with offload equal plain Lightning's, bit for bit."""
 
 from functools import cache
 from typing import Any
@@ -18,7 +18,7 @@ MODELS: dict[str, Model] = {"gpt": TinyGPT, "shared": SharedStorages}
 
 
 class Moved(pl.Callback):
-    """What the tensor cache says it moved, read when training ends.
+    """Statistics of the activation offloader at the end of training.
 
     Args:
         host_room: bytes that are left of 64 MiB of host memory, so that a tiny model fills it; `None`: all.
@@ -139,7 +139,7 @@ def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str,
     ],
 )
 def test_amounts(model: str, precision: str, accumulate: int, arguments: dict[str, Any]) -> None:
-    """Some goes out and some stays: `ssdtrain`, a share, a number of bytes."""
+    """A part of the saved bytes is offloaded: `ssdtrain`, a share, a number of bytes."""
     moved = Moved()
     run = offloaded(model, precision, accumulate, "none", moved, **arguments)
     assert_same(plain(model, precision, accumulate, "none"), run)
@@ -148,7 +148,7 @@ def test_amounts(model: str, precision: str, accumulate: int, arguments: dict[st
 
 
 def test_none() -> None:
-    """`offload="none"` makes no file, moves nothing, changes nothing, and follows no saved tensor."""
+    """`offload="none"` makes no file, offloads nothing and adds no saved-tensor hooks."""
     moved = Moved()
     run = offloaded("gpt", "32-true", 1, "none", moved, offload="none")
     assert_same(plain("gpt", "32-true", 1, "none"), run)
@@ -165,7 +165,7 @@ def test_callback() -> None:
 
 
 def test_runs_differ_where_they_should() -> None:
-    """The comparison can fail: another precision, another window, and it does."""
+    """The comparison can fail: it does with another precision, and with another accumulation window."""
     for other in (plain("gpt", "bf16-mixed", 1, "none"), plain("gpt", "32-true", 3, "none")):
         with pytest.raises(AssertionError):
             assert_same(plain("gpt", "32-true", 1, "none"), other)

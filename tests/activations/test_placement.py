@@ -1,4 +1,4 @@
-"""Which storages the rules choose: as many bytes as they should, spread evenly."""
+"""Placement policies offload the right number of bytes, spread evenly over the forward."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
-from lightning_ssd.activations.placement import FixedAmount, KeepAll, OffloadOnPressure, Placement, SSDTrainAuto
+from lightning_ssd.activations.placement import FixedAmount, KeepAll, OffloadOnPressure, PlacementPolicy, SSDTrainAuto
 from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.types import OffloadTierName
@@ -16,11 +16,11 @@ SIZES = st.lists(st.integers(1, 10_000), min_size=1, max_size=60)
 
 
 def place_all(
-    placement: Placement, sizes: list[int], *, expected: int | None = None
+    placement: PlacementPolicy, sizes: list[int], *, expected: int | None = None
 ) -> list[tuple[OffloadTierName, ...]]:
     """One micro-batch."""
     placement.begin(sum(sizes) if expected is None else expected)
-    return [tuple(placement.place(size)) for size in sizes]
+    return [tuple(placement.tiers_for(size)) for size in sizes]
 
 
 def profile(
@@ -46,7 +46,7 @@ def measured(speeds: dict[OffloadTierName, TierSpeed], saved: int = 1000) -> SSD
 
 @given(st.floats(0.0, 1.0), SIZES)
 def test_share_is_met_at_every_moment(share: float, sizes: list[int]) -> None:
-    """The bytes out are that share of the bytes seen, to half of the largest storage, all along the forward."""
+    """At any time of the forward, the share of offloaded bytes is exact up to half of the largest storage."""
     placement = FixedAmount(share, ("ssd",))
     for _ in range(2):
         seen = out = 0
@@ -65,33 +65,33 @@ def test_all_and_nothing_are_exact(sizes: list[int]) -> None:
 
 
 def test_storages_beyond_the_memory_are_offloaded() -> None:
-    """It asks first, and after every so many bytes; what comes after "yes" goes out, until the micro-batch ends."""
+    """`is_short` is called every `ASKED_EVERY` bytes. Once it is true, the rest of the micro-batch is offloaded."""
     half = OffloadOnPressure.ASKED_EVERY // 2
     answers = iter((False, False, True, False))
     placement = OffloadOnPressure(("host", "ssd"), lambda: next(answers))
     placement.begin(0)
-    assert [placement.keeps(half) for _ in range(6)] == [True] * 4 + [False] * 2
-    assert placement.place(half) == ("host", "ssd")
+    assert [placement.must_keep(half) for _ in range(6)] == [True] * 4 + [False] * 2
+    assert placement.tiers_for(half) == ("host", "ssd")
     placement.begin(0)
-    assert placement.keeps(half)
-    assert placement.place(half) == ()
+    assert placement.must_keep(half)
+    assert placement.tiers_for(half) == ()
 
 
 @given(st.integers(0, 100_000), SIZES, st.booleans())
 def test_bytes_are_never_exceeded(amount: int, sizes: list[int], known: bool) -> None:
-    """A number of bytes holds for every micro-batch, whether or not it saves what the last one did."""
+    """A number of bytes limits every micro-batch, whether or not it saves as much as the last one."""
     placement = FixedAmount(amount, ("host", "ssd"))
     for _ in range(3):
         placed = place_all(placement, sizes, expected=None if known else 0)
         out = sum(size for size, tiers in zip(sizes, placed, strict=True) if tiers)
         assert out <= amount
-        if known:  # and it is used: what is left has no room for one more, or is the rounding of a share
+        if known:  # and it is used, except less than a storage, or the rounding of a share
             assert out >= min(amount, sum(sizes)) - max(sizes)
         assert {tiers for tiers in placed if tiers} <= {("host", "ssd")}
 
 
 def test_bytes_are_spread_over_the_forward() -> None:
-    """Once the size of a micro-batch is known, its bytes are not all taken from its beginning."""
+    """Once the size of a micro-batch is known, the offloaded bytes are not all at its beginning."""
     placement = FixedAmount(300, ("ssd",))
     first = place_all(placement, [100] * 12, expected=0)
     later = place_all(placement, [100] * 12)
@@ -102,7 +102,7 @@ def test_bytes_are_spread_over_the_forward() -> None:
 
 
 def test_auto_tries_everything_until_it_has_measured() -> None:
-    """First everything goes out that needs no waiting; the first micro-batches are not measured."""
+    """At first everything is offloaded that needs no wait; the first micro-batches are not measured."""
     auto = SSDTrainAuto({"host": TierSpeed(100, 100), "ssd": TierSpeed(10, 10)})
     for _ in range(SSDTrainAuto.WARM_UP):
         assert place_all(auto, [10, 20, 30]) == [("host", "ssd")] * 3
@@ -116,7 +116,7 @@ def test_auto_tries_everything_until_it_has_measured() -> None:
 
 @given(st.floats(1.0, 2000.0), SIZES)
 def test_auto_offloads_the_bytes_that_the_bandwidth_transfers(bandwidth: float, sizes: list[int]) -> None:
-    """After the measurement, as many bytes go out as the tier carries in the forward, evenly spread."""
+    """After the measurement, the tier gets as many bytes as it transfers during the forward, evenly spread."""
     saved = sum(sizes)
     auto = measured({"ssd": TierSpeed(bandwidth, bandwidth)}, saved)
     share = min(1.0, int(min(saved, bandwidth)) / saved)
@@ -129,7 +129,7 @@ def test_auto_offloads_the_bytes_that_the_bandwidth_transfers(bandwidth: float, 
 
 
 def test_auto_fills_tiers_by_their_shares() -> None:
-    """Two tiers get what each carries; a storage goes to one of them."""
+    """Each of two tiers gets as many bytes as it can transfer, and each storage is in one tier."""
     auto = measured({"host": TierSpeed(600, 600, 500), "ssd": TierSpeed(200, 200)})
     for _ in range(2):
         placed = place_all(auto, [10] * 100)
@@ -139,7 +139,7 @@ def test_auto_fills_tiers_by_their_shares() -> None:
 
 
 def test_auto_measures_without_stalls() -> None:
-    """Time that was lost to a tier hides nothing: 1 s of forward with 0.4 s of waiting carries 0.6 s of bytes."""
+    """Stalls hide no transfers: a forward of 1 s with stalls of 0.4 s hides 0.6 s of transfers."""
     auto = SSDTrainAuto({"ssd": TierSpeed(500, 500)})
     for _ in range(SSDTrainAuto.WARM_UP + 1):
         auto.observe(profile(auto.plan, forward=1.0, ssd=(0.4, 0.0)))
@@ -147,7 +147,7 @@ def test_auto_measures_without_stalls() -> None:
 
 
 def test_auto_shrinks_the_tier_that_stalls() -> None:
-    """A tier that holds the training up gets less, again and again; the other one keeps its share."""
+    """The share of a tier that stalls the training shrinks repeatedly; the other tier keeps its share."""
     auto = measured({"host": TierSpeed(600, 600, 300), "ssd": TierSpeed(300, 300)})
     counts = []
     for _ in range(4):
@@ -163,7 +163,7 @@ def test_auto_shrinks_the_tier_that_stalls() -> None:
 
 
 def test_auto_grows_back() -> None:
-    """A share that one bad moment has shrunk is the measured one again after a while, and not more."""
+    """A share that one stall has shrunk grows back to the measured share, and not above it."""
     auto = measured({"ssd": TierSpeed(300, 300)})
     before = place_all(auto, [10] * 100).count(("ssd",))
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_auto_grows_back() -> None:
 
 @pytest.mark.parametrize("stalls", [(0.0, 0.0), (0.005, 0.005)])
 def test_auto_tolerates_small_stalls(stalls: tuple[float, float]) -> None:
-    """What is within the tolerance changes no plan."""
+    """Stalls within the tolerance do not change the plan."""
     auto = measured({"ssd": TierSpeed(300, 300)})
     before = place_all(auto, [10] * 100)
     for _ in range(3):
@@ -187,7 +187,7 @@ def test_auto_tolerates_small_stalls(stalls: tuple[float, float]) -> None:
 
 
 def test_auto_ignores_measurements_of_an_older_plan() -> None:
-    """Profiles arrive late: stalls under the last plan say nothing about the one in force."""
+    """Profiles are read later: stalls under an earlier plan do not count for the present one."""
     auto = measured({"ssd": TierSpeed(300, 300)})
     before = place_all(auto, [10] * 100)
     for _ in range(5):
@@ -197,7 +197,7 @@ def test_auto_ignores_measurements_of_an_older_plan() -> None:
 
 
 def test_a_share_that_shrinks_again_waits_longer_to_grow() -> None:
-    """Plans that a tier can't carry are tried more and more seldom: each new plan takes the host time."""
+    """Shares that a tier can't sustain are tried more and more rarely, because each new plan costs host time."""
     auto = measured({"ssd": TierSpeed(300, 300)})
     intervals = []
     for _ in range(5):
@@ -212,7 +212,7 @@ def test_a_share_that_shrinks_again_waits_longer_to_grow() -> None:
 
 
 class Room(ResidentLimit):
-    """Room for half of the storages, whatever they are."""
+    """A limit with room for half of all storages."""
 
     def __init__(self) -> None:
         self.measuring = False
@@ -232,7 +232,7 @@ class Room(ResidentLimit):
 
 
 def slow(limit: ResidentLimit) -> SSDTrainAuto:
-    """Returns `SSDTrainAuto` after its measurement, with a tier that carries nothing under the forward."""
+    """Returns `SSDTrainAuto` after its measurement, with a tier that transfers nothing during the forward."""
     auto = SSDTrainAuto({"ssd": TierSpeed(1, 1)}, limit)
     for _ in range(SSDTrainAuto.WARM_UP + 1):
         auto.observe(profile(auto.plan))
@@ -240,13 +240,13 @@ def slow(limit: ResidentLimit) -> SSDTrainAuto:
 
 
 def test_storages_without_room_are_spread_over_the_forward() -> None:
-    """The first ones do not take all the room, so that copies keep pace with the forward."""
+    """The first storages do not use up all the room, so that copies keep pace with the forward."""
     placed = place_all(slow(Room()), [100] * 20)
     assert [bool(tiers) for tiers in placed] == [True, False] * 10
 
 
 def test_micro_batches_that_are_measured_have_a_plan_of_their_own() -> None:
-    """All their storages are offloaded: stalls of theirs say nothing about the shares."""
+    """All their storages are offloaded, so their stalls do not count for the shares."""
     limit = Room()
     auto = slow(limit)
     auto.begin(1000)
@@ -258,7 +258,7 @@ def test_micro_batches_that_are_measured_have_a_plan_of_their_own() -> None:
     limit.begin = measure  # type: ignore[method-assign]
     auto.begin(2000)
     measuring = auto.plan
-    assert all(auto.place(10) for _ in range(10))
+    assert all(auto.tiers_for(10) for _ in range(10))
     auto.begin(1000)
     assert len({shared, measuring, auto.plan}) == 3
     before = place_all(auto, [100] * 20, expected=1000)
@@ -293,6 +293,6 @@ def test_pressure_is_asked_for_in_every_micro_batch_and_not_after_it_was_found()
     kept = []
     for _ in range(2):
         pressure.begin(0)
-        kept.append([pressure.keeps(size) for _ in range(4)])
+        kept.append([pressure.must_keep(size) for _ in range(4)])
     assert kept == [[True, False, False, False], [True] * 4]
     assert len(answers) == 2 + 4

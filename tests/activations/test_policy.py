@@ -45,7 +45,7 @@ def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
 def test_each_forward_follows_the_policy_in_force(
     offloader: ActivationOffloader, pairs: list[tuple[OffloadPolicy, OffloadPolicy]]
 ) -> None:
-    """Of each pair, the first policy is in force in a forward, the second one in its backward."""
+    """The first policy of each pair is in force in a forward, the second one in its backward."""
     leaf = torch.randn(32, 32, device=CPU, generator=torch.Generator().manual_seed(0)).requires_grad_()
     (expected,) = torch.autograd.grad(_chain(leaf), leaf)
     for in_forward, in_backward in pairs:

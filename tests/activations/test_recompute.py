@@ -1,4 +1,4 @@
-"""What is computed again, operation by operation, is what it was: gradients, errors, random numbers, memory."""
+"""Recomputation operation by operation changes no gradients, errors or random numbers, and frees memory."""
 
 import gc
 import random
@@ -30,11 +30,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloa
 
 
 def draw(saved: Sequence[Saved], seed: int, recompute: float) -> dict[int, Choice]:
-    """Returns choices; `recompute`: of so large a share as can be made again."""
+    """Returns random choices; `recompute` is the share of recomputable buffers that is recomputed."""
     generator = random.Random(seed)
     others: list[Choice] = ["keep", "host", "ssd"]
     return {
-        item.buffer: "recompute" if item.again and generator.random() < recompute else generator.choice(others)
+        item.buffer: "recompute" if item.recomputable and generator.random() < recompute else generator.choice(others)
         for item in saved
     }
 
@@ -80,7 +80,7 @@ def everything(saved: Sequence[Saved]) -> dict[int, Choice]:
 
 
 def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
-    """What is computed again draws what it drew, and the next one draws what it would have drawn."""
+    """A recomputed operation draws the same random numbers again, and does not change those of later operations."""
     x = torch.randn(64, requires_grad=True)
 
     def forward() -> Tensor:
@@ -100,7 +100,7 @@ def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
         loss = forward()
     backward(loss)
     saved = directed.end_record()
-    assert [item.name for item in saved if item.again] == ["rand_like", "mul"]
+    assert [item.name for item in saved if item.recomputable] == ["rand_like", "mul"]
     torch.manual_seed(0)
     with directed.direct(everything(saved)):
         loss = forward()
@@ -111,7 +111,7 @@ def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
 
 
 def test_tensors_that_are_changed_in_place_are_not_recomputed(cache: ActivationOffloader) -> None:
-    """Neither itself, nor what is read from it."""
+    """Neither the changed tensor is recomputed, nor results that are computed from it."""
     x = torch.randn(100, requires_grad=True)
     directed = Directed(cache)
     with directed.record():
@@ -121,12 +121,12 @@ def test_tensors_that_are_changed_in_place_are_not_recomputed(cache: ActivationO
         loss = (changed.sin() * read.cos()).sum()
     loss.backward()
     saved = directed.end_record()
-    found = {item.name: item.again for item in saved}
+    found = {item.name: item.recomputable for item in saved}
     assert found == {"mul": False, "add": False, "sin": False, "cos": True}
 
 
 def test_each_value_is_recomputed_once_and_released(cache: ActivationOffloader) -> None:
-    """A chain of which every member is saved runs again once, and leaves no memory behind."""
+    """A chain of saved results is recomputed once, and all its memory is freed."""
     x = torch.randn(1000, requires_grad=True)
     ran: list[str] = []
 
@@ -143,11 +143,11 @@ def test_each_value_is_recomputed_once_and_released(cache: ActivationOffloader) 
         loss = forward()
     loss.backward()
     saved = directed.end_record()
-    assert [(item.name, len(item.chain)) for item in saved] == [("mul", 1), ("exp", 2), ("tanh", 1)]
+    assert [(item.name, len(item.recompute_ops)) for item in saved] == [("mul", 1), ("exp", 2), ("tanh", 1)]
     before = cache.stats()
     with directed.direct(everything(saved)):
         loss = forward()
-    assert cache.stats().recomputed - before.recomputed == 4 * 4000  # with what is on the way to `exp`
+    assert cache.stats().recomputed - before.recomputed == 4 * 4000  # including the input of `exp`
     with Watching():
         loss.backward()
     directed.end_direct()
@@ -168,7 +168,7 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.blocks[0](x)  # once more, as where weights are tied
+        return self.blocks[0](x)  # a second call, as with tied weights
 
 
 def test_a_graph_assigns_operations_to_segments_and_unit_calls(cache: ActivationOffloader) -> None:
@@ -181,18 +181,19 @@ def test_a_graph_assigns_operations_to_segments_and_unit_calls(cache: Activation
     loss.backward()
     directed.recorder.end_backward()
     saved = directed.end_record()
-    visits = directed.graph.visits()
-    assert [(visit.unit, visit.time) for visit in visits] == [(0, 0), (1, 0), (2, 0), (0, 1)]
-    assert all(directed.graph.backward_seconds[visit] > 0 for visit in visits)
-    of_first = [(item.name, item.inbound, item.again) for item in saved if item.visit == visits[0]]
+    unit_calls = directed.graph.unit_calls()
+    assert [(unit_call.unit, unit_call.call_index) for unit_call in unit_calls] == [(0, 0), (1, 0), (2, 0), (0, 1)]
+    assert all(directed.graph.backward_seconds[unit_call] > 0 for unit_call in unit_calls)
+    first, second = unit_calls[:2]
+    of_first = [(item.name, item.is_unit_input, item.recomputable) for item in saved if item.unit_call == first]
     assert of_first == [("input", True, False), ("0:addmm", False, True)]
-    of_second = [(item.name, item.inbound, item.again) for item in saved if item.visit == visits[1]]
+    of_second = [(item.name, item.is_unit_input, item.recomputable) for item in saved if item.unit_call == second]
     assert of_second == [("1:gelu", True, False), ("0:addmm", False, True)]
     assert all((operation.seconds > 0) != operation.func.is_view for operation in directed.graph.operations)
 
 
 def test_retained_graphs(cache: ActivationOffloader) -> None:
-    """A second backward computes again what the first one had computed again."""
+    """A second backward recomputes the same buffers again."""
     x = torch.randn(100, requires_grad=True)
     directed = Directed(cache)
     with directed.record():
@@ -208,14 +209,14 @@ def test_retained_graphs(cache: ActivationOffloader) -> None:
 
 
 def test_backward_prefetches_while_it_uses_kept_storages(cache: ActivationOffloader) -> None:
-    """What has left is on its way when backward begins, though it begins with what was kept."""
+    """Offloaded storages are prefetched when backward begins, although it begins with kept ones."""
     value = torch.randn(1024, requires_grad=True)
 
     def forward() -> list[Tensor]:
         values = [value * 1]
         for _ in range(6):
             values.append(values[-1].sin())
-        return values[-2:]  # others are gone: a storage that is in use is not offloaded
+        return values[-2:]  # other references are dropped: a storage that is in use is not offloaded
 
     directed = Directed(cache)
     with directed.record():
@@ -237,7 +238,7 @@ def test_backward_prefetches_while_it_uses_kept_storages(cache: ActivationOffloa
 
 
 def test_a_forward_that_changes_tensors_in_place_unlike_the_recorded_one(cache: ActivationOffloader) -> None:
-    """A change through an alias with a version counter of its own shows in backward, as in plain autograd."""
+    """Backward sees a change through an alias with its own version counter, as in plain autograd."""
 
     def forward(x: Tensor, changes: bool) -> Tensor:
         hidden = x.sin()

@@ -1,4 +1,4 @@
-"""Recomputed operators return what they returned in forward, or are not recomputed: a table, modules, and programs."""
+"""Recomputed operators return the same bytes as in forward, or are not recomputed: a table, modules, programs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOffloa
 
 
 def planned(directed: Directed, forward: Callable[[Hooks], object], *, tried: bool) -> dict[int, Choice]:
-    """Records `forward`, tries it, and returns a plan that recomputes all that may be recomputed.
+    """Records `forward`, checks it, and returns a plan that recomputes all buffers that may be.
 
     Args:
         directed: the forwards.
@@ -39,9 +39,10 @@ def planned(directed: Directed, forward: Callable[[Hooks], object], *, tried: bo
     saved = directed.end_record()
     forward(directed.check)
     directed.end_direct()
-    proved = directed.director.proved
+    proved = directed.plan_mode.proved
     return {
-        item.buffer: "recompute" if item.again and (item.buffer in proved or not tried) else "host" for item in saved
+        item.buffer: "recompute" if item.recomputable and (item.buffer in proved or not tried) else "host"
+        for item in saved
     }
 
 
@@ -226,7 +227,7 @@ def _autocast(a: Tensor, b: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_operators(cache: ActivationOffloader, name: str) -> None:
-    """All that is declared to be recomputable, tried or not, is as it was, twice in a row."""
+    """All buffers that the graph declares recomputable are restored exactly, checked or not, twice in a row."""
 
     def forward(x: Tensor, y: Tensor) -> Tensor:
         out = OPERATORS[name](x.sin(), y.cos() * x)
@@ -284,7 +285,7 @@ def check(cache: ActivationOffloader, program: Program, survivors: int) -> None:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=PROGRAMS, survivors=st.integers(0, 2))
 def test_random_programs(cache: ActivationOffloader, program: Program, survivors: int) -> None:
-    """Storages that are shared and changed in every way: what a trial has proved is recomputed."""
+    """Storages that are shared and changed in every way: buffers that the check has proved equal are recomputed."""
     check(cache, program, survivors)
 
 

@@ -32,7 +32,7 @@ def test_random_programs(
     """Gradients are equal bit for bit, errors are raised where PyTorch raises them, twice in a row."""
     expected, error, legal = run(steps, losses, nullcontext)
     change_policy(cache, window_bytes=window)
-    for _ in range(2):  # the second time with the order of the first
+    for _ in range(2):  # the second run knows the order of the first
         cache.begin_micro_batch()
         actual, actual_error, actual_legal = run(steps, losses, cache.hooks)
         cache.end_backward()
@@ -43,7 +43,7 @@ def test_random_programs(
 
 
 def test_programs_are_worth_running(cache: ActivationOffloader) -> None:
-    """The machinery of the test above sees gradients, and sees PyTorch's errors."""
+    """The programs of the test above have gradients, and raise PyTorch's errors."""
     before = cache.stats().loaded
     change_policy(cache, window_bytes=0)
     cache.begin_micro_batch()

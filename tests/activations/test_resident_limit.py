@@ -1,4 +1,4 @@
-"""Memory that `offload="ssdtrain"` takes on a device whose allocator is simulated: never more than its limit."""
+"""With a simulated allocator, `offload="ssdtrain"` never exceeds the limit of the device's memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ssd.activations.placement import Placement, SSDTrainAuto
+from lightning_ssd.activations.placement import PlacementPolicy, SSDTrainAuto
 from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning import TierSpeed
 from lightning_ssd.types import OffloadTierName
@@ -41,7 +41,7 @@ def test_never_exceeds_the_limit_if_offloading_everything_fits(
 
 @given(TRAININGS)
 def test_limits_nothing_where_everything_fits(training: Training) -> None:
-    """The rule chooses as it does without a limit, and the allocator's peak is the user's."""
+    """The policy chooses as without a limit, and does not reset the user's peak of the allocator."""
     free, memory = Allocator(), Allocator()
     memory.most = 10.0 * (sum(training.sizes) + sum(training.transients) + 4 * sum(training.gradients) + 1000)
     plain = training.run(SSDTrainAuto({"host": TierSpeed(50, 50)}), free, 12)
@@ -50,7 +50,7 @@ def test_limits_nothing_where_everything_fits(training: Training) -> None:
 
 
 def test_keeps_as_much_as_there_is_room_for() -> None:
-    """Ten storages of 100 beside 1,000 bytes that everything else takes: 650 of room are for six of them."""
+    """Ten storages of 100 bytes, and 1,000 bytes of everything else: 650 bytes of room keep six storages."""
     training = Training(500, [100] * 10, [100] * 10, [0] * 10, 1)
     memory = Allocator()
     least = max(training.run(None, Allocator(), 8))
@@ -62,18 +62,18 @@ def test_keeps_as_much_as_there_is_room_for() -> None:
 
 
 def test_a_larger_batch_keeps_no_more() -> None:
-    """Storages beyond those that were expected do not stay either."""
+    """Storages beyond the expected ones are not kept, either."""
     training = Training(500, [100] * 10, [0] * 10, [0] * 10, 1)
     memory = Allocator()
     memory.most = max(training.run(None, Allocator(), 8)) + 500
     auto = SSDTrainAuto({"host": TierSpeed(0, 0)}, ResidentLimit(memory))
     training.run(auto, memory, 12)
     auto.begin(1000)
-    assert sum(not auto.place(100) for _ in range(30)) == 5
+    assert sum(not auto.tiers_for(100) for _ in range(30)) == 5
 
 
 def test_a_peak_beyond_the_limit_lowers_the_kept_bytes() -> None:
-    """Transient tensors grow and exceed the limit; after two micro-batches fewer storages stay."""
+    """Transient tensors grow and exceed the limit; after two micro-batches fewer storages are kept."""
     training = Training(500, [100] * 10, [100] * 10, [0] * 10, 1)
     memory = Allocator()
     memory.most = max(training.run(None, Allocator(), 8)) + 500
@@ -85,7 +85,7 @@ def test_a_peak_beyond_the_limit_lowers_the_kept_bytes() -> None:
     assert max(peaks[2:]) <= memory.most
 
 
-class _FirstOnly(Placement):
+class _FirstOnly(PlacementPolicy):
     """The first storage of each micro-batch is offloaded."""
 
     def __init__(self, scarce: bool) -> None:
@@ -103,18 +103,18 @@ class _FirstOnly(Placement):
     def end(self) -> None:
         self.ended += 1
 
-    def place(self, nbytes: int) -> Sequence[OffloadTierName]:
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         first, self._first = self._first, False
         return ("ssd",) if first else ()
 
 
 @pytest.mark.parametrize("scarce", [False, True])
 def test_storages_are_evicted_at_once_if_memory_is_scarce(tmp_path: Path, scarce: bool) -> None:
-    """The forward holds its first storage while that is saved: the next saved one has it offloaded, or a later one."""
+    """The forward references its first storage while it is saved; the next save, or a later one, offloads it."""
     with open_cache(tmp_path) as offloader:
         placement = _FirstOnly(scarce)
         change_policy(offloader, placement=placement)
-        for _ in range(2):  # storages of the second micro-batch that stay have no record
+        for _ in range(2):  # kept storages of the second micro-batch have no record
             offloader.begin_micro_batch()
             leaf = torch.randn(1000, requires_grad=True)
             with offloader.hooks():
@@ -144,7 +144,7 @@ def test_other_peaks_do_not_change_the_kept_bytes(event: str) -> None:
 
 
 def test_a_longer_batch_is_measured_again() -> None:
-    """Its transient tensors are larger, and nothing else tells of it."""
+    """Only its transient tensors are larger."""
     memory = Allocator()
     short, long = (Training(0, [size] * 10, [3 * size] * 10, [0] * 10, 1) for size in (50, 100))
     memory.change(500)

@@ -1,4 +1,4 @@
-"""Saved tensors that wrap others: tensor parallelism, and other subclasses."""
+"""Saved tensors of subclasses that wrap other tensors: tensor parallelism, and others."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -80,7 +80,7 @@ def check_tensor_parallelism(cache: ActivationOffloader, mesh: DeviceMesh) -> No
         after = cache.stats()
         saved, stored = after.saved - before.saved, after.stored - before.stored
         assert saved >= 8 * (16 + 2 * 2 * 64 // mesh.size()) * 4  # of both blocks, the activations of both layers
-        assert saved - stored <= 8 * (16 + 64 // mesh.size()) * 4  # the batch, and what backward wants first
+        assert saved - stored <= 8 * (16 + 64 // mesh.size()) * 4  # the batch, and the storage needed first
 
 
 def test_tensor_parallelism(cache: ActivationOffloader, mesh: DeviceMesh) -> None:
@@ -129,7 +129,7 @@ def test_every_kind_of_dtensor_is_rebuilt(cache: ActivationOffloader, mesh: Devi
 def test_a_changed_wrapper_fails_where_pytorch_fails(
     cache: ActivationOffloader, mesh: DeviceMesh, through: str
 ) -> None:
-    """The counter of changes is the wrapper's: that of the wrapped tensor does not move."""
+    """The wrapper's version counter counts changes, and that of the wrapped tensor does not."""
     for hooks in (nullcontext, cache.hooks):
         x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
         if hooks is not nullcontext:

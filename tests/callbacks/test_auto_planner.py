@@ -28,7 +28,7 @@ AMPLE, SHORT = Meter(1e9, 10**6), Meter(1e6, 900_000)
 
 
 class See(pl.Callback):
-    """What each micro-batch follows."""
+    """Records the rules that each micro-batch follows."""
 
     def __init__(self) -> None:
         self.outcomes: list[str] = []
@@ -77,7 +77,7 @@ def test_numbers_are_plain_lightnings_in_each_outcome(
     how: dict[str, Any] = {"model": model, "precision": precision, "accumulate": accumulate, "steps": 16}
     plain = train("auto", **how)
     use(AMPLE if outcome == "keep" else SHORT, monkeypatch)
-    if outcome == "offload":  # as if torch.compile had seen one more frame in each step
+    if outcome == "offload":  # simulates a compiled frame in each step
         frames = iter(range(1000))
         monkeypatch.setattr("lightning_ssd.callbacks.auto_planner.compiled_frames", lambda: next(frames))
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
@@ -131,7 +131,7 @@ def test_loggers_get_no_metrics_that_plain_lightning_has_not(tmp_path: Path, mon
 
 
 class Lengths(torch.utils.data.Dataset[Tensor]):
-    """A batch of so many samples in each item."""
+    """Each item is a batch with the given number of samples."""
 
     def __init__(self, rows: Sequence[int]) -> None:
         self._rows = rows
@@ -151,7 +151,7 @@ def fit(root: Path, rows: Sequence[int], callbacks: Sequence[pl.Callback], strat
 
 
 def test_hooks_are_enabled_again_for_larger_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See) -> None:
-    """A larger batch is offloaded as a whole where memory could be short, and known from then on."""
+    """A larger batch is offloaded as a whole if memory could be short; later batches of its size are known."""
     use(Meter(2e6, 10**6), monkeypatch)
     fit(tmp_path, [2, 2, 2, 2, 1, 4, 4, 4, 3], [see])
     assert see.hooks == [True, True, False, False, False, True, False, False, False]
@@ -201,7 +201,7 @@ def test_larger_batches_do_not_follow_the_plan_and_are_planned_again(
 
 
 def test_a_large_batch_is_recorded_for_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See) -> None:
-    """Batches differ in size; smaller ones follow the plan for the largest, which comes some steps later."""
+    """Batches differ in size: the plan is made for the largest, some steps later, and applies to smaller ones."""
     use(Meter(5e5, 450_000), monkeypatch)
     fit(tmp_path, [2, 3, 2, 1, 2, 1, 3, *[2] * 4, *[1, 2, 3] * 6], [see])
     assert see.modes.index("TraceMode") == 6
@@ -220,7 +220,7 @@ def test_waiting_for_a_large_batch_takes_the_whole_budget_of_profiling(
 def test_hooks_are_enabled_before_steps_that_grow_without_them_fill_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Batches have one shape, and their forwards need more and more memory, such as for texts of any length."""
+    """Batches have one shape, and their forwards need more and more memory, as with texts of any length."""
     meter = Meter(1e6, 290_000)
 
     class Grows(TinyGPT):
@@ -239,7 +239,7 @@ def test_hooks_are_enabled_before_steps_that_grow_without_them_fill_the_memory(
 def test_the_plan_stays_in_force_after_a_skipped_batch(
     unplanned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Lightning ends the epoch of a batch that a hook of the module skips, without the end of that batch."""
+    """If a hook of the module skips a batch, Lightning ends the epoch without calling the batch's last hooks."""
 
     class Skips(TinyGPT):
         def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Memory that `offload="auto"` takes on a simulated allocator, from the first rule to plans and larger batches."""
+"""Memory of `offload="auto"` on a simulated allocator, from the first steps to plans and larger batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ def micro_batches(events: list[str]) -> list[Micro]:
 
 @dataclass
 class Run:
-    """Runs a training on an allocator, whose saved storages `keep` allows to stay."""
+    """Runs a training on an allocator. `keep` decides which saved storages are kept."""
 
     training: Training
     memory: Allocator
@@ -81,7 +81,7 @@ class Run:
         return memory.highest_of_micro_batch
 
     def step(self, micro: Micro) -> None:
-        """The optimizer steps: it allocates states of parameters that it steps for the first time."""
+        """Steps the optimizer, which allocates the states of parameters at their first step."""
         gradients = self.gradients(micro)
         if not self.stepped:
             self.memory.change(2 * sum(gradients))
@@ -93,7 +93,7 @@ class Run:
 
 
 def least_memory(training: Training, micros: list[Micro]) -> int:
-    """Returns the peak of a training all of whose saved storages are offloaded at once."""
+    """Returns the peak of a training that offloads each saved storage at once."""
     run = Run(training, Allocator())
     run.memory.change(training.weights)
     peaks = []
@@ -106,7 +106,7 @@ def least_memory(training: Training, micros: list[Micro]) -> int:
 
 
 def train_by_default(training: Training, memory: Allocator, micros: list[Micro], *, plannable: bool) -> list[int]:
-    """Trains as `AutoPlanner` has it, and returns the peak of each micro-batch.
+    """Trains under the rules of `AutoPlanner`, and returns the peak of each micro-batch.
 
     A plan keeps as many storages as have room in the step that is recorded, beside all gradients.
     """
@@ -131,7 +131,9 @@ def train_by_default(training: Training, memory: Allocator, micros: list[Micro],
                 peaks.append(run.micro_batch(micro, lambda nbytes: True))
                 limit.end(hooks=False)
             else:
-                peaks.append(run.micro_batch(micro, lambda size: not (placement.place(size) and placement.may_wait)))
+                peaks.append(
+                    run.micro_batch(micro, lambda size: not (placement.tiers_for(size) and placement.may_wait))
+                )
                 placement.end()
                 expected = saved
             guard.end(shape)
@@ -180,7 +182,7 @@ def test_never_exceeds_the_limit_if_offloading_everything_fits(
 
 @given(TRAININGS)
 def test_keeps_everything_where_everything_fits(training: Training) -> None:
-    """From the second micro-batch on, and the allocator's peak is the user's."""
+    """Holds from the second micro-batch on. The user's peak of the allocator is not reset."""
     micros = micro_batches([])
     memory, free = Allocator(), Run(training, Allocator())
     memory.most = 100.0 * (sum(training.sizes) + sum(training.transients) + 4 * sum(training.gradients) + 1000)
@@ -195,7 +197,7 @@ def test_keeps_everything_where_everything_fits(training: Training) -> None:
 
 
 def test_a_measured_small_batch_tells_nothing_of_an_earlier_larger_one() -> None:
-    """The second micro-batch is measured with half of the batch; the third one is as large as the first one."""
+    """The second micro-batch, which is measured, has half of the samples of the first and third one."""
     training = Training(1, [1] * 8, [1] * 8, [0] * 8, 1)
     micros = micro_batches(["smaller", "larger"])
     memory = Allocator()

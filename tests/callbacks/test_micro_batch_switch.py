@@ -1,4 +1,4 @@
-"""`MicroBatchSwitch`: where a micro-batch stands in its accumulation window."""
+"""`MicroBatchSwitch`: the position of a micro-batch in its accumulation window."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.trainings import SmallModel, batches, make_trainer, nothing_l
 
 
 class TraceMode(pl.Callback):
-    """Notes, batch by batch, what a switch says, and whether the optimizer then stepped."""
+    """Records, for each batch, the switch's `current`, and whether the optimizer then stepped."""
 
     def __init__(self, switch: MicroBatchSwitch) -> None:
         self.switch = switch
@@ -52,7 +52,7 @@ def _record(root: Path, count: int, *others: pl.Callback, strategy: Any = None, 
 
 @pytest.mark.parametrize("strategy", ["auto", "ssd_offload"])
 def test_windows_of_three_with_a_ragged_end(tmp_path: Path, strategy: str) -> None:
-    """It tells the same with and without an offloading strategy, in every epoch."""
+    """The positions are the same with and without an offloading strategy, in every epoch."""
     recorder = _record(tmp_path, 10, strategy=strategy, accumulate_grad_batches=3, max_epochs=2)
     assert recorder.indices == [[0, 1, 2, 0, 1, 2, 0, 1, 2, 0]] * 2
 
@@ -107,7 +107,7 @@ def test_an_epoch_that_ends_in_the_middle_of_a_window(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_begins_a_window_also_where_the_one_before_was_cut_off(tmp_path: Path) -> None:
-    """The first run fails inside its second window; the second goes on after its first, with the same callback."""
+    """The first run fails inside its second window; the second one resumes after the first, with the same callback."""
 
     class Failing(SmallModel):
         def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
@@ -130,7 +130,7 @@ def test_a_resumed_run_begins_a_window_also_where_the_one_before_was_cut_off(tmp
 
 
 class Skipping(SmallModel):
-    """Computes a loss in every batch, and none is stepped on in every other one."""
+    """Skips the optimizer step in every other batch, after its loss was computed."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -138,7 +138,7 @@ class Skipping(SmallModel):
 
 
 def test_a_batch_without_backward_has_a_record_of_its_own(tmp_path: Path) -> None:
-    """What it has saved is not taken for the beginning of the next batch."""
+    """Its saved tensors do not count as the beginning of the next batch."""
     begun: list[int] = []
 
     class Count(pl.Callback):

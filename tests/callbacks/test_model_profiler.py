@@ -1,4 +1,4 @@
-"""`ModelProfiler`: what it finds is what the model does, and it changes nothing."""
+"""`ModelProfiler`: the profile equals the model's known figures, and the training does not change."""
 
 import contextlib
 import copy
@@ -52,9 +52,9 @@ def test_a_profile_has_the_models_bytes_and_flops(tmp_path: Path, states: Any, a
         operators = {operator.name: operator for operator in unit.operators}
         assert {"norm:native_layer_norm", "up:addmm", "rest"} < operators.keys()
         assert unit.input_bytes == 4 * 8 * 16 * 4  # rows, tokens, width, fp32
-        assert unit.state_bytes_read == 8 * unit.parameters or states == "host"  # there parameters are aligned
+        assert unit.state_bytes_read == 8 * unit.parameters or states == "host"  # parameters are aligned
         assert 8 * unit.parameters <= unit.state_bytes_read < 9 * unit.parameters
-        up, rest = operators["up:addmm"], operators["rest"]  # of `down` nothing is saved
+        up, rest = operators["up:addmm"], operators["rest"]  # `down` saves nothing
         assert up.forward_seconds > 0 and up.backward_seconds > 0 and up.recompute_seconds == up.forward_seconds
         assert up.flops == rest.flops == 2 * 4 * 8 * 16 * 64
         assert up.launch_seconds > 0
@@ -85,7 +85,7 @@ def test_wrong_settings_and_short_trainings_are_named(tmp_path: Path, caplog: py
 
 
 class Interrupting(Model):
-    """Fails in the forward whose FLOP are counted, or has no loss there."""
+    """Fails in the recorded forward, or returns no loss."""
 
     fails = True
 
@@ -103,7 +103,7 @@ def test_no_hooks_or_modes_are_left_after_profiling(
     monkeypatch.setattr(Interrupting, "fails", fails)
     strategy = SSDOffloadStrategy(states="gpu", min_bytes=1)
     model = Interrupting()
-    monkeypatch.setattr(copy, "deepcopy", lambda same: same)  # by which `train` keeps the model as it was
+    monkeypatch.setattr(copy, "deepcopy", lambda same: same)  # so that `train` starts from the same model
     with pytest.raises(InterruptedError) if fails else contextlib.nullcontext():
         train(tmp_path, strategy, model, callbacks=[ModelProfiler(tmp_path / "profile.json", 1, 2)])
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
@@ -111,7 +111,7 @@ def test_no_hooks_or_modes_are_left_after_profiling(
 
 
 def test_validation_and_steps_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of time that passes outside of forward and backward, none is an operator's."""
+    """Time outside of forward and backward is not attributed to operators."""
     now = 0.0
 
     def clock() -> float:
@@ -142,7 +142,7 @@ def test_validation_and_steps_are_not_measured(tmp_path: Path, monkeypatch: pyte
 def test_a_host_that_waits_does_so_once_a_step(
     tmp_path: Path, accumulate: int, drained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that is a backward behind, but where a step waits for it, has the host wait in every step."""
+    """If the device is a backward behind except where a step waits for it, the host waits in every step."""
     behind = True
 
     class Behind(device_clock.HostClock):

@@ -1,4 +1,4 @@
-"""`OffloadMonitor`: what it logs, when, and that it agrees with what was moved."""
+"""`OffloadMonitor`: names, times and values of its metrics, which agree with the transferred bytes."""
 
 import csv
 import json
@@ -37,7 +37,7 @@ def nobody_asks_real_drives(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MemoryLogger(Logger):
-    """Keeps what the monitor logs: (step, metrics), names without their prefix."""
+    """Records the monitor's metrics: (step, metrics), names without their prefix."""
 
     name = "memory"
     version = 0
@@ -83,7 +83,7 @@ def test_every_documented_key_is_logged_and_no_other(tmp_path: Path) -> None:
     strategy = offloading(host_memory="64MiB", spill="ssd_first", ssd_capacity="32KiB")
     _train(tmp_path, logger, strategy=strategy, depth=8, log_every_n_steps=1)
     assert all(logger.total(name) > 0 for name in MOVED)
-    # A speed is logged where something moved at it; what is forwarded is not read.
+    # Bandwidths are logged for directions with transfers; forwarded bytes are not read.
     assert all(row.keys() - SPEEDS == COUNTS | MOVED | LEVELS for _, row in logger.rows)
     assert set().union(*(row for _, row in logger.rows)) == COUNTS | MOVED | LEVELS | SPEEDS
     documented = OffloadMonitor.__doc__ or ""
@@ -118,14 +118,14 @@ def test_it_logs_a_step_of_several_micro_batches_once_and_whole(tmp_path: Path) 
     _, watch = _train(tmp_path, logger, log_every_n_steps=1, accumulate_grad_batches=3)
     assert [step for step, _ in logger.rows] == [0, 1]
     assert logger.total("ssd_bytes_out") == watch.bytes_out["ssd"]
-    # The first window has the batch in which the order was not known, and everything went out.
+    # The first interval has the batch without a known order, which offloads everything.
     assert logger.rows[0][1]["ssd_bytes_out"] > logger.rows[1][1]["ssd_bytes_out"] > 0
 
 
 def test_a_second_fit_counts_from_zero(tmp_path: Path) -> None:
     logger = MemoryLogger()
     watch = Watch()
-    # A window of its own: the same goes out in every step.
+    # With a fixed window, the same bytes are offloaded in every step.
     callbacks = [PrefetchScheduler(window_bytes=0), OffloadMonitor(), watch]
     trainer = make_trainer(tmp_path, offloading(), logger=logger, callbacks=callbacks, log_every_n_steps=1)
     trainer.fit(small_model(), batches())
@@ -149,7 +149,7 @@ def test_it_logs_to_every_logger_of_the_trainer(tmp_path: Path) -> None:
 
 
 class Bar(pl.callbacks.TQDMProgressBar):
-    """Keeps what it shows, and draws nothing."""
+    """Records the shown metrics, and draws nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_the_progress_bar_shows_two_metrics_where_something_moves(tmp_path: Path
 
 
 def test_the_trainers_metrics_and_loggers_get_the_same_as_from_plain_lightning(tmp_path: Path) -> None:
-    """And a monitor of the user's own logs to the loggers only."""
+    """A monitor that the user adds logs to the loggers only."""
 
     def metrics(strategy: Any, *callbacks: pl.Callback) -> Any:
         logger = MemoryLogger()
@@ -196,7 +196,7 @@ def test_the_trainers_metrics_and_loggers_get_the_same_as_from_plain_lightning(t
 
 
 def test_a_step_that_fetches_its_own_batches_is_monitored(tmp_path: Path) -> None:
-    """Lightning wants a batch size for what is logged then, which only the step knows."""
+    """Lightning needs a batch size for logged values then, which only the step knows."""
 
     class Fetching(SmallModel):
         def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]

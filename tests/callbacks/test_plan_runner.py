@@ -20,7 +20,7 @@ FIRST = 9
 
 
 class Sweep(pl.Callback):
-    """Applies plans, each for so many steps that `steps` of them are measured."""
+    """Applies plans, each until `steps` of its steps are measured."""
 
     def __init__(self, planner: SwapPlanner, make: Callable[[int, Plan], Plan], steps: int, count: int) -> None:
         self.planner, self.make, self.steps, self.count = planner, make, steps, count

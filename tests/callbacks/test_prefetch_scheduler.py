@@ -1,4 +1,4 @@
-"""`PrefetchScheduler`: the window that it sets, and what the window does."""
+"""`PrefetchScheduler`: the window that it sets, and the effect of the window."""
 
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.support.trainings import (  # noqa: F401
 
 
 class WindowRecorder(pl.Callback):
-    """Notes the cache's window and its depth at every batch, and the bytes out so far."""
+    """Records the offloader's window and depth at every batch, and the offloaded bytes so far."""
 
     def __init__(self) -> None:
         self.windows: list[int] = []
@@ -68,7 +68,7 @@ def test_a_fixed_window_and_depth_hold_from_the_first_batch_on(tmp_path: Path) -
 
 
 def test_storages_that_backward_needs_first_are_never_offloaded(tmp_path: Path) -> None:
-    """In the first batch, whose order is not known, everything does but the input, which the training holds."""
+    """In the first batch, whose order is unknown, all is offloaded except the input, which the training references."""
     for window, kept in ((0, MIN_BYTES), (2 * MIN_BYTES, 3 * MIN_BYTES), ("1GiB", 6 * MIN_BYTES)):
         out = _record(tmp_path, PrefetchScheduler(window_bytes=window)).bytes_out
         saved = out[0]
@@ -81,7 +81,7 @@ def test_storages_that_backward_needs_first_are_never_offloaded(tmp_path: Path) 
 def test_auto_begins_with_one_and_a_half_storages_or_a_sixteenth(
     tmp_path: Path, depth: int, share: int, given_first: bool
 ) -> None:
-    """From the second batch on, wherever among the callbacks it stands. Nothing is offloaded, so nothing stalls."""
+    """Holds from the second batch on, at any position among the callbacks. Nothing is offloaded, so nothing stalls."""
     recorder = WindowRecorder()
     ours = [PrefetchScheduler(), MicroBatchSwitch()]
     trainer = make_trainer(
@@ -94,7 +94,7 @@ def test_auto_begins_with_one_and_a_half_storages_or_a_sixteenth(
 
 @pytest.mark.parametrize("most", [5000, 2**20])
 def test_auto_grows_where_loads_stall_and_not_above_its_maximum(tmp_path: Path, most: int) -> None:
-    """On a drive so slow that backward has to wait."""
+    """The drive is so slow that backward has to wait."""
     scheduler = PrefetchScheduler(max_window_bytes=most)
     recorder = WindowRecorder()
     strategy = offloading(backend=ThrottledBackend(4e6))
@@ -112,7 +112,7 @@ def test_auto_obeys_a_maximum_below_where_it_would_begin(tmp_path: Path) -> None
 
 
 def test_a_second_fit_measures_afresh(tmp_path: Path) -> None:
-    """What the first fit took is not held against the second, whose counts begin at zero."""
+    """Measurements of the first fit do not affect the second one, whose counters begin at zero."""
     recorder = WindowRecorder()
     trainer = make_trainer(tmp_path, offloading(offload=0.0), callbacks=[PrefetchScheduler(), recorder])
     trainer.fit(small_model(), batches(12))

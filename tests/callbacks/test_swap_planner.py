@@ -1,4 +1,4 @@
-"""`SwapPlanner`: results are the same under every plan, and it plans, compares and plans again."""
+"""`SwapPlanner`: results are the same under every plan; it compares predictions with measurements, and plans again."""
 
 import csv
 import itertools
@@ -111,7 +111,7 @@ class Unsteady(TinyGPT):
 
 
 class Changing(pl.LightningModule):
-    """Writes to tensors after their use, from some step on: recomputation needs them, and no gradient does."""
+    """Writes to tensors after their use, from some step on; only recomputation needs their old values."""
 
     def __init__(self, checkpointing: Any) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_a_forward_that_differs_from_the_recorded_one(model: Any) -> None:
 
 
 class _Foreign(torch.autograd.Function):
-    """Foreign kernels write their results to memory of torch tensors."""
+    """A kernel outside of torch writes its result to the memory of a torch tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def test_it_plans_for_the_activation_offload_callback() -> None:
 
 
 def test_a_budget_of_least_memory_keeps_less(tmp_path: Path) -> None:
-    """The prediction says so, and the saved file has the plan."""
+    """The prediction has fewer bytes, and the saved file has the plan."""
     kept = []
     for gpu_memory in ("auto", "least"):
         first = planner(gpu_memory=gpu_memory, save=tmp_path / "plan.yaml")
@@ -319,7 +319,7 @@ class Looks(pl.Callback):
 
 
 def test_a_plan_that_keeps_all_enables_hooks_for_larger_batches_only() -> None:
-    """A batch that is larger than the recorded one might need more memory than there is."""
+    """A batch that is larger than the recorded one may need more memory than available."""
     lengths = [16] * 20 + [8, 24, 16]
     texts = [torch.randn(2, length, generator=torch.Generator().manual_seed(0)) for length in lengths]
     looks = Looks()
@@ -365,7 +365,7 @@ def test_hooks_stay_enabled_for_batches_of_unknown_size() -> None:
 
 
 def test_a_calibration_plan_precedes_the_plan(tmp_path: Path) -> None:
-    """It recomputes; there is none before a plan of the user's, and none where it exceeds the memory."""
+    """A calibration plan recomputes. There is none before a user's plan, or if it would exceed the memory."""
     for arguments, steps, expected in (
         ({"save": tmp_path / "plan.yaml"}, 12, [True, False]),
         ({"plan": tmp_path / "plan.yaml"}, 12, [False]),
@@ -399,7 +399,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 @dataclass(frozen=True)
 class AppliedPlan:
-    """A plan, the first step under it, the time of that step, and the planner's state as it began."""
+    """A plan, its first step, the time of that step, and the planner's state at its begin."""
 
     plan: Plan
     step: int
@@ -411,7 +411,7 @@ class AppliedPlan:
 
 
 class AppliedPlans(pl.Callback):
-    """Remembers the plans that `planner`, an earlier callback, has applied."""
+    """Records the plans that `planner`, an earlier callback, has applied."""
 
     def __init__(self, planner: SwapPlanner, time: "Clock | None" = None) -> None:
         self.found: list[AppliedPlan] = []
@@ -456,20 +456,20 @@ class Taking(TinyGPT):
     ],
 )
 def test_steps_of_the_calibration_plan_correct_the_profile(time: Clock, factors: list[float], measured: float) -> None:
-    """They take `factors` times their prediction; afterwards they are predicted as `measured`."""
+    """They last `factors` times their prediction; afterwards the prediction is `measured`."""
     first = planner(steps=len(factors))
     applied = AppliedPlans(first)
     slow = SlowCalibration(first, time, factors)
     train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], model=lambda _: slow, steps=14, recorded=False)
     calibration = applied.found[0]
     assert calibration.calibrating and len(applied.found) == 2
-    # Each call of the fake clock lets some time pass.
+    # Each reading of the fake clock advances it.
     corrected = simulate(applied.found[1].profile, applied.found[1].hardware, calibration.plan)
     assert corrected.step_seconds == pytest.approx(measured * calibration.prediction.step_seconds, rel=0.1)
 
 
 class SlowCalibration(TinyGPT):
-    """Steps under the calibration plan take so many times their prediction, in turn."""
+    """Steps under the calibration plan last `factors` times their prediction, one factor after the other."""
 
     def __init__(self, planner: SwapPlanner, time: Clock, factors: Sequence[float]) -> None:
         super().__init__("none")
@@ -512,7 +512,7 @@ class SlowerThanPredicted(TinyGPT):
 
 
 class AppliesAnotherPlan(pl.Callback):
-    """Applies a plan of its own as soon as the planner has compared the first one with measured steps."""
+    """Applies another plan once the planner has compared the first one with measured steps."""
 
     def __init__(self, planner: SwapPlanner) -> None:
         self.applied: Plan | None = None
@@ -539,7 +539,7 @@ def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: C
 
 
 class Fragmented(Meter):
-    """An allocator without room for an allocation of each step, while plans may use more than `enough` bytes."""
+    """An allocator that fails one allocation in each step while plans may use more than `enough` bytes."""
 
     def __init__(self, planner: SwapPlanner, enough: float) -> None:
         super().__init__(most=enough, highest=0)
@@ -558,7 +558,7 @@ class Fragmented(Meter):
 def test_plans_leave_memory_to_fragments_that_make_allocations_fail(
     monkeypatch: pytest.MonkeyPatch, share: float, expected: float
 ) -> None:
-    """0.8 of the budget is used in any case: fragments of more are no matter of plans."""
+    """Plans use at least 0.8 of the budget: they do not leave more to fragments."""
     first = planner(gpu_memory="10GB")
     monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: Fragmented(first, share * 10**10))
     train(SSDOffloadStrategy(**BOTH), callbacks=[first], steps=80, recorded=False)
@@ -585,7 +585,7 @@ def test_the_launch_time_of_a_forward_does_not_include_offloading(monkeypatch: p
 
 
 class Seconds:
-    """A fake clock, by which each job of the CPU optimizer takes a second."""
+    """A fake clock on which each job of the CPU optimizer takes a second."""
 
     now = 0.0
 
@@ -595,7 +595,7 @@ class Seconds:
 
 
 def test_the_rate_of_the_cpu_optimizer_is_measured_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs in steps under the calibration plan count, and the file of the machine does not."""
+    """The rate is that of jobs under the calibration plan, not that of the machine's file."""
     monkeypatch.setattr(step, "perf_counter", Seconds().perf_counter)
     first = planner()
     applied = AppliedPlans(first)
@@ -614,7 +614,7 @@ def test_the_rate_of_the_cpu_optimizer_is_measured_in_training(tmp_path: Path, m
 
 
 class Plans(SwapPlanner):
-    """Counts its profiles."""
+    """Counts the profiles that it makes."""
 
     count = 0
 
@@ -630,14 +630,14 @@ def test_it_plans_again_when_steps_take_longer(time: Clock, monkeypatch: pytest.
     monkeypatch.setattr(Taking, "slow_from", slow_from)
     plans = Plans(machine=MACHINE, warm_up=2, steps=1)
     train(SSDOffloadStrategy(**BOTH), callbacks=[plans], model=Taking, steps=90, recorded=False)
-    # No operator explains that second: the training is profiled once more, and then no more.
+    # No operator explains that second: the training is profiled once more, and not again.
     assert plans.count == count
     assert plans.comparison is not None
     assert plans.comparison.step_seconds == pytest.approx(1.0 if slow_from > 100 else 3.0, rel=0.05)
 
 
 class Behind(clock.HostClock):
-    """The clock of a device that has never reached the last point, because the host runs ahead."""
+    """The clock of a device that has not reached the last point, because the host runs ahead."""
 
     last = 0.0
 
@@ -720,7 +720,7 @@ def test_invalid_arguments_and_trainings_are_refused(tmp_path: Path) -> None:
         train(SSDOffloadStrategy(offload=0.5), callbacks=[planner()])
     with pytest.raises(ValueError, match="both measure the first steps"):
         train(SSDOffloadStrategy(**BOTH), callbacks=[planner(), ModelProfiler(tmp_path / "profile.json")])
-    with pytest.raises(ValueError, match="something in `training_step` is compiled"):
+    with pytest.raises(ValueError, match="compiles a part of `training_step`"):
         train(SSDOffloadStrategy(**BOTH), callbacks=[planner()], model=CompiledFunction)
     with pytest.raises(ValueError, match=r"model.transformer.h.1 is compiled"):
         train(SSDOffloadStrategy(**BOTH), callbacks=[planner()], model=Compiled)
@@ -785,7 +785,7 @@ def test_a_users_plan_places_model_states(tmp_path: Path) -> None:
 
 
 def test_a_faster_placement_of_model_states_is_recommended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All states are on a slow drive, the CPU is slower, and the GPU has room for them."""
+    """All states are on a slow drive, and the GPU has room for them."""
     machine = tmp_path / "machine.json"
     slow = {"ssd_read": 1e5, "ssd_write": 1e5, "ssd_mixed": 1e5, "cpu_step_rate": 1.0}
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
@@ -819,12 +819,15 @@ class Steady(TinyGPT):
 @pytest.mark.parametrize(
     ("seconds", "in_force"),
     [
-        (0.1, [(True, 7), (False, 12)]),  # warm-up of 2 steps, one recorded, one checked, 3 timed; a trial of 5
+        (
+            0.1,
+            [(True, 7), (False, 12)],
+        ),  # warm-up of 2 steps, one recorded, one checked, 3 timed; 5 steps of calibration
         thorough(1.9, [(True, 5), (False, 10)]),  # 2 timed steps fewer
-        (2.2, [(True, 5), (False, 9)]),  # and a shorter trial
+        (2.2, [(True, 5), (False, 9)]),  # and fewer steps of calibration
         thorough(2.5, [(True, 4), (False, 7)]),  # and a shorter warm-up
-        thorough(3.0, [(False, 4)]),  # no trial
-        (8.0, [(False, 4)]),  # no profiling has fewer steps: one of warm-up, recorded, checked, timed
+        thorough(3.0, [(False, 4)]),  # no calibration
+        (8.0, [(False, 4)]),  # the least profiling: one step each of warm-up, recording, checking and timing
     ],
 )
 def test_profiling_is_shortened_to_its_budget(
@@ -834,7 +837,7 @@ def test_profiling_is_shortened_to_its_budget(
     seconds: float,
     in_force: list[tuple[bool, int]],
 ) -> None:
-    """With steps of `seconds`, these steps are the first under the calibration plan and under the plan."""
+    """With steps of `seconds`, the given steps are the first ones under the calibration plan and under the plan."""
     monkeypatch.setattr(profiling_budget, "perf_counter", time.perf_counter)
     planner = SwapPlanner(machine=MACHINE)
     applied = AppliedPlans(planner, time)

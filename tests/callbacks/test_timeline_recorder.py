@@ -1,4 +1,4 @@
-"""`TimelineRecorder`: it shows what every resource did in the steps it was asked for, and changes no training."""
+"""`TimelineRecorder`: shows the work of every resource in the recorded steps, and changes no training."""
 
 import json
 import threading
@@ -108,7 +108,7 @@ def test_a_plan_that_recomputes_is_shown(tmp_path: Path) -> None:
 
 def test_an_optimizer_that_steps_whole_is_shown(tmp_path: Path) -> None:
     class Own(torch.optim.SGD):
-        """A class whose parameters may depend on each other, for all that is known."""
+        """An optimizer class whose parameters may depend on each other."""
 
         def step(self, closure: Any = None) -> Any:
             return super().step(closure)
@@ -120,7 +120,7 @@ def test_an_optimizer_that_steps_whole_is_shown(tmp_path: Path) -> None:
 
 
 class Annotated(pl.Callback):
-    """Which threads annotate what, by torch's profiler alone, in one step."""
+    """The annotations of each thread in one step, as torch's profiler records them."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
@@ -268,7 +268,7 @@ def test_refuses_before_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="can't write to .*Set `path`"):
         train(tmp_path, "auto", Model(), callbacks=[TimelineRecorder(path=tmp_path / "file" / "timeline")])
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, profiler="pytorch")
-    with pytest.raises(ValueError, match="both record with torch's profiler"):
+    with pytest.raises(ValueError, match="both use torch's profiler"):
         TimelineRecorder().setup(trainer, Model(), "fit")
 
 
@@ -293,10 +293,10 @@ def test_an_operator_is_compute_but_for_copies_and_waits_within() -> None:
         event("outer", 10, 15),
         event("inner", 11, 14),
         event("copy out", 12, 13),
-        event("copy in", 10, 15, tid=2),  # by another thread, meanwhile
+        event("copy in", 10, 15, tid=2),  # on another thread, at the same time
         event("wait for weights", 17, 18),
         event("wait for weights", 10, 18, tid=2),
-        event("step block", 9, 12, tid=3),  # had begun before
+        event("step block", 9, 12, tid=3),  # began before
         event("aten::add_", 19, 20),
         event("aten::log", 20.5, 20.6),
     ]

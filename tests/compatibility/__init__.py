@@ -1,1 +1,1 @@
-"""What trains under offload as it does under plain Lightning: one table of cases a page of `docs/compatibility.md`."""
+"""Trainings under offload compared with plain Lightning: a table of cases for each part of `docs/compatibility.md`."""

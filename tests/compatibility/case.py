@@ -1,4 +1,4 @@
-"""A case of compatibility: a training, run by plain Lightning and under offload, and the outcome to expect."""
+"""A case of compatibility: a training, run by plain Lightning and under offload, and the expected outcome."""
 
 import tempfile
 import warnings
@@ -62,7 +62,7 @@ EQUAL = Equal()
 
 @dataclass(frozen=True)
 class Run:
-    """The numbers that a training computed.
+    """Results of a training.
 
     Attributes:
         losses: of every batch, training and validation.

@@ -105,7 +105,7 @@ VISION = {"image_size": 32, "patch_size": 8, "num_labels": 2} | {
 
 
 def pretrained(model: str, config: str, sizes: Mapping[str, Any], inputs: Inputs) -> Callable[[], Trained]:
-    """Returns what makes a model of transformers with random weights."""
+    """Returns a function that makes a model of transformers with random weights."""
 
     def make() -> Trained:
         import transformers
@@ -445,7 +445,7 @@ class Shared(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """A VAE: samples amid the forward."""
+    """A VAE: samples within the forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Features of Lightning: Trainer arguments, callbacks, hooks, manual optimization, and what users do in them."""
+"""Features of Lightning: Trainer arguments, callbacks, hooks, manual optimization, and user code in them."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from tests.compatibility.families import WIDTH, Trained, mlp, rows
 
 
 class Plain(Trained):
-    """Two small blocks and AdamW; what the cases change."""
+    """Two small blocks and AdamW, which the cases change."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(mlp(), mlp()), rows)
@@ -95,7 +95,7 @@ class Truncated(Manual):
 
 
 class Sharpness(Manual):
-    """SAM: a step up the gradient, a second backward there, and a step from where it was."""
+    """SAM: a step up the gradient, a second backward there, and a step from the original weights."""
 
     def training_step(self, batch: int, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
@@ -179,7 +179,7 @@ class Averaged(Plain):
 
 
 class Grown(Plain):
-    """A parameter group is added amid the training."""
+    """A parameter group is added during the training."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.model[0].parameters(), 1e-2)
@@ -208,7 +208,7 @@ class InitializedLate(Plain):
 
 
 class ResetAmid(Plain):
-    """A layer is reset amid the training."""
+    """A layer is reset during the training."""
 
     def on_train_batch_start(self, batch: int, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -216,7 +216,7 @@ class ResetAmid(Plain):
 
 
 class Reads(Plain):
-    """Weights are read after each step, two units' by one operator, whole ones, and copies that are kept."""
+    """Weights are read after each step: two units by one operator, whole weights, and copies that are kept."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         first, second = self.model[0][0].weight, self.model[1][0].weight
@@ -257,7 +257,7 @@ class CopyEngine(Plain):
 
 
 class Looks(Plain):
-    """Hooks look at gradients, and change them."""
+    """Hooks read and change gradients."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
@@ -296,7 +296,7 @@ class OwnStep(Plain):
 
 
 class Skipping(Plain):
-    """`training_step` returns None now and then."""
+    """`training_step` sometimes returns None."""
 
     def training_step(self, batch: int, batch_idx: int) -> Any:
         return None if batch_idx == 1 else self.loss(batch)

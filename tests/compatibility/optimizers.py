@@ -58,7 +58,7 @@ class Sparse(Optimized):
 
 
 class Signs(Optimizer):
-    """A user's optimizer, each of whose parameters depends on itself alone."""
+    """A user's optimizer that steps each parameter independently."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})

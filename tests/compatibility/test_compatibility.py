@@ -1,4 +1,4 @@
-"""Every row of `docs/compatibility.md` is what a training shows; and the page has every row."""
+"""A training confirms every row of `docs/compatibility.md`, and the page has every row."""
 
 from collections import Counter
 

@@ -14,7 +14,7 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Stepped(Trained):
-    """Computes its loss as `forward` says, with two small blocks."""
+    """Computes its loss by `forward`, with two small blocks."""
 
     def __init__(self, forward: Forward, make: Callable[[], nn.Module] | None = None) -> None:
         super().__init__(nn.Sequential(mlp(), mlp()) if make is None else make(), rows)
@@ -135,7 +135,7 @@ def unsafe_views(model: Any, x: Tensor) -> Tensor:
 
 
 def changed_through_data(model: Any, x: Tensor) -> Tensor:
-    """Autograd saves the output of `exp`, and does not see it change."""
+    """Autograd saves the output of `exp`, and does not notice its change."""
     x = model[0](x).tanh().exp()
     x.data.mul_(0.5)
     return model[1](x)
@@ -175,7 +175,7 @@ def foreach(model: Any, x: Tensor) -> Tensor:
 
 
 def used_outside(model: Any, x: Tensor) -> Tensor:
-    """Weights are used apart from their module's forward."""
+    """Weights are used outside of their module's forward."""
     return nn.functional.linear(model(x), model[0][0].weight) + model[1][3].bias.norm()
 
 

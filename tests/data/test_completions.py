@@ -1,4 +1,4 @@
-"""Chats and completions: which tokens are predicted, what shares a row, and what is refused by name."""
+"""Chats and completions: predicted tokens, packing into rows, and errors that name the line."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_answers_alone_are_predicted(tmp_path: Path, folder: Path, record: Any, 
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     found = rows(tmp_path / "tokenizer", written(tmp_path / "a.jsonl", record, record), packing=False)
     assert len(found) == 2
-    # What follows the end of a message belongs to it, for a template that marks nothing.
+    # Without marks in the template, the text after the end of a message belongs to it.
     assert predicted(folder, found[0]).replace("\n", "") == answer
 
 

@@ -1,4 +1,4 @@
-"""Images are read as they are, in classes, and folders that can't be trained on are refused by name."""
+"""Images are read unchanged, with classes, and folders that can't be trained on raise an error that names them."""
 
 import sys
 from collections.abc import Callable

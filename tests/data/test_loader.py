@@ -1,4 +1,4 @@
-"""A run that resumes from a checkpoint goes on exactly as the run that was not interrupted."""
+"""A run that resumes from a checkpoint equals the run that was not interrupted."""
 
 import random
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_resumed_run_repeats_masks_and_spans(tmp_path: Path, text: TextDataModul
 
 
 def again(text: TextDataModule, **changed: Any) -> TextDataModule:
-    """The same data, as another process makes it."""
+    """Returns the same data, as another process makes it."""
     assert text.path is not None
     return TextDataModule(text.path, **{"block_size": 16, "batch_size": 2, **changed})
 
@@ -92,7 +92,7 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     steps = len(list((tmp_path / "straight").glob("*.ckpt")))
     assert steps >= 9
     in_epoch = -(-BATCHES // accumulate)
-    for step in (2, in_epoch + 1, 2 * in_epoch):  # amid the first and second epoch, and at its end
+    for step in (2, in_epoch + 1, 2 * in_epoch):  # within the first and second epoch, and at its end
         checkpoint = tmp_path / "straight" / f"step={step}.ckpt"
         resumed, other = fit(again(text), tmp_path / str(step), checkpoint, **settings)
         seen = step // in_epoch * BATCHES + step % in_epoch * accumulate

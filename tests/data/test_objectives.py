@@ -163,7 +163,7 @@ def test_spans_restore_the_text_without_padding(inputs: int, share: float, mean_
 
 
 def test_lengths_are_those_of_t5() -> None:
-    """Of the paper's setting, and the script of transformers that follows it."""
+    """Lengths of the paper's setting, and of the script of transformers that follows it."""
     lengths = span_lengths(512, 0.15, 3.0)
     assert (lengths.text, lengths.inputs, lengths.targets) == (568, 512, 114)
     assert span_lengths(1024, 0.15, 3.0).targets == 229

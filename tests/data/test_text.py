@@ -15,14 +15,14 @@ from lightning_ssd.data import TextDataModule, count_items, count_samples, count
 
 
 def blocks(data: TextDataModule) -> Tensor:
-    """All blocks in the order of the text, the held-out ones last: int64 (blocks, block_size)."""
+    """Returns all blocks in the order of the text, the held-out ones last: int64 (blocks, block_size)."""
     data.setup()
     parts = (data.train_set, data.val_set)
     return torch.stack([part[i]["input_ids"] for part in parts for i in range(len(part))])
 
 
 def text_of(data: TextDataModule) -> bytes:
-    """The text of byte tokens, with a 0 where a document ends."""
+    """Returns the text of byte tokens, with a 0 at the end of each document."""
     ids = blocks(data).flatten().tolist()
     return bytes(0 if token == 256 else token for token in ids)
 

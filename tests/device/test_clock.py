@@ -1,10 +1,10 @@
-"""Stopwatches add up waits that end at a point in time, or at the mark that was awaited."""
+"""Stopwatches add up waits that end at a point in time, or at the awaited mark."""
 
 from lightning_ssd.device import Clock, Stopwatch
 
 
 class Steps(Clock):
-    """A device that stands still until `present` is set."""
+    """A device whose clock is `present`."""
 
     present = 0.0
 
@@ -16,7 +16,7 @@ class Steps(Clock):
 
 
 def test_a_wait_ends_when_its_mark_is_reached() -> None:
-    """Marks that are reached before the wait begins add nothing: the compute stream did not stand still."""
+    """Marks that are reached before the wait begins add nothing, because the compute stream did not wait."""
     clock = Steps()
     stopwatch = Stopwatch(clock)
     clock.present = 5.0

@@ -1,4 +1,4 @@
-"""Futures end, whatever becomes of those that they are made of."""
+"""Combined futures complete, whether the underlying ones have a result, fail or are cancelled."""
 
 from concurrent.futures import CancelledError, Future
 from typing import Any

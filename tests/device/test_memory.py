@@ -35,9 +35,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     [
         ({}, 78),  # free, or reserved by this process
         ({"fraction": 0.3}, 24),  # a capped process
-        ({"fraction": 0.3, "free": 10 * GIB}, 16),  # other programs leave less than the cap
+        ({"fraction": 0.3, "free": 10 * GIB}, 16),  # other programs use more than the cap allows
         ({"fraction": 0.99}, 78),
-        ({"fraction": 0.0125}, 1),  # less than the allocator's fragments is no share of it
+        ({"fraction": 0.0125}, 1),  # a budget below `FRAGMENTS`
         ({"free": 0, "reserved": 0}, 0),
     ],
 )
@@ -78,9 +78,10 @@ def test_the_allocators_state_equals_torchs_report(gpu: Any, monkeypatch: pytest
     pools = {pool: {"current": 3 * n, "peak": 7 * n} for n, pool in enumerate(("all", "small_pool", "large_pool"), 1)}
     monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_get_device_index", lambda device, optional: 0)
-    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda index: {"allocated_bytes": pools}, raising=False)
+    statistics = {"allocated_bytes": pools, "reserved_bytes": {"all": {"current": 5}}}
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda index: statistics, raising=False)
     memory = CUDAMemory(GPU)
-    assert (memory.allocated(), memory.peak()) == (3, 7)
+    assert (memory.allocated(), memory.peak(), memory.reserved()) == (3, 7, 5)
     assert (torch.cuda.memory_allocated(GPU), torch.cuda.max_memory_allocated(GPU)) == (3, 7)
 
 

@@ -1,4 +1,4 @@
-"""The staged transfer releases its memory exactly once, wherever it fails."""
+"""The staged transfer releases its memory exactly once, at whatever step it fails."""
 
 from concurrent.futures import CancelledError, Future
 from typing import Any

@@ -1,4 +1,4 @@
-"""The worker runs the most urgent of the jobs that are ready, and leaves no job without an end."""
+"""The worker runs the most urgent ready job first, and each job's future completes."""
 
 import threading
 from concurrent.futures import CancelledError, Future
@@ -10,7 +10,7 @@ from lightning_ssd.device import Worker
 
 
 def held(worker: Worker) -> tuple[threading.Event, "Future[None]"]:
-    """Returns what releases the worker from a job that it has begun, and that job's future."""
+    """Returns a function that releases the worker from a running job, and that job's future."""
     begun, release = threading.Event(), threading.Event()
 
     def wait() -> None:

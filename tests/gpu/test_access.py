@@ -1,4 +1,4 @@
-"""Weights of offloaded parameters in the hands of user code, with a GPU and copies that arrive late."""
+"""Reads and writes of offloaded weights by user code, with a GPU and late copies."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def fit(path: Path, module: Any, strategy: Any, precision: Any) -> Any:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_user_code_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, precision: str) -> None:
-    """Values that user code reads, and weights that it writes, are those of plain Lightning; aliases are live."""
+    """Values that user code reads, and weights after its writes, are plain Lightning's; aliases see later values."""
 
     def act(module: Any) -> Any:
         if not hasattr(module, "aliases"):
@@ -49,7 +49,7 @@ def test_user_code_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_tensors_that_are_assigned_share_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, precision: str
 ) -> None:
-    """After `p.data = t`, writes to either, and optimizer steps, are seen through both; swapped weights are apart."""
+    """After `p.data = t`, writes to either, and optimizer steps, change both; swapped weights are independent."""
 
     def act(module: Any) -> Any:
         weight, one, other = module.blocks[0].up.weight, module.target.up.weight, module.blocks[1].down.weight

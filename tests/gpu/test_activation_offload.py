@@ -1,4 +1,4 @@
-"""Activation offload on a CUDA device: the same numbers, whatever the timing, and less memory."""
+"""Activation offload on a CUDA device: the same numbers at any timing, and less memory."""
 
 import gc
 import random
@@ -34,7 +34,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Moved(pl.Callback):
-    """Counts what left the device."""
+    """Counts offloaded bytes."""
 
     def __init__(self) -> None:
         self.stored = 0
@@ -62,7 +62,7 @@ def test_numbers_are_those_of_plain_lightning(model: Any, precision: str, accumu
 
 
 def test_work_ahead_of_the_device_does_not_block_the_host() -> None:
-    """Marks of the compute stream, points in time, and copies; and some that a thread waits for."""
+    """The work is marks of the compute stream, points in time, and copies, some of which a thread waits for."""
     copies, clock = make_copy_engine(torch.device("cuda")), make_clock(torch.device("cuda"))
     source = torch.ones(2**22, dtype=torch.uint8, device="cuda")
     target = torch.zeros(2**22, dtype=torch.uint8, pin_memory=True)
@@ -83,7 +83,7 @@ def test_work_ahead_of_the_device_does_not_block_the_host() -> None:
 
 
 def test_copies_without_a_mark_follow_the_compute_stream() -> None:
-    """Each copy reads, or overwrites, what the compute stream has made before, however late that is."""
+    """Each copy follows the compute stream's earlier work on the same bytes, however late that is."""
     copies = make_copy_engine(torch.device("cuda"))
     source = torch.zeros(2**20, dtype=torch.uint8, device="cuda")
     targets = [torch.zeros(2**20, dtype=torch.uint8, pin_memory=True) for _ in range(20)]
@@ -122,7 +122,7 @@ def _chain(width: int, depth: int) -> nn.Sequential:
 
 @pytest.mark.parametrize("arguments", [{"tier": "host"}, {"host_memory": 0}])
 def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path) -> None:
-    """With everything offloaded, the peak is the window's, and not the activations'."""
+    """If everything is offloaded, the peak depends on the window, not on the activations."""
     model, rows, width, depth = _chain(1024, 24), 16384, 1024, 24
     cache = make_offloader(OffloadConfig(offload=1.0, **arguments), torch.device("cuda"), default_path=tmp_path)
     one = rows * width * 4
@@ -151,32 +151,32 @@ def test_memory_is_that_of_the_window(arguments: dict[str, Any], tmp_path: Path)
     gradients = sum(parameter.nbytes for parameter in model.parameters())
     cache.close()
     assert kept > 2 * depth * one
-    # What is at hand: the present operation's few tensors, the window on its way out, and the one on its way back.
+    # The peak has the present operation's tensors, bytes that are being offloaded, and prefetched bytes.
     assert offloaded - gradients < 10 * one, (kept / one, offloaded / one)
 
 
 def test_memory_of_a_freed_graph_is_freed(tmp_path: Path) -> None:
-    """Graphs that never run backward, and prefetched tensors that nobody wants, leave nothing behind."""
+    """Graphs that never run backward, and prefetched tensors that are not used, free their memory."""
     model = _chain(512, 8)
     cache = make_offloader(
         OffloadConfig(offload=1.0, min_bytes=1, tier="host"), torch.device("cuda"), default_path=tmp_path
     )
     x = torch.randn(4096, 512, device="cuda", requires_grad=True)
-    torch.autograd.grad(model(x).square().mean(), list(model.parameters()))  # which takes workspaces, for good
-    gc.collect()  # what other tests have left
+    torch.autograd.grad(model(x).square().mean(), list(model.parameters()))  # which allocates workspaces permanently
+    gc.collect()  # objects of other tests
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(5):
         cache.begin_micro_batch()
         with cache.hooks():
             loss = model(x).square().mean()
-        # Only the upper half runs: what was prefetched for the lower half dies unseen.
+        # Only the upper half runs: bytes that were prefetched for the lower half are freed unused.
         torch.autograd.grad(loss, list(model[8].parameters()))
         del loss
         cache.end_backward()
     cache.begin_micro_batch()
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() <= before  # less where threads of other tests let go of something
+    assert torch.cuda.memory_allocated() <= before  # less if threads of other tests free memory
     assert cache.tiers["host"].pool.used_bytes == 0  # type: ignore[attr-defined]
     cache.close()
 
@@ -200,9 +200,8 @@ def test_compiled_blocks_give_the_same_numbers() -> None:
 @pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
 def test_kvikio_gives_the_same_numbers(model: Any, checksum: bool) -> None:
-    """Device memory to the scratch file and back, by kvikio (in compat mode where there is no GPUDirect Storage).
-
-    With checksums through host memory, where they are computed.
+    """kvikio transfers device memory to the scratch file and back (in compat mode without GPUDirect Storage), or, with
+    checksums, host memory.
     """
     pytest.importorskip("kvikio")
     plain = train("auto", device="cuda", model=model)
@@ -229,7 +228,7 @@ class Deep(pl.LightningModule):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_training_that_runs_out_of_memory_fits_by_default(accumulate: int, tmp_path: Path) -> None:
-    """A process that may have 2 GiB: plain Lightning takes 3.7 GiB, and everything but activations takes 0.9 GiB."""
+    """The process may use 2 GiB. Plain Lightning needs 3.7 GiB, and everything but activations 0.9 GiB."""
 
     def fit(strategy: Any) -> dict[str, Tensor]:
         rows = torch.randn(2**14, 1024, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""`offload="auto"` on a CUDA device: trains where plain Lightning can not, and leaves no hooks where all fits."""
+"""`offload="auto"` on a CUDA device trains if plain Lightning can't, and disables hooks if all fits."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ class Llama(pl.LightningModule):
 
 
 class See(pl.Callback):
-    """Outcomes and hooks of each micro-batch, and the most memory that was allocated."""
+    """Records outcomes and hooks of each micro-batch, and the peak of allocated memory."""
 
     def __init__(self) -> None:
         self.outcomes: list[str] = []

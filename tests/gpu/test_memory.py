@@ -1,4 +1,4 @@
-"""GPU memory that a capped process may use: budgets follow the cap, and a training stays below it."""
+"""GPU memory that a capped process may use: budgets follow the cap, and a training needs less."""
 
 import gc
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def test_the_allocator_agrees(capped: torch.device) -> None:
     assert limit == pytest.approx(CAP, rel=1e-3)
     assert usable_gpu_memory(capped) == pytest.approx(CAP - FRAGMENTS, rel=1e-3)
     most = torch.empty(limit - 2**25 - torch.cuda.memory_reserved(capped), dtype=torch.uint8, device=capped)
-    # Memory of this process does not count as taken.
+    # Memory of this process counts as available.
     assert process_gpu_memory(capped) == limit
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2**26, dtype=torch.uint8, device=capped)

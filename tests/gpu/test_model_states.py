@@ -73,7 +73,7 @@ def test_numbers_do_not_move_with_the_timing(
     states: str, model: Any, precision: str, limit: float | None, clip: str, gpu_memory: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """AdamW on the CPU while the device computes, and clipping that waits for no one: delays change nothing."""
+    """AdamW steps on the CPU while the device computes, with clipping that does not wait: delays change nothing."""
     how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": limit, "model": model, "recorded": False}
     how["accumulate"] = 1 if gpu_memory == 1 else 2
     expected = train(streamed(gpu_memory=gpu_memory, overlap="none", clip="deferred"), **how)
@@ -115,7 +115,7 @@ def test_a_trial_of_shares_changes_no_numbers(monkeypatch: pytest.MonkeyPatch) -
     """Each step is a measurement, small copies are timed, and the CPU counts as busy."""
     how: dict[str, Any] = {"device": "cuda", "clip": 1.0, "model": TinyGPT, "recorded": False}
     expected = train(streamed(overlap="none", clip="deferred"), **how)
-    for name, steps in (("WARM_UP", 1), ("SETTLING", 1), ("MEASURED", 1), ("BUSY", 0)):
+    for name, steps in (("WARM_UP", 1), ("WARMUP_AFTER_CHANGE", 1), ("MEASURED", 1), ("BUSY", 0)):
         monkeypatch.setattr(ShareTrial, name, steps)
     monkeypatch.setattr(copies._CopyStream, "TIMED", 1)
     shares: list[float | None] = []
@@ -133,14 +133,14 @@ def test_a_trial_of_shares_changes_no_numbers(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("gpu_memory", ["150kB", "400kB"])
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_resident_masters_are_stepped_on_the_device(gpu_memory: str, limit: float | None) -> None:
-    """bf16-true, some units on the device with their masters: what all have whose masters are on the host."""
+    """In bf16-true, units on the device with their masters have the numbers of units whose masters are on the host."""
     how: dict[str, Any] = {"device": "cuda", "precision": "bf16-true", "model": exact(TinyGPT), "recorded": False}
     how |= {"accumulate": 2, "clip": limit}
     some = streamed(states="auto", gpu_memory=gpu_memory)
     found, expected = train(some, **how), train(streamed(overlap="none"), **how)
     if limit is None:
         assert_same(found, expected)
-    for one, other in zip(found.losses, expected.losses, strict=True):  # a norm is summed up in another order
+    for one, other in zip(found.losses, expected.losses, strict=True):  # a norm is summed in another order
         torch.testing.assert_close(one, other, rtol=1e-2, atol=0)
 
 
@@ -153,7 +153,7 @@ def test_resident_masters_are_stepped_on_the_device(gpu_memory: str, limit: floa
 def test_states_that_move_amid_a_training(
     model: Any, precision: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From step to step they are elsewhere, on the device, too, and every copy takes its time."""
+    """They move from step to step, also to the device, and every copy is delayed."""
     how: dict[str, Any] = {"device": "cuda", "precision": precision, "model": exact(model), "recorded": False}
     how["accumulate"] = accumulate
     expected = train(streamed(overlap="none"), **how)
@@ -167,7 +167,7 @@ def test_states_that_move_amid_a_training(
 
 
 def test_a_failed_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `recover=True`, as one that did not, with dropout on the device and delays in every copy."""
+    """With `recover=True`, it equals one that did not fail, with dropout on the device and delays in every copy."""
     how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "gradient_clip_val": None}
     expected = fit(recovering(tmp_path), **how)
     monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
@@ -181,7 +181,7 @@ def test_a_failed_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_hooks_see_gradients() -> None:
-    """With a callback that looks at gradients before the step, all it sees is plain Lightning's."""
+    """A callback that reads gradients before the step gets plain Lightning's."""
     how: dict[str, Any] = {"device": "cuda", "model": exact(SharedStorages)}
     plain, other = train("auto", **how), train(streamed(), **how)
     assert_same(plain, other)
@@ -203,7 +203,7 @@ class Wide(pl.LightningModule):
         for block in self.blocks:
             batch = block(batch).relu()
         loss = batch.square().mean()
-        self.mean.update(loss.detach())  # the rest of the model is where it always is
+        self.mean.update(loss.detach())  # the rest of the model is always resident
         assert self.device.type == self.mean.compute().device.type == "cuda"
         return loss
 
@@ -218,7 +218,7 @@ class Wide(pl.LightningModule):
 
 
 def test_memory_is_that_of_the_units_at_hand(tmp_path: Path) -> None:
-    """Of 4 GiB of weights, gradients and states the device has a few units."""
+    """The device has a few units of 4 GiB of weights, gradients and states."""
     torch.use_deterministic_algorithms(False)
     model = Wide()
     before = torch.cuda.memory_allocated()
@@ -229,13 +229,13 @@ def test_memory_is_that_of_the_units_at_hand(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer.fit(model, torch.utils.data.DataLoader(torch.randn(64, 4096), batch_size=16))
     one = 4096 * 4096 * 4
-    # Weights as told, gradients on their way out, and what one block computes.
+    # Weights within the budget, gradients in flight, and the tensors of one block.
     assert max(model.peaks) - before < (4 + 4 + 4) * one
     assert torch.cuda.memory_allocated() - before < one
 
 
 class Coupled(torch.optim.Optimizer):
-    """Momentum and a norm over all parameters: those on the GPU, too, must be where the others are."""
+    """Momentum and a norm over all parameters, for which those on the GPU must be moved to the others."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-2})
@@ -258,7 +258,7 @@ class Coupled(torch.optim.Optimizer):
 @pytest.mark.parametrize("states", ["host", "ssd"])
 @pytest.mark.parametrize("min_bytes", [1, 4000])
 def test_a_coupled_optimizer_steps_whole_on_the_cpu(states: Any, min_bytes: int) -> None:
-    """Its norms are summed in another order there, so that numbers are close."""
+    """Its norms are summed in another order on the CPU, so that numbers are close."""
 
     class Model(TinyGPT):
         def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Plans on a CUDA device: the same numbers whatever the plan and the timing, and as much memory as was foretold."""
+"""Plans on a CUDA device: the same numbers under any plan and timing, and the predicted memory."""
 
 import random
 from collections.abc import Iterator
@@ -66,8 +66,8 @@ def test_results_do_not_change_under_any_plan_and_timing(
 
 
 def test_model_states_move_to_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They began in host memory, and the link is said to be slow."""
-    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)  # so small a model would stay
+    """They are in host memory at first, and the profile of the machine has a slow link."""
+    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)  # a model this small would not be moved
     machine = tmp_path / "machine.json"
     slow = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e6)
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
@@ -79,7 +79,7 @@ def test_model_states_move_to_where_there_is_room(tmp_path: Path, monkeypatch: p
 
 
 class Validated(TinyGPT):
-    """Takes half a GiB when it is validated, and next to nothing in training."""
+    """Needs half a GiB in validation, and little in training."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         torch.ones(2**29, dtype=torch.uint8, device=self.device).sum()
@@ -114,7 +114,7 @@ def test_memory_equals_the_prediction(states: Any, tmp_path: Path) -> None:
             return self.ids[index]
 
     for gpu_memory in ("auto", "least"):
-        # A machine whose host takes no time: else it would have so much to do with so small a model that all stays.
+        # A machine without host overhead, for which the planner would keep all tensors of such a small model.
         swaps = SwapPlanner(gpu_memory=gpu_memory, machine=MACHINE)
         trainer = quiet_trainer(
             accelerator="gpu",
@@ -130,7 +130,7 @@ def test_memory_equals_the_prediction(states: Any, tmp_path: Path) -> None:
         print(states, gpu_memory, predicted, measured, swaps.comparison.predicted.step_seconds,
               swaps.comparison.step_seconds)  # fmt: skip
         assert measured == pytest.approx(predicted, rel=0.1)
-    # Not than "auto" took: where the CPU bounds the step, as with other tests beside this one, that may be as little.
+    # Not compared with "auto": if the CPU bounds the step, as with other tests in parallel, both may be equal.
     assert swaps.profile is not None and swaps.hardware is not None and swaps.plan is not None
     kept = simulate(swaps.profile, swaps.hardware, default_plan(swaps.profile, FixedPlacement.of(swaps.plan), {}, 0))
     assert measured < 0.9 * kept.gpu_peak_bytes

@@ -1,4 +1,4 @@
-"""`TimelineRecorder` on a CUDA device: kernels and copies are there, and phases are on the device's clock."""
+"""`TimelineRecorder` on a CUDA device: it has kernels and copies, and phases on the device's clock."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A pytest plugin that gives a Trainer of Lightning's suite our strategy where it would take its default one.
+"""A pytest plugin that replaces the default strategy of the Trainers in Lightning's suite by ours.
 
 `LIGHTNING_SUITE_RESULTS` names the file that the plugin writes: a line of JSON for each test, with its outcome and
 whether it used the default strategy. `LIGHTNING_SUITE_ARGUMENTS` holds the arguments of `SSDOffloadStrategy` as JSON;
@@ -39,7 +39,7 @@ def _choose_ours(connector: _AcceleratorConnector) -> Strategy | str:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "flaky: rerun by pytest-rerunfailures, where that is installed")
     _AcceleratorConnector._choose_strategy = _choose_ours
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored, and tests of signals expect the default
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores the signal, and tests of signals expect the default
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:

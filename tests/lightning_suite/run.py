@@ -1,4 +1,4 @@
-"""Runs Lightning's own tests with our strategy where they take the default one, and compares with plain Lightning.
+"""Runs Lightning's own tests with our strategy in place of the default one, and compares with plain Lightning.
 
     python tests/lightning_suite/run.py CHECKOUT [--strategy ssd ...] [--only tests_pytorch/trainer ...] [--plain FILE]
 
@@ -70,7 +70,7 @@ def run_suite(
     """
     with tempfile.TemporaryDirectory(prefix="lightning-suite-") as root:
         copy, results = Path(root) / "copy", Path(root) / "results"
-        # Some tests look at all files beside them, and two runs at once would see each other's.
+        # Some tests read all files in their directory, and two runs at once would read each other's.
         shutil.copytree(checkout / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(checkout / "pyproject.toml", copy)
         (Path(root) / "scratch").mkdir()

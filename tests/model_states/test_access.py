@@ -1,4 +1,4 @@
-"""Weights and gradients of offloaded parameters in the hands of user code, against plain Lightning."""
+"""User code that reads and writes offloaded weights, against plain Lightning."""
 
 import inspect
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def arguments(one: Tensor, other: Tensor) -> Iterator[tuple[Any, ...]]:
 
 
 def calls(limit: int) -> list[tuple[str, int]]:
-    """Returns methods with the numbers of arguments, at most `limit` for each, that they take or refuse by value."""
+    """Returns methods with the numbers of arguments, at most `limit` for each, that they accept or refuse by value."""
     found: list[tuple[str, int]] = []
     for name in methods():
         accepted = []
@@ -71,7 +71,7 @@ def calls(limit: int) -> list[tuple[str, int]]:
             first, second = torch.rand(8, 8), torch.rand(8, 8)
             try:
                 getattr(first, name)(*list(arguments(first, second))[number])
-            except Exception:  # whatever a method raises for arguments of other types
+            except Exception:  # any error of a method for arguments of other types
                 continue
             accepted.append((name, number))
         found += accepted[:limit]
@@ -79,7 +79,7 @@ def calls(limit: int) -> list[tuple[str, int]]:
 
 
 def outcomes(module: Any, *, grad: bool, data: bool, limit: int) -> dict[str, Any]:
-    """Applies every method to two parameters of two units, and returns what came of it and of the weights."""
+    """Applies every method to two parameters of two units, and returns the outcomes and the weights."""
     found: dict[str, Any] = {}
     with torch.no_grad():
         one, other = module.blocks[0].up.weight, module.blocks[1].down.weight
@@ -107,7 +107,7 @@ def outcomes(module: Any, *, grad: bool, data: bool, limit: int) -> dict[str, An
     ("states", "grad", "data"), [("host", False, False), ("ssd", True, False), thorough("host", False, True)]
 )
 def test_every_method_of_tensors(tmp_path: Path, states: str, grad: bool, data: bool, limit: int) -> None:
-    """Results, weights after each, and weights after the next step are plain Lightning's."""
+    """Results, weights after each method, and weights after the next step are plain Lightning's."""
     runs: list[dict[str, Any]] = []
 
     def act(module: Any) -> None:
@@ -131,7 +131,7 @@ def test_methods_that_would_replace_a_parameters_memory_are_refused_by_its_name(
     def act(module: Any) -> None:
         weight = module.blocks[0].up.weight
         for name, args in calls.items():
-            if name != "squeeze_":  # it changes nothing of this shape
+            if name != "squeeze_":  # it changes nothing for this shape
                 with pytest.raises(RuntimeError, match="which is offloaded"), torch.no_grad():
                     getattr(weight, name)(*args)
         with pytest.raises(RuntimeError, match=r"blocks.0.up.weight.*whole_weights"):
@@ -153,7 +153,7 @@ def test_methods_that_would_replace_a_parameters_memory_are_refused_by_its_name(
     )
 
 
-# ---- what people do ----
+# ---- typical user code ----
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", pytest.param("on_fit_start", marks=pytest.mark.thorough)])
@@ -199,7 +199,7 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_operators_that_write_a_parameter_into_another_tensor(tmp_path: Path, name: str) -> None:
-    """`x += p`: the tensor is the user's, and the parameter has a gradient, in its unit's forward and outside of it."""
+    """`x += p`: the user's tensor is changed, and the parameter gets a gradient, in its unit's forward and outside."""
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -275,7 +275,7 @@ def test_offsets_in_a_storage_address_the_weight_itself_or_are_refused(tmp_path:
 
 
 def test_gradients_of_weights_in_16_bits_are_refused(tmp_path: Path) -> None:
-    """`torch.autograd.grad` would return another gradient than in plain training."""
+    """`torch.autograd.grad` would return a gradient that differs from plain training's."""
     with pytest.raises(RuntimeError, match=r"`torch.autograd.grad`.*blocks.0.up.weight.*states='gpu'"):
         fit(tmp_path, Toy("on_train_batch_end", _graph), "host", precision="bf16-mixed")
 
@@ -299,7 +299,7 @@ def test_an_alias_keeps_values_that_are_replaced(tmp_path: Path, states: str) ->
 
 
 def test_an_alias_reads_present_values_and_writes_through(tmp_path: Path) -> None:
-    """It shows the weights of the moment, and what is written to it counts, as long as it is kept."""
+    """The alias reads the present weights, and writes to it change them, as long as it is alive."""
 
     def act(module: Any) -> Any:
         if not hasattr(module, "aliases"):

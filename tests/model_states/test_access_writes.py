@@ -88,7 +88,7 @@ def _fused(weight: Tensor) -> None:
 
 
 def outcome(module: Any, write: Callable[[Tensor], Any], alias: Tensor, grad: bool, autocast: bool) -> Any:
-    """Returns what came of `write`: its result or error, and the weight and an alias of it afterwards."""
+    """Returns the outcome of `write`: its result or error, and the weight and an alias of it afterwards."""
     weight, others = module.blocks[1].up.weight, [module.blocks[0].up.weight, module.target.up.weight]
     with torch.no_grad():
         before = weight.clone()
@@ -130,7 +130,7 @@ def test_functions_that_write(tmp_path: Path, states: str, precision: Any) -> No
         )
 
     for kind in (states, None):
-        # In bf16-true, plain Lightning has no master weights: the first step makes others.
+        # In bf16-true, plain Lightning has no master weights, so that weights differ from the first step on.
         hook = "on_fit_start" if precision == "bf16-true" else "on_train_batch_end"
         fit(tmp_path, Toy(hook, act), kind, precision=precision)
     ours, plain = runs
@@ -139,7 +139,7 @@ def test_functions_that_write(tmp_path: Path, states: str, precision: Any) -> No
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_operators_leave_no_cycle_of_references(tmp_path: Path, precision: Any) -> None:
-    """It would keep the weights on the device until the garbage collector runs."""
+    """A cycle would keep the weights on the device until the garbage collector runs."""
     operators = (torch.norm, torch.clone, torch.t, lambda p: p.chunk(2), lambda p: F.embedding(INDEX, p), Tensor.tolist)
     found: list[Any] = []
 
@@ -166,7 +166,7 @@ def test_operators_leave_no_cycle_of_references(tmp_path: Path, precision: Any) 
 
 @pytest.mark.parametrize("states", PLACES)
 def test_a_view_that_an_evaluation_keeps(tmp_path: Path, states: str) -> None:
-    """The weights get other memory when they are evicted, which trains after the evaluation."""
+    """Eviction gives the weights new memory, which the training after the evaluation uses."""
 
     class Keeping(Toy):
         def forward(self, x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def test_a_view_that_an_evaluation_keeps(tmp_path: Path, states: str) -> None:
 
 
 def alias(module: Any) -> None:
-    """Takes aliases of two weights, some of which autograd follows; those taken before are kept."""
+    """Makes aliases of two weights, some with autograd; earlier aliases are kept."""
     kept = module.__dict__.setdefault("aliases", [])
     one, other = module.blocks[0].up.weight, module.blocks[1].down.weight
     with torch.no_grad():
@@ -220,7 +220,7 @@ def write_detached_aliases(module: Any) -> None:
 
 
 def backward_through_aliases(module: Any) -> Any:
-    """Adds a gradient through views that were just taken."""
+    """Adds a gradient through new views."""
     loss = module.blocks[0].up.weight.view(-1).square().sum() + module.blocks[1].down.weight.T[2].sum()
     loss.backward()
     return module.blocks[0].up.weight.grad.clone(), module.blocks[1].down.weight.grad.clone()
@@ -279,7 +279,7 @@ def compare(path: Path, states: str, precision: str, sequences: Any) -> None:
 @example("bf16-mixed", [("on_train_batch_start", [backward_through_aliases])])
 @example("32-true", [("on_train_batch_end", [write_detached_aliases])])
 def test_sequences(tmp_path: Path, precision: str, sequences: Any) -> None:
-    """What user code reads, through aliases too, and the weights at the end are plain Lightning's."""
+    """Values that user code reads, also through aliases, and the weights at the end are plain Lightning's."""
     compare(tmp_path, "host", precision, sequences)
 
 
@@ -287,5 +287,5 @@ def test_sequences(tmp_path: Path, precision: str, sequences: Any) -> None:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(PLACES), st.sampled_from(["32-true", "bf16-mixed"]), SEQUENCES)
 def test_more_sequences(tmp_path: Path, states: str, precision: str, sequences: Any) -> None:
-    """The same, with states on SSDs, too."""
+    """The same, also with states on SSDs."""
     compare(tmp_path, states, precision, sequences)

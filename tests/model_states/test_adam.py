@@ -40,7 +40,7 @@ def arrays_of(dtype: torch.dtype, kept: torch.dtype | None, numel: int, *, zero:
 def test_stores_past_the_caches_store_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, function: str, implementation: Any, decoupled: bool
 ) -> None:
-    """For parameters of many lengths, at addresses that are aligned and at others; nothing beside them is written."""
+    """Parameters have many lengths, at aligned and other addresses; no byte beside them is written."""
     kernel = exact_kernel(implementation) or any_kernel()
     if kernel is None:
         pytest.skip("there is no C compiler")

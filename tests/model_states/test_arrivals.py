@@ -1,4 +1,4 @@
-"""Gradients that arrive in parts, late, or more than the device or the host may hold at once."""
+"""Gradients that are computed in parts, late, or in excess of the memory of device or host."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, states: str
 
 
 class LateGradient(ToyModel):
-    """In the third step, a hook runs a backward of its own over a layer whose gradient is complete."""
+    """In the third step, a hook runs another backward through a layer whose gradient is complete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class LateGradient(ToyModel):
 
 
 def test_a_gradient_that_arrives_after_its_step_has_begun_is_an_error(tmp_path: Path) -> None:
-    """The step would be made without it."""
+    """The step would be made without this gradient."""
     with pytest.raises(RuntimeError, match=r"second\..* arrived after the optimizer step .* Set `overlap='none'`"):
         fit(tmp_path, LateGradient(), "host")
     assert_same(
@@ -62,7 +62,7 @@ def test_a_gradient_that_arrives_after_its_step_has_begun_is_an_error(tmp_path: 
 
 
 class Freezing(BlocksModel):
-    """Parameters are frozen whose values backward needs after the last gradient of their block has arrived."""
+    """Parameters are frozen whose values backward needs after the last gradient of their block."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -77,7 +77,7 @@ def test_a_block_is_not_stepped_before_backward_has_used_its_frozen_parameters(t
 
 
 class Checkpointed(BlocksModel):
-    """Eight blocks, whose forwards run again in backward."""
+    """Eight blocks whose forwards are recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__(depth=8)
@@ -89,7 +89,7 @@ class Checkpointed(BlocksModel):
 
 
 def test_gradient_memory_that_steps_release_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in the first backward, when it is not known yet how many gradients each unit has."""
+    """Also in the first backward, when the number of gradients of each unit is unknown."""
     grown: list[int] = []
 
     class Counted(gradient.Slab):
@@ -127,7 +127,7 @@ class ToldCopies(LateCopies):
 def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
 ) -> None:
-    """Two blocks have eight gradients. A limit below one gradient leaves one in flight, besides the one that begins."""
+    """Two blocks have eight gradients. With a limit below one gradient, at most one more is in flight."""
     engines: list[ToldCopies] = []
     left: list[int] = []
 
@@ -147,7 +147,7 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
 
 
 def test_a_step_of_accumulated_gradients_leaves_none(tmp_path: Path) -> None:
-    """Else the next step, of one micro-batch, would be made of accumulated gradients, too."""
+    """Otherwise the next step, of one micro-batch, would use them."""
     pending: list[bool] = []
 
     class Watching(Toy):
@@ -159,7 +159,7 @@ def test_a_step_of_accumulated_gradients_leaves_none(tmp_path: Path) -> None:
 
 
 def test_a_step_that_can_not_be_rolled_back_waits_for_the_norm(tmp_path: Path) -> None:
-    """A speculative one would be made twice, as all are clipped."""
+    """A speculative step would be made twice, because all steps are clipped."""
 
     def make() -> Toy:
         return Toy(optimizer=torch.optim.RMSprop)
@@ -180,7 +180,7 @@ def test_a_gradient_that_is_added_to_one_which_is_gone_is_an_error(tmp_path: Pat
 
 
 def test_a_graph_whose_weights_were_stepped_is_an_error(tmp_path: Path) -> None:
-    """As in plain Lightning, which has changed the saved weights in place."""
+    """As in plain Lightning, whose step changes the saved weights in place."""
 
     class Retained(Toy):
         def __init__(self) -> None:
@@ -203,7 +203,7 @@ def test_a_graph_whose_weights_were_stepped_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_that_would_wait_for_the_end_of_its_own_backward_is_an_error(tmp_path: Path) -> None:
-    """The last block's step waits for the norm of all gradients, and backward for the hook that asks for its values."""
+    """The last block's step waits for the norm of all gradients, and backward for the hook that reads its values."""
 
     class Asking(Toy):
         def forward(self, x: Tensor) -> Tensor:

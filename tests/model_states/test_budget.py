@@ -1,4 +1,4 @@
-"""Where flats go within a budget."""
+"""Tiers of flat parameters within a budget."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whole trainings with model states on SSD, or where budgets put them, against plain Lightning."""
+"""Whole trainings with model states on SSD, or in tiers chosen by budgets, against plain Lightning."""
 
 from itertools import product
 from pathlib import Path
@@ -37,7 +37,7 @@ from tests.support.states import assert_nothing_is_left, host, loader, some_stay
 def test_numbers_are_plain_lightnings(
     tmp_path: Path, overlap: Any, clips: tuple[Any, float | None, int], states: str
 ) -> None:
-    """Bit for bit in 32-true, in every mode, with a checksum of every byte; and nothing is left behind."""
+    """Bit for bit in 32-true, in every mode, with checksums; no files remain."""
     clip, limit, accumulate = clips
     arguments = dict(accumulate_grad_batches=accumulate, gradient_clip_val=limit)
     expected = train(tmp_path, "auto", Model(), **arguments)
@@ -47,7 +47,7 @@ def test_numbers_are_plain_lightnings(
 
 
 def test_some_steps_are_clipped_and_some_are_not(tmp_path: Path) -> None:
-    """What the test above takes for granted."""
+    """The test above assumes this."""
     norms: list[float] = []
 
     class Watching(Model):
@@ -76,7 +76,7 @@ def test_states_that_fit_are_in_host_memory(tmp_path: Path, host_memory: str, ca
 
 
 class Sparing(Deep):
-    """Of some units only a part is used, in some batches nothing."""
+    """Some units are used in part, and in some batches not at all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Sparing(Deep):
 def test_gradients_share_memory(
     tmp_path: Path, flats: int, accumulate: int, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As little as one flat's: backward waits for steps, and for nobody who waits for it."""
+    """The memory is as small as one flat parameter's: backward waits for steps, and no step waits for backward."""
     monkeypatch.setattr(budget, "GRADIENT_FLATS", flats)
     arguments = dict(accumulate_grad_batches=accumulate)
     expected = train(tmp_path, "auto", model(), **arguments)
@@ -184,7 +184,7 @@ def test_optimizers(tmp_path: Path, optimizer: str, groups: bool) -> None:
     "second, first", ["ssd", "host", "auto"], ["ssd", "auto"], quick=[("ssd", "ssd"), ("host", "auto"), ("auto", "ssd")]
 )
 def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:
-    """Whatever wrote a checkpoint, whatever goes on from it: the training is the same."""
+    """Any strategy can write a checkpoint and any can resume from it: the training is the same."""
     strategies: dict[str, Any] = {"ssd": ssd, "host": host, "auto": lambda: "auto"}
     expected = train(tmp_path, "auto", Model())
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
@@ -192,7 +192,7 @@ def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: st
     begun: Any = train(tmp_path, strategies[first](), Model(), **how)
     resumed = Model()
     for parameter in resumed.parameters():
-        parameter.data.zero_()  # everything comes from the checkpoint
+        parameter.data.zero_()  # all values are loaded from the checkpoint
     resumed_model: Any = train(tmp_path, strategies[second](), resumed, ckpt_path=str(tmp_path / "saved" / "last.ckpt"))
     resumed_model.losses = begun.losses + resumed_model.losses
     assert_same(resumed_model, expected)
@@ -200,7 +200,7 @@ def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: st
 
 @pytest.mark.parametrize("writes", [40, 90])
 def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: Path, writes: int) -> None:
-    """With two slots a step counts in all units, or in none."""
+    """With two versions, a step is committed in all units or in none."""
     seen: list[dict[str, Tensor]] = []
 
     class Watching(Model):
@@ -235,7 +235,7 @@ def test_a_drive_that_fails_is_named_and_the_last_whole_step_is_there(tmp_path: 
 def test_faults_in_the_middle(
     tmp_path: Path, fault: dict[str, Any], error: Any, message: str, clip: float | None
 ) -> None:
-    """Whatever goes wrong with a drive, training hears it before it computes with it, and ends."""
+    """Any fault of a drive ends training with an error before a wrong value is used."""
     backend = FaultyBackend()
 
     class Broken(Model):
@@ -273,7 +273,7 @@ def test_faults_in_the_middle(
     ],
 )
 def test_plans_and_budgets_that_do_not_fit(tmp_path: Path, arguments: Any, error: Any, message: str) -> None:
-    """Nothing is left behind, and the model is whole."""
+    """No files remain, and the model has whole parameters."""
     model, before = Model(), Model().state_dict()
     trainer = pl.Trainer(accelerator="cpu", strategy=ssd(**arguments), max_epochs=1, default_root_dir=tmp_path,
                          logger=False, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
@@ -284,7 +284,7 @@ def test_plans_and_budgets_that_do_not_fit(tmp_path: Path, arguments: Any, error
 
 
 def test_memory_that_runs_out_during_a_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parameters that had moved are whole again."""
+    """Parameters that had been moved are whole again."""
     model, before = Model(), Model().state_dict()
     made = state_storage.make_buffer
     places: list[Any] = []
@@ -304,7 +304,7 @@ def test_memory_that_runs_out_during_a_move(tmp_path: Path, monkeypatch: pytest.
     assert_nothing_is_left(tmp_path)
 
 
-# ---- what is only evaluated ----
+# ---- evaluation alone ----
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
@@ -420,7 +420,7 @@ def test_parameters_and_buffers_that_are_not_initialized(tmp_path: Path) -> None
     quick=[(1, {"states": "ssd"}), (2, {"states": "auto", "gpu_memory": "90kB"})],
 )
 def test_bf16_true_has_fp32_masters(tmp_path: Path, strategy: dict[str, Any], accumulate: int) -> None:
-    """Bit for bit a loop with bf16 weights whose fp32 masters torch's fused AdamW steps, with sums in fp32."""
+    """Equals a loop with bf16 weights whose fp32 masters torch's fused AdamW steps, with sums in fp32, bit for bit."""
     model = Model()
     reference = Model().bfloat16()
     masters = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
@@ -455,7 +455,7 @@ def test_bf16_true_has_fp32_masters(tmp_path: Path, strategy: dict[str, Any], ac
 
 
 class Residents(pl.Callback):
-    """Counts the parameters that stay on the device with masters."""
+    """Counts the resident parameters with masters."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         (optimizer,) = trainer.optimizers
@@ -464,7 +464,7 @@ class Residents(pl.Callback):
 
 
 def test_masters_of_resident_parameters(tmp_path: Path) -> None:
-    """Clipped, saved, resumed, evaluated and averaged as others are; the optimizer has the parameters afterwards."""
+    """They are clipped, saved, resumed, evaluated and averaged like others; then the optimizer has the parameters."""
     residents = Residents()
 
     def callbacks(name: str) -> list[pl.Callback]:

@@ -1,4 +1,4 @@
-"""Checkpoints of states that have left: ordinary files, written and read without the memory for all of them."""
+"""Checkpoints of offloaded states: ordinary files, written and read without memory for all states."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from tests.support.states import Large, host, loader, ssd, train
 
 
 def saved(path: Path, strategy: Any, model: Any = None, **arguments: Any) -> dict[str, Any]:
-    """Trains, and returns what the last checkpoint holds."""
+    """Trains, and returns the content of the last checkpoint."""
     checkpoint = pl.callbacks.ModelCheckpoint(
         dirpath=path / "saved", save_last=True, save_weights_only=arguments.pop("save_weights_only", False)
     )
@@ -62,7 +62,7 @@ def test_hooks_see_values_and_may_change_them(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
-    """Its tensors take their values in before the next step changes them."""
+    """Its tensors load their values before the next step changes them."""
 
     class Keeping(pl.Callback):
         def __init__(self) -> None:
@@ -89,7 +89,7 @@ def test_a_state_dict_that_is_kept_keeps_its_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_state_dicts_around_a_step_by_hand(tmp_path: Path, states: str) -> None:
-    """What was read before a step is not shown after it."""
+    """Values that were read before a step are not returned after it."""
 
     class ByHand(Model):
         def __init__(self) -> None:
@@ -139,7 +139,7 @@ PATCHED: dict[str, tuple[Any, str]] = {
 def test_functions_that_save_may_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: str, writes: bool
 ) -> None:
-    """They get ordinary tensors, whatever they do with them."""
+    """They get ordinary tensors."""
     seen: list[Any] = []
 
     def patch(strategy: Any) -> None:
@@ -189,7 +189,7 @@ def load(file: Path) -> Any:
 
 @pytest.mark.parametrize("second", ["auto", "host", "ssd"])
 def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, second: str) -> None:
-    """As plain Lightning resumes: with accumulation pending, and with another format of the states."""
+    """It equals plain Lightning, with pending accumulation, and with another format of the states."""
     strategies: dict[str, Any] = {
         "auto": lambda: "auto",
         "host": host,
@@ -205,7 +205,7 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, second: str) -> None
 
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_sharded_checkpoints(tmp_path: Path, weights_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as in a file, with what is tied written once, in files of bounded size."""
+    """The content is the same as in one file; tied weights are written once, and files have a bounded size."""
     monkeypatch.setattr(sharded, "SHARD_BYTES", 10_000)
     checkpoint = pl.callbacks.ModelCheckpoint(
         dirpath=tmp_path / "saved", save_last=True, save_weights_only=weights_only, save_top_k=1
@@ -293,7 +293,7 @@ def test_the_old_file_is_kept_if_saving_is_killed(tmp_path: Path) -> None:
     assert killed.returncode == -signal.SIGKILL
     assert list(torch.load(path)) == ["old"]
     assert len(list(tmp_path.iterdir())) == 2
-    save({"newer": torch.ones(1000)}, path)  # which clears away what the killed one left
+    save({"newer": torch.ones(1000)}, path)  # which removes files of the killed one
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
     assert list(torch.load(path)) == ["newer"]
 
@@ -313,7 +313,7 @@ def test_the_old_file_is_kept_if_saving_fails(tmp_path: Path, monkeypatch: pytes
 
 
 def test_lazy_tensors(tmp_path: Path) -> None:
-    """Every shape and dtype, read once each, and in files as ordinary tensors that load by `weights_only`."""
+    """Lazy tensors of every shape and dtype are read once, and saved as ordinary tensors that `weights_only` loads."""
     tensors = LazyTensors()
     values = [torch.randn(40, 50), torch.randn(3), torch.randn(()), torch.arange(100), torch.randn(64).bfloat16()]
     reads: list[int] = []
@@ -342,7 +342,7 @@ def test_lazy_tensors(tmp_path: Path) -> None:
 
 
 class OnMeta(Model):
-    """Has its blocks built on `meta`, in `configure_model`; plain Lightning builds them on the CPU."""
+    """Builds its blocks on `meta`, in `configure_model`; plain Lightning builds them on the CPU."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class OnMeta(Model):
 @pytest.mark.parametrize("states", ["host", "ssd", "gpu"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_a_checkpoint_is_loaded_exactly_before_optimizers_are_made(tmp_path: Path, states: Any, precision: Any) -> None:
-    """Into parameters on meta, which have no memory then, and into 16-bit ones, which round their master weights."""
+    """It is loaded into parameters on meta, which have no memory, and into 16-bit ones, which round master weights."""
     found: dict[str, Any] = {}
 
     class Resumed(OnMeta):

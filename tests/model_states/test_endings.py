@@ -1,4 +1,4 @@
-"""Trainings that a drive ends at any of its transfers: `fit` raises, or has plain Lightning's numbers; never less."""
+"""A drive fails at any transfer of a training: `fit` raises an error, or has plain Lightning's numbers."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 class Keep(pl.Callback):
-    """Keeps the weights after each step."""
+    """Records the weights after each step."""
 
     def __init__(self) -> None:
         self.kept: list[dict[str, Tensor]] = []
@@ -52,7 +52,7 @@ class Keep(pl.Callback):
 
 
 class Arm(pl.Callback):
-    """Has a backend count its transfers from the start of the training, so that its calibration does not."""
+    """Makes a backend count its transfers from the start of the training, without those of the calibration."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -98,7 +98,7 @@ def check_fault(
     """Trains with one fault; returns whether it was reached."""
     backend = FailingAtBackend(at, operation, dead=dead, armed=False)
     clipping = None if "no clipping" in mode else 0.1
-    # What is still being written is handed back from memory: it is read where writes end before backward.
+    # Bytes that are still being written are forwarded from memory; they are read if writes end before backward.
     arguments = dict(
         gradient_clip_val=clipping, callbacks=[Arm(backend), *([Watch()] if mode == "activations" else [])]
     )
@@ -150,7 +150,7 @@ def test_every_transfer_that_fails(tmp_path: Path, mode: str, model: type[Toy]) 
 
 
 class FailLast(pl.Callback):
-    """Has every write fail from the beginning of a batch on, when those of the steps before have ended."""
+    """Makes every write fail from the beginning of a batch on, when writes of earlier steps have ended."""
 
     def __init__(self, backend: FailingAtBackend, batch: int = STEPS - 1) -> None:
         self._backend = backend
@@ -163,7 +163,7 @@ class FailLast(pl.Callback):
 
 
 class See(pl.Callback):
-    """Notes what Lightning calls at the end."""
+    """Records the hooks that Lightning calls at the end."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -193,7 +193,7 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("recover", [False, True])
 @pytest.mark.parametrize("end", ENDS)
 def test_the_last_step_is_written_before_fit_returns(tmp_path: Path, end: str, recover: bool) -> None:
-    """Else `fit` raises, and a run that is recorded goes on after the step before."""
+    """Otherwise `fit` raises an error, and a recorded run resumes after the previous step."""
     batch, arguments = ENDS[end]
     backend, see = FailingAtBackend(0, "write", dead=True, armed=False), See()
     callbacks = [*arguments.get("callbacks", []), FailLast(backend, batch), see]
@@ -211,7 +211,7 @@ def test_the_last_step_is_written_before_fit_returns(tmp_path: Path, end: str, r
 
 @pytest.mark.parametrize("at", range(4))
 def test_every_write_of_the_last_step_is_checked(tmp_path: Path, at: int) -> None:
-    """Those of optimizer states, too, which nothing reads afterwards; the next run resumes before that step."""
+    """Also writes of optimizer states, which are not read afterwards; the next run resumes before that step."""
     mode, keep = MODES["recover, no clipping"], Keep()
     backend = FailingAtBackend(at, "write", armed=False)
     with pytest.raises(StorageError, match="EIO"):
@@ -221,7 +221,7 @@ def test_every_write_of_the_last_step_is_checked(tmp_path: Path, at: int) -> Non
 
 
 class Uneven(Toy):
-    """Two blocks of different sizes, which tells the writes of their optimizer states from all others."""
+    """Two blocks of different sizes, by which the writes of their optimizer states differ from all others."""
 
     FIRST_BYTES, SECOND_BYTES = 20480, 24576
 
@@ -239,7 +239,7 @@ class LateFault(WrappingBackend):
 
     Attributes:
         armed: whether the next such write fails.
-        overtaken: whether the next step's values were written meanwhile.
+        overtaken: whether the next step's values were written before.
     """
 
     name = "late"
@@ -252,7 +252,7 @@ class LateFault(WrappingBackend):
         self._next_step = threading.Event()
 
     def arm(self) -> None:
-        """The next step's write fails."""
+        """Makes the next step's write fail."""
         self.armed = True
         self._writes.clear()
         self._next_step.clear()
@@ -260,7 +260,7 @@ class LateFault(WrappingBackend):
     def transfer(self, operation: Operation, call: Move, buffer: Tensor, offset: int) -> int:
         if operation == "write" and self.armed and buffer.numel() == Uneven.FIRST_BYTES:
             self.armed = False
-            self.overtaken.append(self._next_step.wait(timeout=0.5))  # it is set at once where nothing stops that step
+            self.overtaken.append(self._next_step.wait(timeout=0.5))  # it is set at once if that step does not wait
             raise OSError(errno.EIO, "Input/output error")
         done = call(buffer, offset)
         if operation == "write" and buffer.numel() == Uneven.SECOND_BYTES:
@@ -271,7 +271,7 @@ class LateFault(WrappingBackend):
 
 
 def test_a_step_overwrites_nothing_that_the_step_before_is_rolled_back_to(tmp_path: Path) -> None:
-    """A write of a step is under way while the next step of another block could be made, and then fails."""
+    """A write of a step is running while the next step of another block could be made, and then fails."""
     backend, keep = LateFault(), Keep()
 
     class ArmAtSecond(pl.Callback):
@@ -308,8 +308,8 @@ class Broken(Exception):
 def test_an_error_of_the_user_is_not_masked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str, error: type[BaseException]
 ) -> None:
-    """By those of a drive that dies meanwhile; Lightning turns Ctrl-C into `SystemExit`."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Lightning would have this process ignore Ctrl-C
+    """Not by errors of a drive that fails at the same time; Lightning turns Ctrl-C into `SystemExit`."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Lightning would make this process ignore Ctrl-C
 
     class Raise(pl.Callback):
         pass
@@ -332,7 +332,7 @@ def test_an_error_of_the_user_is_not_masked(
 
 @pytest.mark.parametrize("recover", [False, True])
 def test_weights_that_can_not_be_read_at_the_end_are_said_to_be_lost(tmp_path: Path, recover: bool) -> None:
-    """Also where the training itself has ended well; with a record they are not."""
+    """Also after a training without an error; with a record they are not lost."""
     backend = FailingAtBackend(0, "read", dead=True, armed=False)
 
     class Unread(pl.Callback):
@@ -366,7 +366,7 @@ def test_weights_of_an_evaluation_that_can_not_be_read(tmp_path: Path) -> None:
 def test_a_journal_that_can_not_be_written_is_named_and_the_last_record_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Which the next run goes on from."""
+    """The next run resumes from that record."""
     real = getattr(os, call)
     broken = False
 

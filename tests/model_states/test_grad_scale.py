@@ -1,4 +1,4 @@
-"""The factor of a step reaches the host once, as it was, or its error does."""
+"""The gradient scale of a step, or its error, is copied to the host exactly once."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class LateCopies(CPUCopyEngine):
-    """Copies out whose ends are told when the test says so: a device that is behind the host."""
+    """d2h copies whose futures complete when the test releases them: a device behind the host."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
@@ -34,7 +34,7 @@ class LateCopies(CPUCopyEngine):
 
 
 def opened(gate: GradScaleDecision, norm: float) -> "Future[float | None]":
-    """Returns the factor of a step whose gradient has the given norm, clipped to 1."""
+    """Returns the scale of a step whose gradient has the given norm, clipped to 1."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     gate.begin(defer_to_user_hooks=False)
     gate.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0)
@@ -55,7 +55,7 @@ def test_scales_of_many_steps_may_be_in_flight_at_once() -> None:
 
 
 def test_a_slot_of_a_scale_is_used_again_after_the_scale_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more scale than there are slots: the host waits for the first one, which the device copies then."""
+    """There is one more scale than slots: the host waits for the first one, whose copy the device makes then."""
     copies = LateCopies()
     decision = GradScaleDecision(copies, clip="deferred", needs_norm=True, loss_scaled=False)
 
@@ -73,7 +73,7 @@ def test_a_slot_of_a_scale_is_used_again_after_the_scale_was_read(monkeypatch: p
 
 
 class LostDevice(CPUCopyEngine):
-    """The device is lost while it copies: ends of copies out are errors from the `after`-th one on."""
+    """The device is lost while it copies: futures of d2h copies fail from number `after` on."""
 
     def __init__(self, device: torch.device, after: int) -> None:
         super().__init__(device)
@@ -93,7 +93,7 @@ class LostDevice(CPUCopyEngine):
 def test_a_device_that_is_lost_at_any_copy_ends_training_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any, after: int
 ) -> None:
-    """The norm's copy among them: jobs that wait for it do not wait for ever."""
+    """This includes the norm's copy: jobs that wait for it fail."""
     monkeypatch.setattr(build, "make_copy_engine", lambda device: LostDevice(device, after))
     strategy = offloading(states="host", min_bytes=1, offload="none", **({} if clip is None else {"clip": clip}))
     trainer: pl.Trainer = make_trainer(tmp_path, strategy, gradient_clip_val=None if clip is None else 0.01)
@@ -109,7 +109,7 @@ class RefusingCopies(CPUCopyEngine):
 
 
 def test_a_scale_whose_copy_is_not_issued_fails_the_jobs_that_wait_for_it() -> None:
-    """Else the end of training would wait for these jobs forever."""
+    """Otherwise the end of training would wait for these jobs forever."""
     decision = GradScaleDecision(RefusingCopies(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
     parameter = torch.nn.Parameter(torch.zeros(1))
     decision.begin(defer_to_user_hooks=False)
@@ -127,7 +127,7 @@ def test_a_scale_whose_copy_is_not_issued_fails_the_jobs_that_wait_for_it() -> N
 def test_steps_without_a_gradient_release_their_staging_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any, after: int
 ) -> None:
-    """16 blocks on SSD share the staging memory of a few: the end of training waits for none of them."""
+    """16 blocks on SSD share staging memory for a few: the end of training does not wait for it."""
     monkeypatch.setattr(build, "make_copy_engine", lambda device: LostDevice(device, after))
     arguments = {} if clip is None else {"clip": clip}
     strategy = SSDOffloadStrategy(states="ssd", min_bytes=1, offload="none", gpu_memory="1B", **arguments)
@@ -138,7 +138,7 @@ def test_steps_without_a_gradient_release_their_staging_memory(
 
 
 def steps_of(decision: GradScaleDecision, norms: list[float]) -> list[float | None]:
-    """Returns the speculated scale of each step, of which the gradients have these norms, clipped to 1."""
+    """Returns the speculated scale of each step; the gradients have these norms, and are clipped to 1."""
     found: list[float | None] = []
     for norm in norms:
         parameter = torch.nn.Parameter(torch.zeros(1))
@@ -153,7 +153,7 @@ def steps_of(decision: GradScaleDecision, norms: list[float]) -> list[float | No
 def test_auto_speculates_while_it_is_seldom_wrong() -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="auto", needs_norm=True, loss_scaled=False)
     speculated = steps_of(decision, [0.5] * 20 + [4.0] * 5 + [0.5] * 20)
-    assert speculated[0] is None and speculated[19] == 1.0  # none is known of a new training
+    assert speculated[0] is None and speculated[19] == 1.0  # a new training has no earlier norms
     assert None in speculated[20:25]  # they were clipped
     assert speculated[-1] == 1.0
     decision.close()
@@ -202,7 +202,7 @@ def test_norms_of_offloaded_and_resident_gradients_are_clipped_as_torch_does() -
 def test_a_gradient_that_is_not_finite_skips_the_step_that_has_it(bad: float | None) -> None:
     decision = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.zeros(1))  # which makes the scale
+    scaler.scale(torch.zeros(1))  # which decides the scale
     scales = []
     for value in (1.0, bad, 1.0):
         decision.begin(defer_to_user_hooks=False)

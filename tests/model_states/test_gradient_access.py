@@ -1,4 +1,4 @@
-"""Gradients of offloaded parameters in the hands of user code, against plain Lightning, bit for bit."""
+"""User code that reads and writes gradients of offloaded parameters, against plain Lightning, bit for bit."""
 
 import copy
 import pickle
@@ -91,7 +91,7 @@ class Surgery(Manual):
 
 
 class Accumulating(Toy):
-    """Reads between micro-batches; gradients are made finite, and set by `.grad.data`."""
+    """Reads gradients between micro-batches, makes them finite, and sets them by `.grad.data`."""
 
     def on_after_backward(self) -> None:
         for parameter in self.blocks.parameters():
@@ -222,7 +222,7 @@ class DropsInModule(Toy):
 
 
 class DropsInOptimizer(Toy):
-    """`zero_grad` of the optimizer is other code: that of a subclass, or a function in place of the method."""
+    """`zero_grad` of the optimizer is replaced, by a subclass or by a function."""
 
     def __init__(self, *, subclass: bool, **settings: Any) -> None:
         super().__init__(**settings)
@@ -278,7 +278,7 @@ def test_gradients_that_nothing_drops_are_not_recorded(tmp_path: Path) -> None:
 
 
 class Penalized(Toy):
-    """A penalty on weights of matrix products, which autocast computes in fp32, and reads of them."""
+    """A penalty on weights of matrix products, which autocast computes in fp32, and reads of these weights."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         weights = [block.up.weight for block in self.blocks]
@@ -303,7 +303,7 @@ def test_weights_of_products_are_whole_in_mixed_precision(tmp_path: Path, states
 
 
 class Loading(Toy):
-    """Values are loaded and read within a training step, and right after the optimizer's."""
+    """Values are loaded and read within a training step, and directly after the optimizer's step."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         state = {name: value.clone() for name, value in self.state_dict().items()}

@@ -1,4 +1,4 @@
-"""What Lightning shows and lets users do while states are elsewhere: the same as ever."""
+"""Lightning's output and user code with offloaded states are the same as in plain Lightning."""
 
 import copy
 import csv
@@ -43,7 +43,7 @@ def test_fifty_steps(tmp_path: Path, strategy: Any) -> None:
 
 
 class Shown(Model):
-    """Records what Lightning shows, steps schedulers of every kind, and edits the optimizer's groups."""
+    """Records Lightning's output, steps schedulers of every kind, and edits the optimizer's groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_accumulation_that_changes(tmp_path: Path, strategy: Any) -> None:
 
 
 class Skipping(Model):
-    """Returns no loss now and then."""
+    """Sometimes returns no loss."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -113,7 +113,7 @@ class Skipping(Model):
 
 
 class Stepping(Model):
-    """Overrides `optimizer_step`, with a warm-up and a step that is left out."""
+    """Overrides `optimizer_step`, with a warm-up and a skipped step."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
         for group in optimizer.param_groups:
@@ -133,7 +133,7 @@ class Clipping(Model):
 
 
 class Adversaries(Model):
-    """Two optimizers by hand, one after the other, each with its parameters alone wanting gradients."""
+    """Two optimizers in manual optimization, toggled one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Adversaries(Model):
 
 
 class LookingAfterBackward(Model):
-    """Overrides `backward`, and looks at weights before and after the gradients are there."""
+    """Overrides `backward`, and reads weights before and after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class EverySecond(pl.callbacks.WeightAveraging):
     ids=["EMA", "every second", "SWA"],
 )
 def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) -> None:
-    """Validated with, where Lightning does so; what the model has in the end is the average; and saved."""
+    """Averages are used in validation as in Lightning, are in the model at the end, and are saved."""
     how: Any = dict(max_epochs=4, gradient_clip_val=None)
     callback = make_callback()
     expected: Any = train(tmp_path, "auto", Model(), callbacks=[make_callback()], **how)
@@ -265,7 +265,7 @@ def test_whole_weights_can_be_read_and_changed(tmp_path: Path, strategy: Any) ->
 
 
 def test_masters_are_swapped_with_an_average_whole(tmp_path: Path, strategy: Any) -> None:
-    """In bf16-true an average that is never updated changes nothing, though every validation swaps it in and out."""
+    """In bf16-true an average that is never updated changes nothing, although every validation exchanges it twice."""
 
     class Never(pl.callbacks.WeightAveraging):
         def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -300,7 +300,7 @@ def fitted(path: Path, strategy: Any, model: pl.LightningModule | None = None, *
 def test_a_checkpoint_that_is_saved_after_training_has_optimizer_states(
     tmp_path: Path, strategy: Any, checkpoints: str, make_optimizer: Any
 ) -> None:
-    """The same as plain Lightning's, also after an evaluation, and training goes on from it, in both directions."""
+    """It equals plain Lightning's, also after an evaluation, and either strategy resumes from the other's."""
     strategy._save = SSDOffloadStrategy(checkpoints=checkpoints)._save
     plain = fitted(tmp_path, "auto", Model(make_optimizer))
     ours = fitted(tmp_path, strategy, Model(make_optimizer))
@@ -340,7 +340,7 @@ def open_scratch_files() -> list[str]:
 
 def test_optimizer_states_on_ssds_are_kept_there_until_the_optimizer_is_freed(tmp_path: Path) -> None:
     gc.collect()
-    others = len(open_scratch_files())  # of optimizers that other tests have left
+    others = len(open_scratch_files())  # of optimizers of other tests
     trainer = fitted(tmp_path, ssd())
     (optimizer,) = trainer.optimizers
     tensors = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]

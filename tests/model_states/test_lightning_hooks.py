@@ -1,4 +1,4 @@
-"""Every hook runs when it does under plain Lightning, and finds the same weights; so does what user code does there."""
+"""Hooks run in plain Lightning's order and read the same weights, and user code in them has the same results."""
 
 import hashlib
 import inspect
@@ -43,7 +43,7 @@ DATA_HOOKS = [name for name in hooks_of(DataHooks) if "dataloader" in name] + [
 
 
 class Log:
-    """What ran, in order, and what weights it found."""
+    """Records the hooks in order, with the weights that each one read."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -119,7 +119,7 @@ class Net(pl.LightningModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
-    # Lightning calls these only where they are overridden by more than the base class.
+    # Lightning calls these only if a subclass overrides them.
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = self.global_step
 
@@ -141,7 +141,7 @@ class Watching(pl.Callback):
 
 
 def run(path: Path, strategy: Any, act: Any = None, *, sees_gradients: bool = True, clip: float | None = None) -> Log:
-    """Fits, resumes, validates, tests and predicts, each with a Trainer and a module of its own."""
+    """Fits, resumes, validates, tests and predicts, each with a new Trainer and module."""
     log = Log()
     if act is not None:
         log.act = act

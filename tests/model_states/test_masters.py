@@ -1,4 +1,4 @@
-"""User code on bf16 parameters that stay on the device with fp32 masters, against offloaded ones, bit for bit."""
+"""User code on resident bf16 parameters with fp32 masters, against offloaded ones, bit for bit."""
 
 import copy
 import pickle
@@ -71,10 +71,10 @@ WRITES: dict[str, Write] = {
 
 
 class Program(Model):
-    """Runs writes before and after batches, on random parameters of the blocks, and looks at what they give.
+    """Runs writes before and after batches, on random parameters of the blocks, and records the results.
 
-    Two batches are a step. These hooks do not keep parameters from staying on the device, as those do that Lightning
-    calls between backward and step.
+    Two batches are a step. With these hooks parameters may be resident, unlike with hooks that Lightning calls between
+    backward and step.
     """
 
     def __init__(self, names: list[str], seed: int) -> None:
@@ -96,7 +96,7 @@ class Program(Model):
         self.run_some(batch_idx % 2 * 2 + 1)
 
     def run_some(self, place: int) -> None:
-        """Writes weights once between two steps: a second write that undid the first would leave a master alone."""
+        """Writes weights once between two steps: a second write that reverses the first would not change a master."""
         parameters = list(self.blocks.parameters())
         gradients = place in (1, 2)
         if place == 3:  # a step was made
@@ -133,7 +133,7 @@ def test_writes_and_gradients_count_as_those_of_offloaded_parameters(tmp_path: P
 
 
 class ThroughTheOptimizer(Model):
-    """Changes what the optimizer's groups have, which are the masters."""
+    """Changes the parameters of the optimizer's groups, which are the masters."""
 
     data = False
 
@@ -186,7 +186,7 @@ def test_an_assigned_gradient_that_was_converted_is_not_written_afterwards() -> 
 
 
 def test_a_closure_that_is_called_again_reads_weights_that_the_step_has_changed() -> None:
-    """And the step sees what the closure writes to the parameter."""
+    """The step uses values that the closure writes to the parameter."""
     parameter = nn.Parameter(torch.full((4,), 3.0).bfloat16())
     optimizer = torch.optim.LBFGS([parameter], lr=1.0, max_iter=10)
     masters = MasterWeights([parameter], [optimizer])

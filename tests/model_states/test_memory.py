@@ -1,4 +1,4 @@
-"""What states take of the host's memory."""
+"""Host memory of model states."""
 
 import threading
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.support.states import Large, loader, memory, offloading, ssd, train
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
 def test_the_end_of_a_training_needs_no_more_memory(tmp_path: Path, states: str) -> None:
-    """The weights are whole again while the rest goes, flat after flat."""
+    """Whole weights are allocated while other states are freed, one flat parameter after the other."""
 
     class Ending(Large):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -41,19 +41,19 @@ def test_the_end_of_a_training_needs_no_more_memory(tmp_path: Path, states: str)
     ended.set()
     watcher.join()
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    # Weights, gradients and two states went, and weights came; from SSDs weights came and gradients went.
+    # From host memory, weights replace weights, gradients and two states; from SSDs, weights replace gradients.
     assert model.most - model.before < weights / 2
     if states == "host":
         assert memory() - model.before < -weights
 
 
 def test_a_gradient_without_memory_waits_for_steps() -> None:
-    """As long as any is under way, and no longer."""
+    """It waits only while steps are running."""
     landing = GradientPool(4 * 4096, pin=False)
     taken = [landing.allocate(4096, list) for _ in range(4)]
 
     class Steps(list["Future[None]"]):
-        """Come to their ends, one after the other, once somebody has looked."""
+        """Steps that end one after the other, each after it was read."""
 
         looked = False
 
@@ -69,10 +69,10 @@ def test_a_gradient_without_memory_waits_for_steps() -> None:
                 step.set_result(None)
 
     steps = Steps([Future(), Future()])
-    room, give_back = landing.allocate(8192, lambda: list(steps))  # the first to end has not enough
+    room, give_back = landing.allocate(8192, lambda: list(steps))  # the first step that ends frees too little
     assert room.data_ptr() == taken[0][0].data_ptr()
     give_back()
-    beside, give_back = landing.allocate(4 * 4096, lambda: list(steps))  # nobody will give any back
+    beside, give_back = landing.allocate(4 * 4096, lambda: list(steps))  # no step will free memory
     assert beside.numel() == 4 * 4096
     give_back()
     landing.close()
@@ -93,7 +93,7 @@ def host_bytes(path: Path, limit: float | None, **arguments: Any) -> list[int]:
 
     end = StepScheduler.end
 
-    def after_jobs(steps: StepScheduler) -> None:  # those that backward has submitted: no norm is known then
+    def after_jobs(steps: StepScheduler) -> None:  # steps that backward has submitted, without a known norm
         steps._worker.submit(lambda: None, priority=1000).result()
         end(steps)
 
@@ -104,7 +104,7 @@ def host_bytes(path: Path, limit: float | None, **arguments: Any) -> list[int]:
 
 
 def test_clipping_takes_no_more_memory_unless_steps_are_speculated(tmp_path: Path) -> None:
-    """Whether every step is clipped or none. A new training defers its steps until a few norms are known."""
+    """Whether all steps are clipped or none. A new training defers its steps until a few norms are known."""
     (plain,) = set(host_bytes(tmp_path, None))
     assert set(host_bytes(tmp_path, 1e-3)) == set(host_bytes(tmp_path, 1e-3, clip="deferred")) == {plain}
     never = host_bytes(tmp_path, 1e6)

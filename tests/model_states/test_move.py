@@ -1,4 +1,4 @@
-"""Model states that move between device, host memory and SSDs amid a training: the numbers stay."""
+"""Model states that move between device, host memory and SSDs during a training do not change the numbers."""
 
 import errno
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_results_do_not_change(tmp_path: Path, accumulate: int, precision_clip: 
     precision, clip = precision_clip
     how: Any = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
     model = Model()
-    # In bf16-true it is fp32 master weights that are stepped, as nowhere else.
+    # Only in bf16-true, fp32 master weights are stepped.
     plain = train(tmp_path, "auto" if precision != "bf16-true" else ssd(tmp_path), model, **how)
     mover = Mover(accumulate)
     assert_same(train(tmp_path, ssd(tmp_path, clip="deferred"), model, callbacks=[mover], **how), plain)
@@ -69,7 +69,7 @@ def test_formats_and_versions_are_moved_too(tmp_path: Path, state_format: Any, c
 
 
 def test_checkpoints_of_states_that_moved(tmp_path: Path) -> None:
-    """Saved after moves, and gone on from by plain Lightning and with other moves."""
+    """Checkpoints are saved after moves, and resumed by plain Lightning and with other moves."""
     saves = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
     how: Any = {"callbacks": [Mover(3), saves], "max_epochs": 1, "enable_checkpointing": True}
     train(tmp_path, ssd(tmp_path), Model(), **how)
@@ -102,7 +102,7 @@ def test_a_wrong_plan_is_an_error_before_states_move(tmp_path: Path) -> None:
 
 
 def test_a_drive_that_fails_while_states_move(tmp_path: Path) -> None:
-    """The error names the file, and nothing is left there."""
+    """The error names the file, and no files remain."""
     backend = FaultyBackend()
 
     class Fails(pl.Callback):
@@ -120,7 +120,7 @@ def test_a_drive_that_fails_while_states_move(tmp_path: Path) -> None:
 
 
 def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units that found no room on the device stay where they were, and training goes on."""
+    """Units without room on the device keep their tiers, and training continues."""
     from lightning_ssd.model_states import move as module
 
     bring = module._Move._copy_to_device
@@ -146,8 +146,10 @@ def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They were put in host memory as they came, the link is slow, and there is room on the device."""
-    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)  # a CPU's memory is the host's: nothing would
+    """States are in host memory by default, the link is slow, and the device has room."""
+    monkeypatch.setattr(
+        StatesConfig, "offloads", lambda *_, **__: True
+    )  # a CPU's memory is the host's: no state would be moved
     machine = tmp_path / "machine.json"
     slow = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e6)
     replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
@@ -170,7 +172,7 @@ def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Scalars(Model):
-    """With parameters of one element and no dimension."""
+    """Has parameters of one element without dimensions."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -182,7 +184,7 @@ class Scalars(Model):
 
 @pytest.mark.parametrize("start", [thorough("host"), "ssd"])
 def test_scalar_states_are_moved_too(tmp_path: Path, start: str) -> None:
-    model = Scalars(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1))  # counts on the CPU, whatever the device
+    model = Scalars(lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1))  # counts on the CPU on any device
     how: Any = {"precision": "bf16-true"}
     plain = train(tmp_path, ssd(tmp_path), model, **how)
     assert_same(
@@ -191,7 +193,7 @@ def test_scalar_states_are_moved_too(tmp_path: Path, start: str) -> None:
 
 
 class OwnWindows(Model):
-    """Adds gradients up over three batches, which Lightning does not know."""
+    """Accumulates gradients over three batches, without Lightning's knowledge."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if (batch_idx + 1) % 3:
@@ -226,7 +228,7 @@ def test_gradients_that_wait_for_a_step_are_not_lost(tmp_path: Path) -> None:
 
 
 def test_scratch_space_that_runs_out_between_units(tmp_path: Path) -> None:
-    """Units that change places need room for one of them: what finds none stays, and training goes on."""
+    """Units that exchange tiers need room for one of them: units without room keep their tiers."""
 
     class Swaps(pl.Callback):
         found: set[Any] = set()
@@ -265,7 +267,7 @@ def test_values_on_the_device_are_kept_until_they_are_in_the_new_tier(tmp_path: 
 
 
 class Written(Logger):
-    """Keeps what was logged of bytes written to SSDs."""
+    """Records logged bytes written to SSDs."""
 
     name = version = "written"
 
@@ -283,7 +285,7 @@ class Written(Logger):
 
 
 def test_written_bytes_are_counted_across_moves(tmp_path: Path) -> None:
-    """Over caches and scratch spaces that come and go with the moves."""
+    """Each move replaces offloaders and scratch spaces."""
     written = Written()
     everything: Any = {"offload": 1.0, "spill": "ssd_first"}
     callbacks = [OffloadMonitor(), Mover(7, [GPU, SSD])]

@@ -17,7 +17,7 @@ from lightning_ssd.model_states.state_store import Layout, StagedState
 CPU = torch.device("cpu")
 NAMES = ("exp_avg", "exp_avg_sq")
 
-# Every sign and exponent, and what lies at the ends and in the middle of the bits above and below the cut.
+# Every sign and exponent, and the ends and the middle of the bits above and below the cut.
 BITS = [
     sign << 31 | exponent << 23 | upper << 16 | lower
     for sign in (0, 1)
@@ -38,7 +38,7 @@ def assert_round_trip(master: Tensor) -> None:
     number = ~master.isnan()
     assert torch.equal(joined.view(torch.int32)[number], master.view(torch.int32)[number])
     assert joined[~number].isnan().all() and weights[~number].isnan().all()
-    compared = number & ((master.view(torch.int32) & 0xFFFF) != 0x8000)  # ties go elsewhere
+    compared = number & ((master.view(torch.int32) & 0xFFFF) != 0x8000)  # ties are rounded differently
     assert torch.equal(weights[compared], master.bfloat16()[compared])
 
 
@@ -52,7 +52,7 @@ def test_split_is_exact(bits: list[int]) -> None:
 
 
 def make(parts: list[int], dtype: torch.dtype, halves: bool, slots: int) -> tuple[FlatParameter, StagedState]:
-    """A flat of parameters of these sizes, and values for it, with a second slot or without."""
+    """Returns a flat parameter of these sizes, and values for it, with one version or two."""
     generator = torch.Generator().manual_seed(0)
     parameters = [(str(index), nn.Parameter(torch.empty(size))) for index, size in enumerate(parts)]
     flat = FlatParameter("flat", parameters, dtype, torch.device("cpu"))
@@ -74,7 +74,7 @@ def options(**changed: Any) -> dict[str, Any]:
     return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
 
 
-# Lengths below, at and above the widths of vectors, and one that torch's kernels share among threads.
+# Lengths below, at and above the widths of vectors, and one that torch's kernels divide among threads.
 LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from([1000, 4099, 40_001]))
 FLAGS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True}, {"fused": False, "foreach": False}]
 
@@ -124,7 +124,7 @@ def follow_torch(
     scale: float,
     all_has: list[list[bool]],
 ) -> None:
-    """Steps a flat, and fp32 parameters with torch's own class, and compares master weights and states."""
+    """Steps a flat parameter, and fp32 parameters with torch's own class, and compares master weights and states."""
     flat = FlatParameter(
         "flat", [(str(i), nn.Parameter(torch.empty(size))) for i, size in enumerate(parts)], dtype, CPU
     )
@@ -156,7 +156,7 @@ def follow_torch(
         flat_optimizer.step(StepInput(how, gradient, has, scale), staged)
         flat_optimizer.commit(has)
         out = staged.out
-        if out is not staged:  # what was is there until the step counts
+        if out is not staged:  # the old values exist until the commit
             after = (staged.masters(), *staged.states.values())
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
             staged, out.other = out, staged
@@ -187,7 +187,7 @@ def draw_and_follow(kind: Any, parts: list[int], data: Any, **how: Any) -> None:
 @given(**HOW)
 @settings(max_examples=60, deadline=None)
 def test_steps_have_torchs_bits(**how: Any) -> None:
-    """Every implementation of torch's, over several steps, with parameters that have no gradient, in every format."""
+    """Every implementation of torch, over several steps, with parameters without a gradient, in every format."""
     draw_and_follow(**how)
 
 
@@ -222,7 +222,7 @@ def test_torchs_bits_with_a_tensor_as_learning_rate(cls: Any, flags: dict[str, A
 
 
 def test_adam_takes_one_pass() -> None:
-    """Where there is a compiler, and torch is built with MKL for this processor, as in the wheels for x86."""
+    """It does with a compiler, and with a torch that is built with MKL, as in the wheels for x86."""
     if compiled.adam_library() is None or not torch.backends.mkl.is_available():
         pytest.skip("no C compiler, or another build of torch")
     assert all(adam.exact_kernel(implementation) for implementation in ("for-loop", "foreach", "fused"))
@@ -231,7 +231,7 @@ def test_adam_takes_one_pass() -> None:
 def test_a_kernel_with_other_bits_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Torch's own function steps then, with the same numbers."""
+    """Then torch's own function makes the step, with the same numbers."""
     monkeypatch.setattr(adam, "settings_of", _off_by_a_bit(adam.settings_of))
     adam.exact_kernel.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""The order in which steps, their writes and their records are made: what a record names is there, and stays."""
+"""The order of steps, writes and records: versions that a record names are on the drive, and are not overwritten."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
 
 
 class WatchedWrites(WrappingBackend):
-    """Tells of each write before it is made, and holds it while it is told to."""
+    """Sets `arrived` before each write, and blocks writes while `open_gate` is cleared."""
 
     name = "watched"
 
@@ -37,7 +37,7 @@ class WatchedWrites(WrappingBackend):
 
 
 def recorded_step(path: Path) -> int:
-    """Returns the last step that the journal has."""
+    """Returns the last step in the journal."""
     content = (path / "lightning_ssd-kept-rank0" / "journal").read_bytes()
     return int(decode(from_bytes(content)["training"])["global_step"])
 
@@ -53,7 +53,7 @@ def states_of(trainer: pl.Trainer) -> Any:
 
 
 def test_a_record_is_written_when_the_bytes_are_that_it_names(tmp_path: Path) -> None:
-    """The writes of a step are held: until they have ended the record of the step before stays."""
+    """The writes of a step are blocked: until they have ended, the record is that of the previous step."""
     backend, seen = WatchedWrites(), []
 
     class Hold(pl.Callback):
@@ -62,7 +62,7 @@ def test_a_record_is_written_when_the_bytes_are_that_it_names(tmp_path: Path) ->
                 states_of(trainer).finish()
                 assert recorded_step(tmp_path) == 2
                 backend.open_gate.clear()
-            if batch_idx == 3:  # the record of step 3 is asked for, and whatever is ready on its thread is done
+            if batch_idx == 3:  # the record of step 3 is requested, and ready jobs of its thread are done
                 states_of(trainer)._steps._journal._worker.submit(lambda: None).result()
                 seen.append(recorded_step(tmp_path))
                 backend.open_gate.set()
@@ -76,7 +76,7 @@ def test_a_record_is_written_when_the_bytes_are_that_it_names(tmp_path: Path) ->
 def test_recorded_versions_are_not_overwritten_before_the_next_record_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record of a step is held while the next step is made, whose writes go where the record before has its own."""
+    """The record of a step is blocked while the next step is made, which must not overwrite recorded versions."""
     backend, early = WatchedWrites(), []
     held = threading.Event()
     flush = os.fdatasync
@@ -85,7 +85,7 @@ def test_recorded_versions_are_not_overwritten_before_the_next_record_exists(
         if held.is_set():
             held.clear()
             backend.arrived.clear()
-            early.append(backend.arrived.wait(timeout=0.5))  # it arrives at once where nothing stops it
+            early.append(backend.arrived.wait(timeout=0.5))  # it arrives at once if it does not wait
         flush(file)
 
     class Hold(pl.Callback):
@@ -100,7 +100,7 @@ def test_recorded_versions_are_not_overwritten_before_the_next_record_exists(
 
 
 def test_bytes_are_flushed_before_they_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the record may survive a loss of power that they don't."""
+    """Otherwise the record may survive a loss of power that the bytes don't."""
     events: list[str] = []
     flush, rename = os.fdatasync, os.rename
 

@@ -1,4 +1,4 @@
-"""Plain data in bytes: all that is written comes back, and no other bytes are taken for it."""
+"""Plain data in bytes: written data is read back, and other bytes are refused."""
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -152,7 +152,7 @@ def test_every_truncation_and_appended_byte_is_detected() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 def test_bytes_of_anybody_else_are_refused(content: bytes, magic: bool) -> None:
-    """Pickles are among them."""
+    """For example pickles."""
     assert is_damaged(MAGIC + content if magic else content)
 
 

@@ -68,7 +68,7 @@ def half_frozen(made: list[nn.Module]) -> nn.Module:
 
 
 def shared(made: list[nn.Module]) -> nn.Module:
-    """The same module again, if there is one."""
+    """Reuses an earlier module, if there is one."""
     return made[0] if made else nn.Linear(WIDTH, WIDTH)
 
 
@@ -165,7 +165,7 @@ TRAININGS = st.fixed_dictionaries(
 
 
 class Program(Toy):
-    """A chain of random parts, an unused one, and two modules that user code plays with."""
+    """A chain of random parts, an unused one, and two modules for user code."""
 
     def __init__(self, parts: list[Build], optimizer: Any) -> None:
         super().__init__(optimizer=optimizer, lr=0.01)
@@ -212,7 +212,7 @@ def check(path: Path, parts: list[Build], code: Any, training: Any, places: tupl
 
 
 class Strided(nn.Module):
-    """A parameter whose elements lie in memory in any order."""
+    """A parameter whose elements are in memory in any order."""
 
     def __init__(self, shape: list[int], order: list[int]) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Strided(nn.Module):
     TRAININGS,
 )
 def test_parameters_in_any_memory_order(tmp_path: Path, geometry: Any, training: Any) -> None:
-    """A gradient belongs to the elements that it is of, however they lie in memory."""
+    """Each element gets its gradient in any memory order."""
     parts: list[Build] = [lambda made: Strided(*geometry), linear]
     check(tmp_path, parts, [], training, ("host", "ssd"))
 
@@ -241,7 +241,7 @@ def test_parameters_in_any_memory_order(tmp_path: Path, geometry: Any, training:
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, USER_CODE, TRAININGS)
 def test_random_programs(tmp_path: Path, parts: list[Build], code: Any, training: Any) -> None:
-    """User code sees the numbers that it sees in plain Lightning, and the weights are the same at the end."""
+    """User code reads the same numbers as in plain Lightning, and the weights are the same at the end."""
     check(tmp_path, parts, code, training, ("host",))
 
 
@@ -249,5 +249,5 @@ def test_random_programs(tmp_path: Path, parts: list[Build], code: Any, training
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(PROGRAMS, USER_CODE, TRAININGS)
 def test_more_random_programs(tmp_path: Path, parts: list[Build], code: Any, training: Any) -> None:
-    """The same, with states on SSDs, too."""
+    """The same, also with states on SSDs."""
     check(tmp_path, parts, code, training, ("host", "ssd"))

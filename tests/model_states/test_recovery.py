@@ -1,4 +1,4 @@
-"""`recover=True`: trainings that end at any moment, and go on as if they had not."""
+"""`recover=True`: trainings that end at any moment resume as if they had not ended."""
 
 import os
 import random
@@ -27,7 +27,7 @@ from tests.support.states import assert_nothing_is_left
 
 
 def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **arguments: Any) -> Any:
-    """Trains until it comes to its end; of the last training, the model."""
+    """Trains again after each failure until a training ends; returns the last model."""
     options = arguments.pop("strategy", {})
     for batch in batches:
         with pytest.raises(Failure):
@@ -38,7 +38,7 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
 
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.thorough)])
 def test_killed_at_many_moments(tmp_path: Path, kills: int) -> None:
-    """By SIGKILL, at any time and amid a write; bit for bit what a training gives that nobody killed."""
+    """Killed by SIGKILL, at any time and within a write: the result equals an uninterrupted training, bit for bit."""
     command = [sys.executable, "-m", "tests.support.killed", str(tmp_path), str(kills)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -81,7 +81,7 @@ def test_numbers_are_plain_lightnings(tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Without a length."""
+    """A stream without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from ([row] for row in torch.randn(44, 64, generator=torch.Generator().manual_seed(1)))
@@ -93,7 +93,7 @@ def resumable() -> Any:
 
 
 class Counting:
-    """Without a length, and tells where it is."""
+    """A stream without a length and with a `state_dict`."""
 
     def __init__(self) -> None:
         self.rows = torch.randn(44, 64, generator=torch.Generator().manual_seed(1))
@@ -151,7 +151,7 @@ def test_several_loaders_of_different_lengths(tmp_path: Path) -> None:
 
 
 class Adversaries(Model):
-    """Two optimizers, by hand; one of them steps in every other batch."""
+    """Two optimizers in manual optimization; one of them steps in every other batch."""
 
     keeps = False
 
@@ -181,7 +181,7 @@ def test_several_optimizers_by_hand(tmp_path: Path) -> None:
 
 
 class Skipping(Model):
-    """Leaves a block out now and then, which is stepped less often."""
+    """Sometimes skips a block, which is stepped less often."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (x,) = batch
@@ -195,7 +195,7 @@ class Skipping(Model):
 
 @pytest.mark.parametrize("recover", [True, False])
 def test_units_that_are_stepped_less_often(tmp_path: Path, recover: bool) -> None:
-    """What counts in the end is the last step of each."""
+    """The result has the last step of each unit."""
     expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), Skipping, accumulate_grad_batches=1)
     arguments: dict[str, Any] = dict(model=Skipping, accumulate_grad_batches=1)
     if recover:
@@ -206,7 +206,7 @@ def test_units_that_are_stepped_less_often(tmp_path: Path, recover: bool) -> Non
 
 
 class Halves(Adversaries):
-    """Two optimizers whose steps follow each other at once."""
+    """Two optimizers that step directly one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Halves(Adversaries):
 
 
 def test_steps_that_wait_for_others_do_not_hold_staging_memory(tmp_path: Path) -> None:
-    """Those of the second optimizer come first in the forward's order, and must not be opened before the first's."""
+    """Steps of the second optimizer are first in the forward's order, and must not be staged before the first's."""
     arguments: dict[str, Any] = dict(accumulate_grad_batches=1, gradient_clip_val=None, max_epochs=1)
     expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), Halves, **arguments)
     slow = ThrottledBackend(2e7)
@@ -245,7 +245,7 @@ def test_hooks_that_read_gradients(tmp_path: Path) -> None:
 
 
 def test_callbacks_resume_with_their_state(tmp_path: Path) -> None:
-    """A user's checkpoints and early stopping, whose state is the Trainer's."""
+    """A user's checkpoints and early stopping, whose state is in the Trainer's."""
 
     def callbacks() -> list[pl.Callback]:
         checkpoint = pl.callbacks.ModelCheckpoint(tmp_path / "saved", monitor="loss", save_top_k=2, every_n_epochs=1)
@@ -277,7 +277,7 @@ def test_a_given_checkpoint_has_priority_over_the_record(tmp_path: Path) -> None
 
 
 def test_a_record_that_is_being_written_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one, of a training that fails before the drive has it."""
+    """The first record of a training that fails before the record is on the drive."""
     failed = threading.Event()
     flush = os.fdatasync
 
@@ -329,7 +329,7 @@ def test_a_journal_that_can_not_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_every_bit_of_a_journal_counts(tmp_path: Path) -> None:
-    """A sample of those of a real one: the run is refused, and nothing of it is used."""
+    """With any flipped bit of a sample, the run is refused, and nothing of the journal is used."""
     with pytest.raises(Failure):
         fit(recovering(tmp_path), callbacks=[FailAt(20)])
     journal = tmp_path / KEPT / "journal"
@@ -357,7 +357,7 @@ def test_a_scratch_file_that_was_cut_is_named(tmp_path: Path) -> None:
 
 
 def test_two_at_once_need_two_paths(tmp_path: Path) -> None:
-    """The second is told so, be it of the same model or of another, and harms nothing."""
+    """The second run raises an error, for the same model or another one, and changes nothing."""
 
     class Meanwhile(pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -382,7 +382,7 @@ def test_a_kill_while_files_are_removed_after_training(tmp_path: Path, monkeypat
     """The next training begins anew."""
     kept: list[bool] = []
 
-    def keep(volume: Any, *, remove: bool = True) -> None:  # what a kill amid the removal leaves
+    def keep(volume: Any, *, remove: bool = True) -> None:  # the files after a kill during the removal
         kept.append((volume.path.parent / "journal").exists())
 
     expected = fit(recovering(tmp_path))

@@ -1,4 +1,4 @@
-"""`recover=True` with several paths: a record is found, or its run's paths are asked for, whichever are given."""
+"""`recover=True` with several paths: a record is found, or the error names its run's paths, for any given paths."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
 
 
 def assert_refused(error: BaseException, root: Path, recorded: str, given: str) -> None:
-    """The message has the run's paths, and the directories to remove."""
+    """Asserts that the message has the run's paths, and the directories to remove."""
     paths = [str(root / name) for name in recorded]
     remove = ", ".join(str(root / name / KEPT) for name in given if name in recorded)
     assert f"is of a run that was killed and had path={paths}" in str(error)
@@ -57,7 +57,7 @@ def train(paths: Sequence[Path], **arguments: Any) -> Any:
 
 
 def test_trainings_with_every_choice_of_paths(tmp_path: Path) -> None:
-    """Fewer, more, others, in any order: all that have a part of the run are refused by name, and harm nothing."""
+    """With fewer, more or other paths, in any order, all that have files of the run are refused by name."""
     recorded, names = "ab", "abc"
     expected = outcome(train(paths_of(tmp_path / "plain", recorded)))
     with pytest.raises(Failure):
@@ -70,7 +70,7 @@ def test_trainings_with_every_choice_of_paths(tmp_path: Path) -> None:
                 train(paths_of(tmp_path, given))
             assert_refused(error.value, tmp_path, recorded, "".join(name for name in given))
             assert snapshot(tmp_path) == before, given
-    assert min(train(paths_of(tmp_path, "c")).losses) == 0  # a run of its own
+    assert min(train(paths_of(tmp_path, "c")).losses) == 0  # an independent run
     found = train(paths_of(tmp_path, recorded))
     assert min(found.losses) >= 4 and same(outcome(found), expected)
     for path in paths_of(tmp_path, names):
@@ -84,9 +84,9 @@ def test_trainings_with_every_choice_of_paths(tmp_path: Path) -> None:
 def opened(
     paths: Sequence[Path], *, start_over: bool = False, remove: bool = False
 ) -> Iterator[tuple[BlobStore, bool]]:
-    """A run's store, and whether it goes on from a record."""
+    """A run's store, and whether it resumes from a record."""
     taken = KilledRun([], Settings.none(), start_over=start_over)
-    store = BlobStore(paths, device=torch.device("cpu"), capacity=2**16 * len(paths), keep=True, kept=taken)
+    store = BlobStore(paths, device=torch.device("cpu"), capacity=2**16 * len(paths), keep=True, find_manifest=taken)
     try:
         yield store, taken.record is not None
     finally:
@@ -100,7 +100,7 @@ def record(store: BlobStore) -> None:
 
 
 def begin(paths: Sequence[Path]) -> str:
-    """Returns what a run does that begins: "goes on", "anew", or "refused"; nothing of it stays."""
+    """Begins a run without effect, and returns "goes on", "anew", or "refused"."""
     try:
         with opened(paths, remove=True) as (_, goes_on):
             return "goes on" if goes_on else "anew"
@@ -109,7 +109,7 @@ def begin(paths: Sequence[Path]) -> str:
 
 
 def outcomes(root: Path, recorded: str, prepare: Callable[[], object]) -> dict[str, str]:
-    """Returns what runs do, by their paths, each of which finds what `prepare` leaves."""
+    """Returns the outcomes of runs by their paths; each run finds the files that `prepare` makes."""
     found = {}
     for given in selections(recorded + "x"):
         shutil.rmtree(root, ignore_errors=True)
@@ -119,7 +119,7 @@ def outcomes(root: Path, recorded: str, prepare: Callable[[], object]) -> dict[s
         found[given] = begin(paths_of(root, given))
         if found[given] == REFUSED:
             assert snapshot(root) == before, given
-        else:  # what it does not use stays
+        else:  # files that it does not use are kept
             assert all(file in before for file in snapshot(root))
     return found
 
@@ -140,7 +140,7 @@ def test_every_choice_of_paths_after_a_record(tmp_path: Path, recorded: str) -> 
 
 @pytest.mark.parametrize("recorded", RECORDED)
 def test_every_choice_of_paths_after_a_kill_before_the_first_record(tmp_path: Path, recorded: str) -> None:
-    """Whether there is a record is known where the first path is given."""
+    """A run knows whether there is a record if the first path is given."""
 
     def prepare() -> None:
         with opened(paths_of(tmp_path, recorded)):
@@ -161,7 +161,7 @@ def test_every_choice_of_paths_after_a_good_end(tmp_path: Path, recorded: str) -
 
 
 def test_paths_whose_drives_are_not_mounted(tmp_path: Path) -> None:
-    """Empty directories in their places, any of them; or those of another run."""
+    """Some paths are empty directories, or those of another run."""
     for missing in ("a", "b", "c", "ab", "bc", "abc"):
         for another in (False, True):
             shutil.rmtree(tmp_path)
@@ -179,7 +179,7 @@ def test_paths_whose_drives_are_not_mounted(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_is_damaged_or_missing_is_named(tmp_path: Path) -> None:
-    """Any byte of any of them."""
+    """Any byte of any manifest."""
     paths = paths_of(tmp_path, "ab")
     with opened(paths) as (store, _):
         record(store)
@@ -237,7 +237,7 @@ def whole_run(paths: Sequence[Path], *, start_over: bool) -> None:
 
 
 def check_kills(root: Path, before: str, start_over: bool, every: int) -> None:
-    """Kills runs at every `every`-th call; this process has one thread, so that the forked ones find no lock held."""
+    """Kills runs at every `every`-th call. This process has one thread, so that no lock is held in forked ones."""
     found = set()
     for number in count(0, every):
         shutil.rmtree(root, ignore_errors=True)
@@ -270,7 +270,7 @@ def check_kills(root: Path, before: str, start_over: bool, every: int) -> None:
 def test_a_kill_at_any_moment_asks_for_no_other_paths(
     tmp_path: Path, before: str, start_over: bool, every: int
 ) -> None:
-    """While a run begins, records, or ends: with the same paths the next one goes on or begins anew."""
+    """While a run begins, records, or ends: with the same paths the next one resumes or begins anew."""
     call = f"check_kills(Path({str(tmp_path / 'kept')!r}), {before!r}, {start_over}, {every})"
     script = f"from pathlib import Path\nfrom {__name__} import check_kills\n{call}\nprint('whole')\n"
     done = subprocess.run(

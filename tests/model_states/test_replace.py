@@ -1,4 +1,4 @@
-"""Checkpoints that are replaced: at every instant one whole checkpoint is there, whatever call fails or is the last."""
+"""Replaced checkpoints: at any time one whole checkpoint exists, whatever call fails or is the last."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def load(path: Path) -> Any:
 
 
 def number_of(path: Path) -> int:
-    """Returns the number of the checkpoint at `path`, all parts of which must have it."""
+    """Returns the number of the checkpoint at `path`, and asserts that all its parts have this number."""
     loaded = load(path)
     assert all((values == loaded["epoch"]).all() for values in loaded["state_dict"].values())
     assert len(loaded["state_dict"]) == 2
@@ -48,7 +48,7 @@ SAVES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 def test_every_call_that_fails_or_is_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault, saves: str, exchange: bool
 ) -> None:
-    """Then the old checkpoint or the new one loads, the next save works, and nothing else stays."""
+    """Then the old or the new checkpoint loads, the next save works, and no other files remain."""
     if not exchange:
         monkeypatch.setattr(replace, "_exchange", lambda one, other: False)
     first, second = SAVES[saves]
@@ -58,7 +58,7 @@ def test_every_call_that_fails_or_is_the_last(
     while disturb(lambda: second(checkpoint(1), path), tmp_path, position, fault):
         assert number_of(path) in (found, 1), position
         found = number_of(path)
-        second(checkpoint(2), path)  # which clears away what was left
+        second(checkpoint(2), path)  # which removes remaining files
         assert number_of(path) == 2
         assert [entry.name for entry in tmp_path.iterdir()] == [path.name], position
         first(checkpoint(3), path)
@@ -69,7 +69,7 @@ def test_every_call_that_fails_or_is_the_last(
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
 def test_faults_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
-    """No clean save comes between the kills: what one left is not the next one's to remove."""
+    """No complete save is between the kills: files of one kill are not removed by the next save."""
     if not exchange:
         monkeypatch.setattr(replace, "_exchange", lambda one, other: False)
     path = tmp_path / "last.ckpt"
@@ -86,7 +86,7 @@ def test_faults_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_link_to_a_checkpoint_is_replaced_and_not_what_it_points_to(tmp_path: Path) -> None:
-    """As those that `ModelCheckpoint(save_last="link")` makes."""
+    """For example links of `ModelCheckpoint(save_last="link")`."""
     save_sharded(checkpoint(0), tmp_path / "epoch=0.ckpt")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "epoch=0.ckpt")
     save_sharded(checkpoint(1), tmp_path / "last.ckpt")
@@ -95,7 +95,7 @@ def test_a_link_to_a_checkpoint_is_replaced_and_not_what_it_points_to(tmp_path: 
 
 
 def test_a_file_needs_no_rename_that_fails_between_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint is made in its own directory, and put in place by `os.replace` alone."""
+    """A checkpoint is made in its own directory, and renamed by `os.replace` alone."""
 
     def rename(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")

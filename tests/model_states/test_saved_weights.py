@@ -1,4 +1,4 @@
-"""Weights and views of them that functions of user code get, save for backward, or make leaves of."""
+"""Weights and views of them that user code passes to functions, saves for backward, or makes leaves of."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.access import PLACES, Toy, compare, fit
 
 
 class Multiply(torch.autograd.Function):
-    """A function of user code, which saves what it is given."""
+    """A function of user code that saves its arguments."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class Multiply(torch.autograd.Function):
 
 
 class Given(nn.Module):
-    """A unit that is given a tensor beside its own weights."""
+    """A unit that gets a tensor besides its own weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_an_alias_of_a_weight_is_no_leaf(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overlap", ["optimized", "none"])
 def test_gradients_that_lightning_drops_before_its_backward_are_not_stepped(tmp_path: Path, overlap: str) -> None:
-    """Those of a backward in `training_step`: Lightning calls `zero_grad` after it."""
+    """Gradients of a backward in `training_step`, after which Lightning calls `zero_grad`."""
 
     class Backward(Toy):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The order of events in a step: what the overlap, the order of jobs and the weight stream are known for."""
+"""The order of events in a step: overlap, order of jobs, and prefetches of weights."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from lightning_ssd.model_states.buffers import SSDBuffer
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.weights_first import WeightsFirst
+from lightning_ssd.storage import PriorityQueue
 from tests.support.access import loader
 from tests.support.models import Block
 
@@ -25,7 +26,7 @@ UNITS = 4
 
 
 class Chain(pl.LightningModule):
-    """Blocks that tell when their forward begins, and when backward has come through them."""
+    """Blocks that record the begin of their forward, and the end of their backward."""
 
     ORDER: Sequence[int] = range(UNITS)
 
@@ -61,7 +62,7 @@ def events_of(
     clip_norm: float | None = None,
     **arguments: Any,
 ) -> list[list[tuple[str, int]]]:
-    """Returns the events of each training step; steps and fetches are told by the methods that make them."""
+    """Returns the events of each training step; the methods that step and prefetch are wrapped to record events."""
     events: list[tuple[str, int]] = []
 
     def told(cls: Any, name: str, tell: Callable[..., tuple[str, int]]) -> None:
@@ -104,15 +105,15 @@ def test_units_are_stepped_during_backward_the_last_first(tmp_path: Path, monkey
     step = events_of(tmp_path, monkeypatch)[1]
     submitted = [index for kind, index in step if kind == "speculative"]
     assert submitted == [3, 2, 1, 0]
-    # The step of a unit is submitted before backward has come through the one in front of the next.
+    # The step of a unit is submitted before backward has passed the unit after the next.
     assert step.index(("speculative", 3)) < step.index(("backward", 1))
     assert not any(kind in ("serial", "deferred") for kind, _ in step)
 
 
 class HeldSteps:
-    """Holds the steps of all units but the first until the next forward of the first unit is over.
+    """Blocks the steps of all units but the first until the next forward of the first unit has ended.
 
-    Second parts of steps are held until the whole forward is over.
+    Second parts of steps are blocked until the whole forward has ended.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +123,25 @@ class HeldSteps:
         self.ended = False
         self.first_is_over, self.forward_is_over = threading.Event(), threading.Event()
         begun = threading.Event()
-        make, submit = OptimizerStep._make, Worker.submit
+        queues: dict[Any, threading.Thread] = {}
+        make, submit, put = OptimizerStep._make, Worker.submit, PriorityQueue.put
 
-        def submitted(worker: Worker, *arguments: Any, **options: Any) -> Any:
-            done = submit(worker, *arguments, **options)
-            if worker._thread.name == "lightning_ssd-cpu-optimizer" and threading.current_thread() != worker._thread:
-                begun.wait(timeout=0.05)  # a job that may begin before later ones are submitted does so
-            return done
+        def submitted(worker: Worker, run: Callable[[], None], *arguments: Any, **options: Any) -> Any:
+            def job() -> None:
+                begun.set()
+                run()
+
+            if worker._thread.name == "lightning_ssd-cpu-optimizer":
+                queues[worker._ready] = worker._thread
+            return submit(worker, job, *arguments, **options)
+
+        def queued(queue: Any, *arguments: Any) -> Any:
+            result = put(queue, *arguments)
+            if threading.current_thread() != queues.get(queue, threading.current_thread()):
+                assert begun.wait(timeout=60)  # the first job begins before another thread can queue a second one
+            return result
 
         def held(step: OptimizerStep, staged: Any, scale: float, part: str = "whole") -> None:
-            begun.set()
             unit = int(step.store.flat.param_views[0].name.split(".")[1])
             if part == "opt_state":
                 self.in_time.append(self.forward_is_over.wait(timeout=20))
@@ -147,10 +157,11 @@ class HeldSteps:
 
         monkeypatch.setattr(OptimizerStep, "_make", held)
         monkeypatch.setattr(Worker, "submit", submitted)
+        monkeypatch.setattr(PriorityQueue, "put", queued)
 
 
 class Clipped(Chain):
-    """Clipped in every step; tells `HeldSteps` of its forward."""
+    """Clipped in every step; reports its forward to `HeldSteps`."""
 
     def __init__(self, held: HeldSteps) -> None:
         super().__init__([])
@@ -176,9 +187,9 @@ class Clipped(Chain):
 def test_the_forward_of_a_unit_waits_for_its_own_deferred_step_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And for the weights alone, which are stepped in the order of the forward; the rest is in that of backward."""
+    """It waits for the first part only. First parts are in the forward's order, second parts in backward's."""
     held = HeldSteps(monkeypatch)
-    monkeypatch.setattr(WeightsFirst, "DOWN", 0.0)  # backward waits for the steps that are held
+    monkeypatch.setattr(WeightsFirst, "DOWN", 0.0)  # backward waits for the blocked steps
     strategy = SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B", clip="deferred")
     trainer = pl.Trainer(
         accelerator="cpu", strategy=strategy, default_root_dir=tmp_path, max_epochs=1, limit_train_batches=3,
@@ -202,7 +213,7 @@ def test_overlap_naive_is_serial_and_none_steps_after_backward(tmp_path: Path, m
 
 
 def test_weights_are_fetched_ahead_and_released_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for two units the next one is fetched before its forward begins, and the one before is released."""
+    """With room for two units, the next one is prefetched before its forward, and the previous one is evicted."""
     step = events_of(tmp_path, monkeypatch, gpu_memory="2KiB")[1]
     for unit in range(1, UNITS - 1):
         assert step.index(("want", unit)) < step.index(("forward", unit))
@@ -244,7 +255,7 @@ class ReadsLate(Chain):
 
 
 class UsesDetached(Chain):
-    """Weights are used once more where no gradient flows to them."""
+    """Weights are used once more without a gradient."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         batch = [self.blocks[0](batch[0]) @ self.blocks[3].up.weight.detach()]  # type: ignore[union-attr]
@@ -255,7 +266,7 @@ class UsesDetached(Chain):
 def test_weights_of_a_block_whose_step_has_begun_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: type[Chain]
 ) -> None:
-    """They may be the next step's."""
+    """They may have the next step's values."""
     with pytest.raises(RuntimeError, match=r"after their gradient was complete.* Set `overlap='none'`"):
         events_of(tmp_path, monkeypatch, model)
     monkeypatch.undo()
@@ -265,7 +276,7 @@ def test_weights_of_a_block_whose_step_has_begun_are_not_used(
 def test_weights_of_the_next_forward_are_fetched_when_a_step_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when that forward begins, so that the fetch overlaps with loading the next batch."""
+    """The prefetch overlaps with loading the next batch, because it does not wait for the begin of that forward."""
     for step in events_of(tmp_path, monkeypatch)[:-1]:
         submitted, end = step.index(("speculative", 0)), len(step) - 1
         assert ("want", 0) in step[submitted:end]
@@ -347,7 +358,7 @@ def in_backward(function: Callable[[], None], operations: int) -> None:
 
 
 class TwoThreads(pl.Callback):
-    """What two threads of one backward do: autograd's, and the training thread, which runs operations on the CPU."""
+    """Two threads of one backward: autograd's, and the training thread, which runs operations on the CPU."""
 
     fetches = 0
     resident = False
@@ -363,7 +374,7 @@ class TwoThreads(pl.Callback):
             self.fetches += 1
             if self.fetches == 1:
                 other.start()
-                again.wait(1)  # for a second fetch of the same weights, which must not begin
+                again.wait(1)  # for a second prefetch of the same weights, which must not begin
             else:
                 again.set()
             return into(*args, **kwargs)

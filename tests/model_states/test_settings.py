@@ -1,4 +1,4 @@
-"""Runs that go on from a record with one setting changed: refused by its name, or taken over and said."""
+"""Runs that resume from a record with one changed setting: the setting is refused by name, or logged."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ from tests.support.killed import KEPT, FailAt, Failure, Model, fit, outcome, rec
 
 
 class Small(Model):
-    """With settings that a subclass changes; a parameter that stays, and buffers of both kinds."""
+    """Has settings that a subclass changes, a resident parameter, and buffers of both kinds."""
 
     activation: Callable[[], nn.Module] = nn.Tanh
     dropout = 0.2
@@ -54,7 +54,7 @@ class Small(Model):
 
 
 def changed(**attributes: Any) -> type[pl.LightningModule]:
-    """Returns a class of the same name whose attributes are others."""
+    """Returns a class of the same name with other attributes."""
     return type("Small", (Small,), attributes | {"__module__": __name__, "__qualname__": "Small"})
 
 
@@ -135,7 +135,7 @@ def _some(names: Any, *default: str) -> list[Any]:
     "name", _some(REFUSED, "learning rate", "batch size", "activation", "name of a parameter", "min_bytes")
 )
 def test_a_changed_setting_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
-    """And the record stays: with the setting put back the run goes on."""
+    """The record is kept: with the original setting the run resumes."""
     arguments, message = REFUSED[name]
     fail(tmp_path)
     with pytest.raises(StorageError, match=f"(?s){message}.*(?:Put|put).* back.* remove {tmp_path}/{KEPT}"):
@@ -199,7 +199,7 @@ def test_the_record_of_a_later_fit_is_not_resumed_by_an_earlier_one(
 
 
 def test_fits_with_paths_of_their_own_may_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that tries several settings, and knows which it is done with."""
+    """A script that tries several settings, and skips finished ones."""
     from lightning_ssd import recovery
 
     paths = [tmp_path / name for name in "abc"]
@@ -215,7 +215,7 @@ def test_fits_with_paths_of_their_own_may_be_skipped(tmp_path: Path, monkeypatch
 
 
 def test_a_record_without_checksums_is_not_read_with_them(tmp_path: Path) -> None:
-    """It says which argument; a record is read as it was written, either way."""
+    """The error names the argument; a record is read as it was written, with checksums or without."""
     with pytest.raises(Failure):
         run(tmp_path, callbacks=[FailAt(2)], strategy=dict(checksum=False))
     message = f"had checksum=False.* give this run checksum=False, too, or remove {tmp_path}"
@@ -289,7 +289,7 @@ def test_edits_that_are_no_code_are_not_said(name: str) -> None:
 
 @pytest.mark.thorough
 def test_code_has_the_same_checksum_in_every_process() -> None:
-    """Whatever the order is in which its sets have their members."""
+    """Also if members of sets have another order."""
     program = "from tests.model_states.test_settings import BLOCK, settings_of; print(settings_of(BLOCK).noted)"
     printed = [
         subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
@@ -307,7 +307,7 @@ def test_other_numbers_of_loaders_are_refused(tmp_path: Path) -> None:
     model = changed(training_step=lambda self, batch, index: Small.training_step(self, _first(batch), index))
     with pytest.raises(Failure):
         run(tmp_path, model=model, train=both, callbacks=[FailAt(2)])
-    with pytest.raises(StorageError, match="1 training dataloaders more were read then"):
+    with pytest.raises(StorageError, match="1 more training dataloaders were read"):
         run(tmp_path, model=model)
     assert min(run(tmp_path, model=model, train=both).losses) == 2
 
@@ -317,7 +317,7 @@ def _first(batch: Any) -> Any:
 
 
 def test_a_model_that_stays_on_the_device_is_recorded(tmp_path: Path) -> None:
-    """All of whose parameters are smaller than `min_bytes`."""
+    """All its parameters are smaller than `min_bytes`."""
     expected = outcome(run(tmp_path, strategy=dict(min_bytes=2**20)))
     with pytest.raises(Failure):
         run(tmp_path, callbacks=[FailAt(2)], strategy=dict(min_bytes=2**20))

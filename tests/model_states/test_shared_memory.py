@@ -176,7 +176,7 @@ def run(path: Path, program: Any, training: Any, states: str | None) -> Sharing 
             for operation, i, j in operations:
                 operation(module, i, j)
                 if j % 2:
-                    continue  # a read takes over changes: some are left to what comes next
+                    continue  # a read adopts changes: some are left to the next statement
                 seen += [torch.tensor(item) if isinstance(item, np.ndarray) else item.clone() for item in module.kept]
                 seen += [module.weight(number).detach().clone() for number in range(4)]
             return seen
@@ -229,7 +229,7 @@ def test_more_random_assignments(tmp_path: Path, program: Any, training: Any) ->
 
 
 def test_gradients_of_two_parameters_that_share_memory_are_refused(tmp_path: Path) -> None:
-    """Each would be stepped from weights that the other's step has changed, in an order that is the optimizer's own."""
+    """Each would be stepped from weights that the other's step has changed, in the optimizer's order."""
 
     def act(module: Any) -> None:
         module.blocks[0].up.weight.data = module.blocks[1].down.weight.data
@@ -247,7 +247,7 @@ def test_parameters_that_share_memory_before_training_are_refused(tmp_path: Path
 
 @pytest.mark.parametrize("states", PLACES)
 def test_tensors_from_before_training_share_the_memory(tmp_path: Path, states: str) -> None:
-    """An alias that was taken before `fit` sees the steps, and what is written to it counts, after training, too."""
+    """An alias from before `fit` sees the steps, and writes to it change the weights, also after training."""
     runs = []
     for where in (states, None):
         module = Toy("on_train_batch_end", lambda module: module.alias.mul_(0.5).clone())
@@ -262,7 +262,7 @@ def test_tensors_from_before_training_share_the_memory(tmp_path: Path, states: s
 
 @pytest.mark.parametrize("states", PLACES)
 def test_data_that_is_set_while_weights_are_whole(tmp_path: Path, states: str) -> None:
-    """In `whole_weights()`, and by a module that loads its own state: the values count, and the memory is shared."""
+    """In `whole_weights()`, and by a module that loads its own state: the values are used, and the memory is shared."""
 
     class Loading(nn.Linear):
         def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:

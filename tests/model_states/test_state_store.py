@@ -1,4 +1,4 @@
-"""The store of one flat parameter: versions, staging, prefetch, tiers, and what a failing drive leaves."""
+"""The store of one flat parameter: versions, staging, prefetch, tiers, and failing drives."""
 
 import contextlib
 from concurrent.futures import Future
@@ -77,7 +77,7 @@ def test_a_step_of_one_version_is_made_in_place(tmp_path: Path, tiers: Tiers) ->
 
 @pytest.mark.parametrize("tiers", TIERS)
 def test_a_step_is_made_in_place_where_the_second_version_is_not_allocated(tmp_path: Path, tiers: Tiers) -> None:
-    """That is only so if all values are in host memory: drives fail, and then a step is rolled back."""
+    """This holds only if all values are in host memory: if a drive fails, a step must be rolled back."""
     layout = make_layout(2)
     old, new, newer = (weights_of(layout, seed=seed) for seed in range(3))
     in_memory = tiers == ("host", "host")
@@ -201,7 +201,7 @@ def test_master_weights_are_checked_out_and_in(tmp_path: Path, tiers: Tiers) -> 
 
 
 def test_a_failed_read_is_the_stagings_error_and_returns_its_memory(tmp_path: Path) -> None:
-    """Staging memory has room for one flat parameter: a second request would wait for ever."""
+    """Staging memory has room for one flat parameter: a second request would wait forever."""
     backend, layout = FaultyBackend(), make_layout(1)
     with open_store(tmp_path, ("ssd", "ssd"), layout, backend) as (store, _):
         store.drain()
@@ -227,7 +227,7 @@ def test_a_failed_write_is_the_error_of_every_later_use(tmp_path: Path) -> None:
 
 
 def test_values_are_read_after_they_were_written(tmp_path: Path) -> None:
-    """The write of a step is held: the next stage reads nothing before, and then the new values."""
+    """The write of a step is blocked: the next stage reads nothing before it ends, and then the new values."""
     backend, layout = GatedBackend(), make_layout(1)
     new = weights_of(layout, seed=1)
     with open_store(tmp_path, ("ssd", "ssd"), layout, backend) as (store, _):
@@ -239,7 +239,7 @@ def test_values_are_read_after_they_were_written(tmp_path: Path) -> None:
         values = staged.result(timeout=60)
         backend.hold()
         step_staged(store, values, new)
-        backend.wait_for_arrival()  # the write stands at the gate
+        backend.wait_for_arrival()  # the write waits at the gate
         again = store.stage()
         assert not again.done() and backend.served == []
         backend.release()
@@ -251,7 +251,7 @@ def test_values_are_read_after_they_were_written(tmp_path: Path) -> None:
 
 
 class Begun:
-    """Tells which buffers were staged on a reader thread."""
+    """Records the buffers that were staged on a reader thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[bool] = []
@@ -265,7 +265,7 @@ class Begun:
 
 
 def test_a_prefetch_reads_weights_after_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is made, and its write is held: nothing is requested before it ends."""
+    """The step is made, and its write is blocked: no read is requested before the write ends."""
     backend, layout = GatedBackend(), make_layout(1)
     new = weights_of(layout, seed=1)
     target = torch.zeros(layout.flat.nbytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The optimizer step of one flat parameter: whatever is known when, it is that of torch, once, or none."""
+"""The optimizer step of one flat parameter is torch's step, made once, or none, whenever the scale is known."""
 
 import threading
 from collections.abc import Iterator
@@ -145,7 +145,7 @@ def test_the_memory_of_a_speculation_that_is_given_up_is_freed(tmp_path: Path, w
 
 
 def test_a_scale_that_is_no_number_makes_one_step(tmp_path: Path, worker: Worker) -> None:
-    """It does not equal itself."""
+    """NaN does not equal itself."""
     with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
         made = Stepped(store, worker, finished(float("nan")))
         made.step.speculative(1.0, finished(None), [])[1].result(timeout=60)
@@ -160,7 +160,7 @@ def test_gradients_are_clamped_after_they_are_scaled(tmp_path: Path, worker: Wor
 
 
 def test_accumulated_gradients_are_those_of_the_step(tmp_path: Path, worker: Worker) -> None:
-    """They are in another buffer, and dropped after the step."""
+    """They are in another buffer, and are dropped after the step."""
     with open_store(tmp_path, ("host", "host"), make_layout(1)) as (store, _):
         made = Stepped(store, worker, finished(1.0))
         made.gradient.add(ARRIVED)

@@ -1,4 +1,4 @@
-"""Parameters that are frozen, thawed, added to groups and taken from them during training, in whole trainings."""
+"""Parameters that are frozen, thawed, added to groups and removed from groups during whole trainings."""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.support.trainings import make_trainer, rows
 
 
 class Model(ToyModel):
-    """A backbone that is frozen and a head; the optimizer has what is not frozen."""
+    """A frozen backbone and a head; the optimizer has the parameters that are not frozen."""
 
     def __init__(self, make_optimizer: Callable[[Any], Any] = torch.optim.AdamW) -> None:
         super().__init__(make_optimizer)
@@ -96,7 +96,7 @@ class Save(pl.Callback):
 
 
 def test_resumes_where_blocks_were_thawed(tmp_path: Path) -> None:
-    """From a checkpoint of either kind, under either, as plain Lightning does from its own."""
+    """It equals plain Lightning, from a checkpoint of either strategy, under either."""
     resumed: list[Model] = []
     for number, names in enumerate((("auto", "auto"), ("auto", "host"), ("ssd", "auto"), ("host", "host"))):
         first, second = (name if name == "auto" else offloading(name) for name in names)
@@ -108,7 +108,7 @@ def test_resumes_where_blocks_were_thawed(tmp_path: Path) -> None:
 
 
 class Changes(pl.Callback):
-    """Makes a change before each batch: freezes, thaws, adds to a group, or takes from one."""
+    """Makes a change before each batch: freezes, thaws, adds to a group, or removes from one."""
 
     def __init__(self, changes: list[tuple[str, int]]) -> None:
         self.changes = changes

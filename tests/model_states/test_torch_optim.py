@@ -99,7 +99,7 @@ def train(path: Path, strategy: Any, model: Odd, clip: float | None) -> tuple[Od
 
 
 def differences(one: tuple[Odd, Any], other: tuple[Odd, Any]) -> dict[str, float]:
-    """Returns what differs: the losses, weights and optimizer states, and the largest difference of each."""
+    """Returns the differing losses, weights and optimizer states, with the largest difference of each."""
     found = {}
     if one[0].losses != other[0].losses:
         found["loss"] = max(abs(a - b) for a, b in zip(one[0].losses, other[0].losses, strict=True))
@@ -143,7 +143,7 @@ def test_settings_with_states_on_ssd(tmp_path: Path, name: str) -> None:
 
 
 class Sparse(Odd):
-    """An embedding with sparse gradients, which stays on the device, and frozen weights."""
+    """A resident embedding with sparse gradients, and frozen weights."""
 
     def __init__(self) -> None:
         super().__init__(lambda groups: optim.SparseAdam(groups[0]["params"], lr=1e-2), columns=False)

@@ -52,14 +52,14 @@ def test_optimizers(tmp_path: Path, make_optimizer: MakeOptimizer, groups: bool)
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_bf16_mixed(tmp_path: Path, accumulate: int) -> None:
-    """Products have their weights in bf16 on the device, and fp32 master weights: the numbers of autocast's casts."""
+    """Weights of matrix products are bf16 on the device, with fp32 masters: numbers are those of autocast's casts."""
     arguments = dict(precision="bf16-mixed", accumulate_grad_batches=accumulate)
     model = Model()
     assert_same(train(tmp_path, host(), model, **arguments), train(tmp_path, "auto", model, **arguments))
 
 
 class Manual(Model):
-    """Two backwards of different losses before each step, gradients scaled and clipped by hand."""
+    """Two backwards of different losses before each step, with gradients scaled and clipped by user code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_user_code_between_backward_and_step(tmp_path: Path, make_model: Callabl
 
 
 def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> None:
-    """Units are stepped during backward: no step waits for it."""
+    """Units are stepped during backward: no step waits for the callback."""
     holds: list[bool] = []
 
     class Extended(ModelProfiler):
@@ -121,7 +121,7 @@ def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> No
 
 
 class Frozen(Model):
-    """A block that is frozen, and one that is left out of every other step."""
+    """A frozen block, and one that every other step skips."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
 
 
 class UsedOutside(Model):
-    """Parameters that are used where no forward of their module runs: transposed, as a head, in a penalty."""
+    """Parameters that are used outside of their module's forward: transposed, as a head, in a penalty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_activation_checkpointing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("first", ["host", "auto"])
 @pytest.mark.parametrize("second", ["host", "auto"])
 def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: str) -> None:
-    """A checkpoint of either kind resumes under either, and the rest of the training is the same."""
+    """Each strategy resumes from a checkpoint of either, and the rest of the training is the same."""
     expected = train(tmp_path, "auto", Model())
     strategies: dict[str, Callable[[], Any]] = {"host": host, "auto": lambda: "auto"}
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=tmp_path / "saved", save_last=True)
@@ -209,7 +209,7 @@ def test_checkpoints_are_plain_lightnings(tmp_path: Path, first: str, second: st
     assert len(content["optimizer_states"][0]["state"]) == len(list(begun.parameters()))
     resumed = Model()
     for parameter in resumed.parameters():
-        parameter.data.zero_()  # everything comes from the checkpoint
+        parameter.data.zero_()  # all values are loaded from the checkpoint
     resumed_model: Any = train(tmp_path, strategies[second](), resumed, ckpt_path=saved)
     resumed_model.losses = begun.losses + resumed_model.losses  # type: ignore[operator]
     assert_same(resumed_model, expected)
@@ -237,7 +237,7 @@ def test_weights_are_whole_after_a_training_that_failed(tmp_path: Path) -> None:
 
 
 def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None:
-    """The device never has more weights than the budget, or one unit; shapes are there all the time."""
+    """The device never has more weights than the budget, or one unit; shapes can always be read."""
     most: list[int] = []
 
     class Watching(Model):
@@ -288,7 +288,7 @@ def test_refused_arguments_name_a_remedy(tmp_path: Path, arguments: Any, trainer
 
 @pytest.mark.parametrize("clipped", [False, True])
 def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clipped: bool) -> None:
-    """A gradient that stays on the device is infinite, and those that leave are not."""
+    """The gradient of a resident parameter is infinite, and those of offloaded ones are finite."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     names = [unit.name for unit in find_units(model)]

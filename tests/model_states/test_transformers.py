@@ -95,7 +95,7 @@ def test_numbers_are_plain_lightnings(tmp_path: Path, make: Any, checkpointing: 
 
 @pytest.mark.parametrize("make", [gpt2, bert, llama, t5])
 def test_models_that_were_built_on_meta(tmp_path: Path, make: Any) -> None:
-    """They train, with weights distributed as their own initialisation does it."""
+    """They train, with weights of the distribution of their own initialization."""
     model = Wrapped(make, meta=True)
     before: dict[str, Tensor] = {}
 

@@ -18,7 +18,7 @@ def names(units: list[Unit]) -> list[str]:
 
 
 def check(module: nn.Module, units: list[Unit]) -> None:
-    """Each parameter is in one unit, one of whose modules contains an owner of it."""
+    """Asserts that each parameter is in one unit, one of whose modules contains its owner."""
     members = [parameter for unit in units for _, parameter in unit.parameters]
     assert len(members) == len(set(members))
     assert set(members) == set(module.parameters())

@@ -1,4 +1,4 @@
-"""Views of offloaded weights, taken at any time of a step with autograd on or off, and written at any later time."""
+"""Views of offloaded weights, made at any time of a step with autograd on or off, and written at any later time."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ LEFT_OUT = {"numpy", "dlpack", "set_", "complex"}
 
 
 class Viewing(Toy):
-    """A toy whose user code takes views of weights and writes them; `events` are (time, action) pairs."""
+    """A toy whose user code makes views of weights and writes them; `events` are (time, action) pairs."""
 
     def __init__(self, events: Sequence[tuple[str, Any]]) -> None:
         super().__init__(lr=2**-4, momentum=0.5)
@@ -61,7 +61,7 @@ class Viewing(Toy):
                 WRITES[name](self.views[number % len(self.views)])
             elif kind == "read":
                 self.seen += [view.detach().clone() for view in self.views]
-            elif kind == "drop" and time != "own forward":  # `.data` of a view that has gone by then is not seen
+            elif kind == "drop" and time != "own forward":  # `.data` of a freed view has no effect
                 self.views.clear()
 
     def on_fit_start(self) -> None:
@@ -93,7 +93,7 @@ class Viewing(Toy):
 
 
 def program(take: tuple[str, str], write: tuple[str, str]) -> Any:
-    """Returns a program that takes a view with autograd on, writes it with autograd off, and drops it."""
+    """Returns a program that makes a view with autograd on, writes it with autograd off, and drops it."""
     return (take[0], ("take", take[1], 0, True)), (write[0], ("write", write[1], 0, False)), [("batch end", DROP)]
 
 
@@ -132,12 +132,12 @@ ONLY_PLAIN = ("created in no_grad mode", "is a view and", "functions with out=")
 
 
 def in_copies(events: Sequence[Any], precision: str) -> bool:
-    """Whether views of a unit's own forward are views of copies: writes to them do not count (docs/limits.md)."""
+    """Returns whether views in a unit's own forward are views of copies, whose changes are lost (docs/limits.md)."""
     return precision == "bf16-mixed" and any(time == "own forward" for time, _ in events)
 
 
 def check(path: Path, program: Any, states: str, precision: str) -> None:
-    """Numbers are plain Lightning's, or an error is raised; where plain Lightning raises one, it is raised."""
+    """Asserts that numbers are plain Lightning's, or an error is raised; an error of plain Lightning is raised, too."""
     first, second, others = program
     events = [first, second, *others]
     if in_copies(events, precision):
@@ -170,7 +170,7 @@ def test_more_written_views(tmp_path: Path, program: Any, precision: str, states
 
 
 def test_a_forward_without_views_shares_no_memory(tmp_path: Path) -> None:
-    """Memory that is shared is compared at every use, which takes time; recomputation keeps weights for a moment."""
+    """Shared memory is compared at every use, which takes time; recomputation references weights only briefly."""
 
     class Checkpointing(Toy):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Deferred steps in two parts: the numbers of plain Lightning, and a share of units that follows backward's waiting."""
+"""Deferred steps in two parts: plain Lightning's numbers, and a share of units that depends on backward's waits."""
 
 import itertools
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_the_share_of_units_follows_the_time_that_backward_waits(monkeypatch: py
     def covered() -> int:
         return [share.covers(unit) for unit in range(8)].index(False) if not share.covers(7) else 8
 
-    share.note(0.5)  # a first step has begun at an unknown time
+    share.note(0.5)  # the begin of the first step is unknown
     assert covered() == 8
     share.note(0.5)
     assert covered() == 6
@@ -42,7 +42,7 @@ def test_the_share_of_units_follows_the_time_that_backward_waits(monkeypatch: py
 def test_units_have_whole_steps_if_other_code_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drains: bool
 ) -> None:
-    """Such as a callback that reads the weights after every step; here a wait takes a second, and a step ten."""
+    """For example a callback that reads the weights after every step; here a wait takes 1 s, and a step 10 s."""
     if any_kernel() is None:
         pytest.skip("there is no C compiler")
     for module, seconds in ((step_scheduler, 1.0), (weights_first, 10.0)):

@@ -76,7 +76,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(**PROGRAMS)
 @settings(max_examples=5, deadline=None)
 def test_programs(path: Path, **how: Any) -> None:
-    """Steps of random operations, that know a parameter, a group, all parameters, or themselves."""
+    """Steps of random operations that depend on a parameter, a group, all parameters, or earlier steps."""
     run_program(path, **how)
 
 
@@ -88,7 +88,7 @@ def test_programs_thoroughly(path: Path, **how: Any) -> None:
 
 
 class Initialized(torch.optim.AdamW):
-    """AdamW, with other defaults and a method."""
+    """AdamW with other defaults and an additional method."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, lr=3e-3, weight_decay=0.2)
@@ -187,7 +187,7 @@ def test_hooks_run_once_a_step_and_read_the_same_values_as_in_plain_lightning(tm
 
 
 def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
-    """Of either kind, under either."""
+    """The checkpoint is of either strategy, and is resumed under either."""
     model = Model(Coupled)
     expected = train(tmp_path, "auto", model, max_epochs=2)
     for first, second in (("auto", offloading()), (offloading("ssd"), "auto")):
@@ -252,7 +252,7 @@ def test_which_classes_are_registered() -> None:
 
 @pytest.mark.parametrize("change", ["look up", "get", "assign", "replace"])
 def test_states_of_offloaded_parameters_are_not_looked_up(tmp_path: Path, change: str) -> None:
-    """Where they are elsewhere, `Optimizer.state` says so, and does not look empty."""
+    """`Optimizer.state` raises an error for offloaded states, in place of looking empty."""
 
     class Looking(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Models of folders: the same training in every place, straight from their files, and back to files of that layout."""
+"""Models of folders: the same training with every strategy, read from their files, and saved in the same layout."""
 
 import json
 import math
@@ -93,7 +93,7 @@ def test_no_more_than_a_unit_is_held_twice(tmp_path: Path, monkeypatch: pytest.M
         held -= nbytes
 
     monkeypatch.setattr(PretrainedFolder, "read", counted)
-    # One is looked up a second time, to see whether its parameter holds it rounded; of a mapped file it is the same.
+    # One value is read twice, to see whether its parameter has it rounded; a mapped file needs no memory for that.
     largest = max(sum(p.nbytes for _, p in unit.parameters) for unit in find_units(saved))
     largest += max(parameter.nbytes for name, parameter in saved.named_parameters() if ".layers." in name)
     for states in ("ssd", "host", "gpu", "auto"):
@@ -104,7 +104,7 @@ def test_no_more_than_a_unit_is_held_twice(tmp_path: Path, monkeypatch: pytest.M
 
 
 def layout(folder: Path) -> dict[str, bytes]:
-    """Returns the bytes of every file; of safetensors those of the header."""
+    """Returns the bytes of every file, or of the header of a safetensors file."""
     files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
     return {n: c[: 8 + int.from_bytes(c[:8], "little")] if n.endswith(".safetensors") else c for n, c in files.items()}
 
@@ -141,7 +141,7 @@ def test_a_folder_is_saved_now_and_then_and_replaced(tmp_path: Path) -> None:
 
 
 def test_unused_tensors_and_other_prefixes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A folder of the model without its head, as GPT-2's own is, and one with a tensor more."""
+    """A folder of the model without its head, like GPT-2's own, and a folder with an additional tensor."""
     saved = save_model(tmp_path / "whole", "gpt2")
     base = saved.transformer
     assert isinstance(base, GPT2Model)
@@ -171,7 +171,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, states: str
 
 
 def broken(folder: Path, kind: str) -> None:
-    """Spoils a folder."""
+    """Damages a folder."""
     file, config = folder / "model.safetensors", folder / "config.json"
     if kind == "no config":
         config.unlink()

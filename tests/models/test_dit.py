@@ -45,7 +45,7 @@ def fit(folder: Path, model: DiT, strategy: Any = "auto", callbacks: Any = (), *
     losses = Losses()
     how = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None, "limit_val_batches": 1}
     resume = settings.pop("ckpt_path", None)
-    torch.manual_seed(settings.pop("seed", 0))  # of the weights; the Trainer has the model built
+    torch.manual_seed(settings.pop("seed", 0))  # of the weights; the Trainer builds the model
     data = settings.pop("data", None) or ImageDataModule(batch_size=4)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -81,7 +81,7 @@ QUICK = ["all on SSD"]
 
 
 def check_parity(tmp_path: Path, place: str, **settings: Any) -> None:
-    """Losses, weights and samples drawn amid the training equal plain Lightning's."""
+    """Losses, weights, and samples drawn during the training, equal plain Lightning's."""
     trainer = {key: settings.pop(key) for key in ("accumulate_grad_batches", "precision") if key in settings}
     how: dict[str, Any] = {"gradient_clip_val": 1.0, **trainer}
     plain, offloaded = tiny(**settings), tiny(**settings)

@@ -1,4 +1,4 @@
-"""GPT learns, reports what it does, and goes to and from disk unchanged."""
+"""GPT learns, logs its figures, and is saved and loaded unchanged."""
 
 import math
 from pathlib import Path

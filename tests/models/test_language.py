@@ -1,4 +1,4 @@
-"""BERT and T5 compute what transformers computes, count what it takes, and go to and from folders unchanged."""
+"""BERT and T5 compute the same as transformers, count their FLOPs, and are saved and loaded unchanged."""
 
 import math
 from pathlib import Path
@@ -121,7 +121,7 @@ def test_pretrained_folder_round_trip(tmp_path: Path, make: Any) -> None:
             T5Config(vocab_size=300, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=2)
         )
     saved.save_pretrained(tmp_path / "saved")
-    saved.config.decoder_start_token_id = 0  # which a folder need not say
+    saved.config.decoder_start_token_id = 0  # which a folder need not have
     module = type(make())(pretrained=tmp_path / "saved")
     module.configure_model()
     model: Any = module.model

@@ -1,4 +1,4 @@
-"""The loss in chunks: that of whole logits, within its tolerance, in the memory of a chunk."""
+"""The chunked loss equals that of whole logits, within a tolerance, in the memory of a chunk."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ TOKENS, WIDTH, CLASSES = 96, 32, 200
 
 @pytest.fixture(params=["torch", "own"], autouse=True)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The function of torch, and what stands in for it in versions of torch without it; chunks of 8 tokens."""
+    """torch's function, and the replacement for versions of torch without it; chunks have 8 tokens."""
     if request.param == "own":
         monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
     elif not hasattr(F, "linear_cross_entropy"):
@@ -58,7 +58,7 @@ def test_loss_and_gradients(dtype: torch.dtype, bias: bool) -> None:
 
 
 class LargestOutput(TorchDispatchMode):
-    """Sees the elements of the largest tensor that any operator returns."""
+    """Records the elements of the largest tensor that any operator returns."""
 
     most = 0
 

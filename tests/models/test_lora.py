@@ -16,7 +16,7 @@ from tests.support.compare import assert_same
 from tests.support.folders import FAMILIES, save_model, strategy, train
 from tests.support.products import combinations
 
-ADAPTER_BYTES = 4 * 48 * 4  # of the largest adapter; every weight of a base but norms and biases is larger
+ADAPTER_BYTES = 4 * 48 * 4  # of the largest adapter; all weights of a base are larger, except norms and biases
 
 
 def module(folder: Path, **settings: Any) -> LoRACausalLM:

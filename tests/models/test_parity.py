@@ -1,4 +1,4 @@
-"""BERT and T5 of the recipes have plain Lightning's numbers, bit for bit, wherever their bytes are.
+"""BERT and T5 of the recipes have plain Lightning's numbers, bit for bit, in all tiers.
 
 T5 has the hard cases: the encoder's output is an input of every decoder block, the position bias of the first block one
 of all others, and one embedding is read by encoder, decoder and head.
@@ -92,7 +92,7 @@ def train(
 
 @functools.cache
 def plain(make: Any, steps: int, **settings: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Returns what `train` returns under Lightning's own strategy."""
+    """Returns the result of `train` under Lightning's own strategy."""
     with tempfile.TemporaryDirectory() as path:
         return train(Path(path), "auto", make, steps=steps, **settings)
 

@@ -1,6 +1,6 @@
 """Endurance and cost.
 
-SSDTrain's figure 5 is a plot without numbers; what its text says of it is tested with the method of III-D.
+SSDTrain's figure 5 is a plot without numbers; the statements of its text are tested by the method of III-D.
 """
 
 import pytest
@@ -20,7 +20,7 @@ RETENTION = 86
 
 
 def test_lifespan_of_figure_5() -> None:
-    """III-D: with four Samsung 980 PRO 1TB for each GPU and no more than 12.1 GB/s, more than two years.
+    """III-D: four Samsung 980 PRO 1TB for each GPU, at 12.1 GB/s at most, last more than two years.
 
     The drive's rating, 600 TB, is from its data sheet: the paper doesn't print it. It relaxes the retention, too.
     """

@@ -1,4 +1,4 @@
-"""Files of plans, machines and models that are damaged or made up: what loads is valid, or one error names the file."""
+"""Damaged and invented files of plans, machines and models: a loaded file is valid, or one error names the file."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def check(kind: Kind, content: str | bytes, path: Path) -> str | None:
-    """Returns the message of the error; None where the file loads as an object that can be saved and loaded again."""
+    """Returns the error's message; None: the file loads as an object that can be saved and loaded again."""
     path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
     try:
         loaded = kind.load(path)
@@ -96,7 +96,7 @@ def test_contents_that_are_none(kind: Kind, content: bytes, message: str, tmp_pa
 
 @KIND
 def test_paths_that_are_no_files(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory, a pipe that nobody writes to, a file that is too large, and none."""
+    """A directory, a pipe without a writer, a file that is too large, and a missing file."""
     os.mkfifo(tmp_path / "fifo")
     for name in (".", "fifo"):
         with pytest.raises(ValueError, match=rf"{tmp_path / name} is not a file"):
@@ -132,7 +132,7 @@ JUNK: list[Any] = [
 
 @KIND
 def test_every_value_of_every_kind(kind: Kind, tmp_path: Path) -> None:
-    """In the place of each value of a valid file: it loads, or one error names the file and the key."""
+    """Each value of a valid file is replaced: the file loads, or one error names the file and the key."""
     for path in paths(kind.content):
         for junk in JUNK:
             content = copy.deepcopy(kind.content)
@@ -180,7 +180,7 @@ TOKENS = [
 
 @st.composite
 def damaged(draw: st.DrawFn, text: str) -> bytes:
-    """`text` with a few of its bytes changed, removed, doubled or put in."""
+    """Returns `text` with a few bytes changed, removed, doubled or inserted."""
     content = bytearray(text.encode())
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, max(0, len(content) - 1)))

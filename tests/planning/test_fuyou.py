@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ssd.planning.fuyou import (
-    Candidate,
+    SwapCandidate,
     choose_swaps,
     largest_swap,
     priority_queues,
@@ -33,7 +33,7 @@ def test_table_2() -> None:
 
 def test_queues_of_table_2() -> None:
     """4htoh has high priority, all others have low."""
-    candidates = [Candidate(size, flops, flops) for flops, size, _ in TABLE_2.values()]
+    candidates = [SwapCandidate(size, flops, flops) for flops, size, _ in TABLE_2.values()]
     assert priority_queues(candidates, bandwidth=1.0) == ([3], [0, 1, 2])
 
 
@@ -58,18 +58,18 @@ def test_largest_swap() -> None:
 
 
 def test_high_queue_first() -> None:
-    """With room for two of table 2's layers, 4htoh goes first, then what comes first in the forward."""
-    candidates = [Candidate(size, flops, flops) for flops, size, _ in TABLE_2.values()]
+    """With room for two of table 2's layers, 4htoh is swapped first, then the first layer of the forward."""
+    candidates = [SwapCandidate(size, flops, flops) for flops, size, _ in TABLE_2.values()]
     chosen = choose_swaps(candidates, 0, 4, bandwidth=1.0, iteration=lambda swapped, recompute: recompute)
     assert chosen == (3, 0)
 
 
-CANDIDATES = st.lists(st.builds(Candidate, st.floats(1, 100), st.floats(0, 100), st.floats(0, 100)), max_size=20)
+CANDIDATES = st.lists(st.builds(SwapCandidate, st.floats(1, 100), st.floats(0, 100), st.floats(0, 100)), max_size=20)
 
 
 @given(CANDIDATES, st.floats(0, 100), st.floats(0, 1000), st.floats(0, 10))
 def test_amount_is_within_its_limits(
-    candidates: list[Candidate], start: float, largest: float, per_byte: float
+    candidates: list[SwapCandidate], start: float, largest: float, per_byte: float
 ) -> None:
     """Equation 11: D_start <= D_f <= D_max. And it is never worse than swapping nothing more."""
 

@@ -13,7 +13,7 @@ from tests.support.profiles import H100, machines
 
 @given(machines())
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, machine: HardwareProfile) -> None:
-    """What is saved is what is read."""
+    """A loaded profile equals the saved one."""
     path = tmp_path_factory.mktemp("profile") / "machine.json"
     machine.to_json(path)
     assert HardwareProfile.from_json(path) == machine
@@ -52,7 +52,7 @@ def test_wrong_values_are_named(changes: dict[str, float], message: str) -> None
     ],
 )
 def test_wrong_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
-    """The message says what is wrong."""
+    """The message names the error."""
     path = tmp_path / "machine.json"
     path.write_text(content)
     with pytest.raises(ValueError) as error:
@@ -61,7 +61,7 @@ def test_wrong_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 
 
 def test_described() -> None:
-    """A person can read it."""
+    """The description is readable."""
     text = H100.describe()
     assert "600 TFLOP/s, 72.00 GiB" in text
     assert "read 3.4 GB/s, write 3.1 GB/s" in text

@@ -18,7 +18,7 @@ from tests.support.profiles import GB, H100
 
 # Section III: forward 5.96 s of GPU time, full recomputation 5.7 s.
 FORWARD, RECOMPUTE = 5.96, 5.7
-# III-C: 213 GB of activations leave in 10 s.
+# III-C: 213 GB of activations are offloaded in 10 s.
 LINK = 213 * GB / 10
 PCIE4 = replace(H100, copy_out=LINK, copy_in=LINK, copy_out_both=LINK, copy_in_both=LINK, ssd_read=32e9, ssd_write=32e9)
 NOTHING = StateSizes(0, 0, 0, 0)
@@ -60,7 +60,7 @@ def test_forward_of_13b_with_all_activations_swapped() -> None:
 
 
 def test_swapping_the_outputs_of_4h_to_h_leaves_a_third_more_computation() -> None:
-    """Figure 1c: 32 % more computation in backward. So much is left when those layers, the best by far, are swapped."""
+    """Figure 1c: 32 % more computation in backward. This is the rest if those layers, by far the best, are swapped."""
     flops = {"qkv": 6, "out": 2, "up": 8, "down": 8}
     sizes = {"qkv": 3, "out": 1, "up": 4, "down": 1}
     layers = {name: Layer(flops[name] * RECOMPUTE / 24, sizes[name]) for name in flops}
@@ -128,7 +128,7 @@ def test_iteration_time_is_convex(layers: list[Layer], base: float, host: float,
 
 @given(LAYERS, st.floats(0, 1e10), st.floats(0, 1e11), st.floats(0, 1e10))
 def test_algorithm_1_finds_the_lowest_point(layers: list[Layer], base: float, host: float, parameters: float) -> None:
-    """The walk that ends at the first rise finds the least T_iter of all."""
+    """The descent that ends at the first rise finds the least T_iter."""
     total = sum(layer.flops for layer in layers)
 
     def iteration(swapped: float, recomputed: float) -> float:
@@ -151,7 +151,7 @@ def test_algorithm_1_finds_the_lowest_point(layers: list[Layer], base: float, ho
     [(10.0, "transfers", ()), (0.0, "compute", (1, 0, 2)), (1.5, "optimum", (1, 0))],
 )
 def test_three_cases(per_byte: float, case: str, layers: tuple[int, ...]) -> None:
-    """IV-D: swapping never helps, always does, or up to a point. Layers go in falling benefit: 4, 2 and 1."""
+    """IV-D: swapping never helps, always helps, or helps up to a point. Layers are in falling benefit: 4, 2 and 1."""
     choice = choose_swaps(
         [Layer(2, 1), Layer(4, 1), Layer(1, 1)], 5.0, lambda swapped, flops: flops + per_byte * swapped
     )

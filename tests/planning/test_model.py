@@ -14,7 +14,7 @@ from tests.support.transformer import transformer_profile
 
 @given(models())
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, model: ModelProfile) -> None:
-    """What is saved is what is read."""
+    """A loaded profile equals the saved one."""
     path = tmp_path_factory.mktemp("profile") / "model.json"
     model.to_json(path)
     assert ModelProfile.from_json(path) == model
@@ -54,7 +54,7 @@ def test_wrong_values_are_named() -> None:
 
 
 def test_samples_scale_activations_and_times() -> None:
-    """Twice the samples: twice the time and the activations, the same states."""
+    """Twice the samples have twice the time and activations, and the same states."""
     model = make_model()
     twice = model.with_samples(2)
     assert twice.forward_seconds == 2 * model.forward_seconds

@@ -15,7 +15,7 @@ from tests.support.profiles import make_model, models, plans
 
 @given(plans())
 def test_round_trip(plan: Plan) -> None:
-    """What is written is what is read, whatever the names."""
+    """A plan is loaded as it was saved, whatever its names are."""
     again = Plan.from_yaml(plan.to_yaml())
     assert again == plan
     assert list(again.units) == list(plan.units)
@@ -39,7 +39,7 @@ def make_plan(model: ModelProfile, **changes: Any) -> Plan:
 
 @given(st.data())
 def test_a_plan_for_a_model_is_accepted(data: st.DataObject) -> None:
-    """No error where there is nothing wrong."""
+    """A valid plan raises no error."""
     model = data.draw(models())
     data.draw(plans(model)).check(model)
 
@@ -64,7 +64,7 @@ def test_wrong_plans_name_the_entry(changes: dict[str, Any], message: str) -> No
 
 
 def test_wrong_plans_for_a_model() -> None:
-    """Units of another model, operators that can't be recomputed, clipping left out."""
+    """Units of another model, operators that can't be recomputed, missing clipping."""
     model = make_model(2)
     with pytest.raises(ValueError, match="`units.unit2` is not in the model"):
         make_plan(make_model(3)).check(model)
@@ -105,13 +105,13 @@ def test_wrong_files_name_the_entry(change: Any, message: str) -> None:
 
 
 def test_not_yaml() -> None:
-    """The message says so."""
+    """The message says that the file is not YAML."""
     with pytest.raises(ValueError, match="not YAML"):
         Plan.from_yaml("units: [")
 
 
 def test_described() -> None:
-    """Neighbours that are treated alike share a line."""
+    """Neighbouring units with equal plans share a line."""
     plan = make_plan(make_model(5))
     lines = plan.describe().splitlines()
     assert len(lines) == 3

@@ -16,15 +16,15 @@ from lightning_ssd.planning import (
     Plan,
     Prediction,
     UnitPlan,
-    correct,
-    correct_step_rate,
+    calibrate,
+    calibrate_step_rate,
     make_plan,
     plan_for_least_memory,
     plan_with_coefficient,
     simulate,
 )
-from lightning_ssd.planning.placement import default_plan, default_window
 from lightning_ssd.planning.planners import CAUTION
+from lightning_ssd.planning.saved_groups import default_plan, default_window
 from lightning_ssd.types import Choice
 from tests.support.products import combinations
 from tests.support.profiles import GB, GIB, H100, machines, make_model, models
@@ -34,7 +34,7 @@ from tests.support.transformer import transformer_profile
 @settings(max_examples=50, deadline=None)
 @given(models(), machines())
 def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) -> None:
-    """Every plan is one for the model. Holistic's fits if one of them does, and is no slower than any that does."""
+    """All plans match the model. Holistic's fits if another one does, and is no slower than any that fits."""
     scores = {}
     for name, planner in PLANNERS.items():
         plan = planner(model, machine, None)
@@ -51,7 +51,7 @@ def choices(plan: Plan) -> set[str]:
 
 
 def test_ssdtrain_offloads_the_hidden_bytes() -> None:
-    """States on the GPU; what 8 s of forward carry at 1 byte a second goes out, the first first; the rest is kept."""
+    """States are on the GPU. A forward of 8 s at 1 byte/s offloads the first 8 bytes; the rest is kept."""
     machine = replace(H100, ssd_write=1.0)
     plan = make_plan(make_model(8, saved=3, inputs=0), machine, "ssdtrain")
     assert {unit.states for unit in plan.units.values()} == {"gpu"}
@@ -59,7 +59,7 @@ def test_ssdtrain_offloads_the_hidden_bytes() -> None:
 
 
 def test_fuyou_swaps_to_ssds_only() -> None:
-    """States and swapped activations on SSDs, the rest recomputed; with a slow GPU everything is swapped."""
+    """States and swapped activations are on SSDs, and the rest is recomputed; with a slow GPU everything is swapped."""
     slow = make_plan(make_model(), H100, "fuyou")
     assert choices(slow) == {"ssd"}
     fast = make_plan(make_model(forward=1e-12), H100, "fuyou")
@@ -69,7 +69,7 @@ def test_fuyou_swaps_to_ssds_only() -> None:
 
 
 def test_lohan_fills_host_memory_first() -> None:
-    """Swapped activations are in host memory while there is room, then on SSDs."""
+    """Swapped activations are in host memory as long as it has room, then on SSDs."""
     model = make_model(8, saved=GB)
     plan = make_plan(model, replace(H100, host_bytes=14 * GB), "lohan")
     assert choices(plan) == {"host", "ssd"}
@@ -80,7 +80,7 @@ def test_lohan_fills_host_memory_first() -> None:
 
 
 def test_holistic_keeps_all_that_fits() -> None:
-    """A model that fits on the GPU is left there."""
+    """A model that fits on the GPU is kept there."""
     model = make_model(8)
     plan = make_plan(model, H100)
     prediction = simulate(model, H100, plan)
@@ -89,7 +89,7 @@ def test_holistic_keeps_all_that_fits() -> None:
 
 
 def test_gradients_that_are_clipped() -> None:
-    """Every planner's plan says when to step."""
+    """Every planner's plan has a clip mode."""
     model = make_model(8, clip_norm=True)
     for planner in PLANNERS:
         assert make_plan(model, H100, planner).clip in ("deferred", "speculative")
@@ -109,7 +109,7 @@ def test_the_window_is_no_wider_than_it_needs(hidden: int, layers: int, batch: i
 
 
 def test_unknown_planner() -> None:
-    """The message names those there are."""
+    """The message names the planners."""
     with pytest.raises(ValueError, match="`planner='best'` must be one of 'holistic', 'lohan', 'fuyou', 'ssdtrain'"):
         make_plan(make_model(), H100, "best")
 
@@ -139,7 +139,7 @@ def sweep(model: ModelProfile) -> Iterator[Plan]:
     quick=[((2048, 24, 16), 110 * GIB, 24 * GIB), ((4096, 8, 4), 24 * GIB, 12 * GIB)],
 )
 def test_holistic_against_a_sweep(gpu_bytes: int, host_bytes: int, shape: tuple[int, int, int]) -> None:
-    """No swap coefficient, in whatever tier, is more than 2 % better."""
+    """No swap coefficient, in any tier, is more than 2 % better."""
     hidden, layers, batch = shape
     machine = replace(H100, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     model = transformer_profile(
@@ -153,7 +153,7 @@ def test_holistic_against_a_sweep(gpu_bytes: int, host_bytes: int, shape: tuple[
 
 
 def test_the_bytes_that_may_be_written_in_a_day() -> None:
-    """What would wear the SSDs is computed again instead; where even that is too much, the plan does not fit."""
+    """Tensors are recomputed instead of written to SSDs; if other writes exceed the limit, the plan does not fit."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, gpu_bytes=20 * GB, host_bytes=20 * GB, ssd_write=30e9, ssd_read=30e9, ssd_mixed=30e9)
@@ -169,17 +169,17 @@ def test_the_bytes_that_may_be_written_in_a_day() -> None:
 
 
 def test_memory_that_holds_little_is_used() -> None:
-    """Host memory too small to pass data through: what has room on the GPU is kept, the rest computed again."""
+    """Host memory is too small for staging: tensors for which the GPU has room are kept, the others recomputed."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, gpu_bytes=26 * GB, host_bytes=2 * GB)
     prediction = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     assert prediction.excess_bytes(machine) == 0
-    assert prediction.step_seconds < 24 + 5.1  # at least three of eight need not be computed again
+    assert prediction.step_seconds < 24 + 5.1  # at least three of eight need not be recomputed
 
 
 def test_least_memory() -> None:
-    """It takes less, and next to no more time."""
+    """The plan needs less memory, and at most `SLACK` more time."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     fastest = simulate(model, H100, make_plan(model, H100, fixed=fixed))
@@ -190,7 +190,7 @@ def test_least_memory() -> None:
 
 
 def test_a_host_that_is_busy_gets_no_more_to_do() -> None:
-    """Where launches bound the step, less memory would take longer: all stays, unless it has no room."""
+    """If launches bound the step, less memory would take longer: all is kept if it fits."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=2.0, operations=9)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, launch=HostOverhead(0.1, 0.1, 0.1, 0.1, 0.1, 0.1))
@@ -206,21 +206,21 @@ def test_a_host_that_is_busy_gets_no_more_to_do() -> None:
 def test_the_resource_that_bounds_the_step_is_corrected(
     model: ModelProfile, machine: HardwareProfile, factor: float
 ) -> None:
-    """What comes of it is a step of the time that was measured; where that is not found, nothing is changed."""
+    """The corrected profile predicts the measured time; if no correction does, nothing is changed."""
     plan = make_plan(model, machine)
     seconds = factor * simulate(model, machine, plan).step_seconds
-    corrected = correct(model, machine, plan, seconds)
+    corrected = calibrate(model, machine, plan, seconds)
     if corrected is not None:
         assert simulate(*corrected, plan).step_seconds == pytest.approx(seconds, rel=0.006)
 
 
 def test_a_slow_host_is_corrected() -> None:
-    """Where the host bounds the step, it is the host that takes longer, also with what a plan adds, if it adds any."""
+    """If the host bounds the step, the host's times are corrected, including the overhead of a plan that has any."""
     model = make_model(4, parameters=0, launch=4.0)
     machine = replace(H100, launch=HostOverhead(1, 2, 3, 4, 5, 6))
     fixed = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
     for plan, factor in ((make_plan(model, machine), 1.0), (plan_with_coefficient(model, machine, 0.0, fixed), 1.2)):
-        corrected = correct(model, machine, plan, 1.2 * simulate(model, machine, plan).step_seconds)
+        corrected = calibrate(model, machine, plan, 1.2 * simulate(model, machine, plan).step_seconds)
         assert corrected is not None
         assert corrected[0].forward_seconds == model.forward_seconds
         assert corrected[0].units[0].operators[0].launch_seconds == pytest.approx(1.2 * 4, rel=0.01)
@@ -228,7 +228,7 @@ def test_a_slow_host_is_corrected() -> None:
 
 
 def test_a_late_host_or_a_slow_gpu() -> None:
-    """Whichever is less surprising: what following a plan costs the host is known least, but not by any factor."""
+    """The more likely cause is corrected: the overhead of a plan is the least certain quantity, within bounds."""
     model = make_model(4, parameters=0, launch=1.0, operations=9)
     fixed = FixedPlacement(("gpu",) * 4, ("gpu",) * 4)
     for cost, slow in ((0.05, "host"), (0.004, "gpu")):
@@ -236,7 +236,7 @@ def test_a_late_host_or_a_slow_gpu() -> None:
         plan = plan_with_coefficient(model, machine, 0.0, fixed)
         before = simulate(model, machine, plan)
         assert before.bound == "compute"
-        corrected = correct(model, machine, plan, 1.04 * before.step_seconds)
+        corrected = calibrate(model, machine, plan, 1.04 * before.step_seconds)
         assert corrected is not None
         assert simulate(*corrected, plan).step_seconds == pytest.approx(1.04 * before.step_seconds, rel=0.006)
         assert (corrected[0] == model) == (slow == "host")
@@ -246,16 +246,16 @@ def test_a_late_host_or_a_slow_gpu() -> None:
 @given(models(), machines(), st.floats(1.01, 3.0))
 @settings(max_examples=30, deadline=None)
 def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: HardwareProfile, factor: float) -> None:
-    """Alone it is no slower; under the plan it is no quicker, and as quick where it was busy all the time."""
+    """The rate alone is no slower than measured; under the plan it is no faster, and equal if the CPU was busy."""
     plan = make_plan(model, machine)
     before = simulate(model, machine, plan)
     stepped = sum(profile.parameters for profile in model.units if plan.units[profile.name].states != "gpu")
     seconds = factor * before.busy_seconds["cpu"]
     if not stepped:
-        assert correct_step_rate(model, machine, plan, 1e9, 1.0) == machine
+        assert calibrate_step_rate(model, machine, plan, 1e9, 1.0) == machine
         return
     step_seconds = max(seconds, before.step_seconds)
-    corrected = correct_step_rate(model, machine, plan, stepped / seconds, step_seconds)
+    corrected = calibrate_step_rate(model, machine, plan, stepped / seconds, step_seconds)
     assert corrected.cpu_step_rate >= stepped / seconds
     assert simulate(model, corrected, plan).busy_seconds["cpu"] >= seconds * (1 - 1e-6)
     if seconds == step_seconds and before.copied_bytes / (machine.host_memory_bandwidth or 1e99) < seconds / 2:
@@ -264,7 +264,7 @@ def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: Hardwar
 
 @pytest.mark.parametrize("micro_batches", [1, 4, 16])
 def test_the_rate_of_a_cpu_that_is_busy_for_a_part_of_the_step(micro_batches: int) -> None:
-    """Copies of the rest of the step take nothing from it."""
+    """Copies in the rest of the step do not slow it."""
     model = replace(make_model(8, parameters=10**9, forward=0.5), micro_batches=micro_batches)
     machine = replace(H100, host_memory_bandwidth=60e9, cpu_step_rate=4e9, host_bytes=300 * GB)
     states = FixedPlacement(("host",) * 8, ("host",) * 8)
@@ -272,7 +272,7 @@ def test_the_rate_of_a_cpu_that_is_busy_for_a_part_of_the_step(micro_batches: in
     before = simulate(model, machine, plan)
     alone = 8e9 / 4e9
     assert alone < before.busy_seconds["cpu"] < 1.25 * alone
-    corrected = correct_step_rate(model, machine, plan, 8e9 / 3, before.step_seconds)
+    corrected = calibrate_step_rate(model, machine, plan, 8e9 / 3, before.step_seconds)
     assert corrected.cpu_step_rate > 8e9 / 3
     assert simulate(model, corrected, plan).busy_seconds["cpu"] == pytest.approx(3, rel=0.05)
 
@@ -280,19 +280,19 @@ def test_the_rate_of_a_cpu_that_is_busy_for_a_part_of_the_step(micro_batches: in
 @pytest.mark.parametrize("factor", [0.7, 0.9, 1.2, 1.4])
 @pytest.mark.parametrize("bandwidth", [None, 100e9, 20e9])
 def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None:
-    """Whatever share of its time is that of copies."""
+    """The correction holds for any share of time that copies take."""
     model = make_model(8, parameters=10**9, forward=0.01)
     machine = replace(H100, host_memory_bandwidth=bandwidth, host_bytes=300 * GB)
     plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("host",) * 8, ("host",) * 8))
     before = simulate(model, machine, plan)
     assert before.bound == "cpu"
-    corrected = correct(model, machine, plan, factor * before.step_seconds)
+    corrected = calibrate(model, machine, plan, factor * before.step_seconds)
     assert corrected is not None
     assert simulate(*corrected, plan).step_seconds == pytest.approx(factor * before.step_seconds, rel=0.006)
 
 
 def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
-    """Where following a plan would just cost nothing, all stays: it would if the host took but a third longer."""
+    """If a plan just costs no time, all is kept, because the plan would cost time on a host that is a third slower."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
 
@@ -310,7 +310,7 @@ def test_less_memory_is_bought_from_a_host_that_may_be_slower() -> None:
 
 
 def test_less_memory_where_not_all_fits() -> None:
-    """The plan that is quickest is followed, too: less memory is compared with that, on a host as slow."""
+    """The fastest plan has overhead, too: plans for less memory are compared with it on an equally slow host."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, launch=HostOverhead(follow=0.15), gpu_bytes=38 * GB)
@@ -321,7 +321,7 @@ def test_less_memory_where_not_all_fits() -> None:
 
 
 def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
-    """The GPU bounds the step, and the host is late: where a step takes less, the GPU is no faster than it was."""
+    """The GPU bounds the step, and the host is late: a shorter step is explained by the host, not by a faster GPU."""
     model = make_model(4, parameters=0, launch=1.0, operations=9)
     machine = replace(H100, launch=HostOverhead(0.05, 0.05, 0.05, 0.05, 0.05, 0.05))
     plan = plan_with_coefficient(model, machine, 0.0, FixedPlacement(("gpu",) * 4, ("gpu",) * 4))
@@ -330,7 +330,7 @@ def test_a_host_that_is_not_as_late_as_foretold_is_quicker() -> None:
     assert late.bound == "compute" and alone < 0.9 * late.step_seconds
     for share in (0.9, 0.6):
         seconds = alone + share * (late.step_seconds - alone)
-        corrected = correct(model, machine, plan, seconds)
+        corrected = calibrate(model, machine, plan, seconds)
         assert corrected is not None
         assert simulate(*corrected, plan).step_seconds == pytest.approx(seconds, rel=0.006)
         assert corrected[0] == model
@@ -347,7 +347,7 @@ def test_fixed_states_are_not_moved() -> None:
 
 
 def test_coefficients_are_kept_to() -> None:
-    """What is swapped is at least the share that was asked for, and no more than an operator beyond it."""
+    """The swapped bytes are at least the given share, and exceed it by less than an operator."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     machine = replace(H100, host_bytes=10 * GB)
@@ -363,27 +363,27 @@ def test_coefficients_are_kept_to() -> None:
 
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=8), st.floats(0, 1), st.integers(0, 40))
 def test_coefficients_swap_what_takes_longest_to_recompute(
-    seconds: list[int], coefficient: float, host_room: int
+    seconds: list[int], coefficient: float, host_limit: int
 ) -> None:
-    """In seconds for each byte; and host memory holds no more than activations may have of it."""
+    """The order is by recomputation seconds per byte, and host memory is used up to its limit for activations."""
     model = make_model(len(seconds), saved=4, inputs=2, parameters=0)
     units = tuple(
         replace(unit, operators=tuple(replace(operator, recompute_seconds=own) for operator in unit.operators))
         for unit, own in zip(model.units, map(float, seconds), strict=True)
     )
     tiers = ("gpu",) * len(seconds)
-    fixed = FixedPlacement(tiers, tiers, host_room=host_room)
+    fixed = FixedPlacement(tiers, tiers, host_limit=host_limit)
     plan = plan_with_coefficient(replace(model, units=units), H100, coefficient, fixed)
     choices = [plan.units[unit.name].operators["work"] for unit in units]
     again = [own for own, choice in zip(seconds, choices, strict=True) if choice == "recompute"]
     swapped = [own for own, choice in zip(seconds, choices, strict=True) if choice != "recompute"]
     assert max(again, default=0) <= min(swapped, default=8)
     inputs = [unit.input for unit in plan.units.values()]
-    assert 4 * choices.count("host") + 2 * inputs.count("host") <= host_room
+    assert 4 * choices.count("host") + 2 * inputs.count("host") <= host_limit
 
 
 def test_what_no_plan_offloads_is_what_backward_wants_first() -> None:
-    """The last tensors, as many as the window holds, are kept without a planner, too."""
+    """Without a planner, too, the last tensors that fit into the window are kept."""
     model, tiers = make_model(4, saved=4, inputs=2, parameters=0), ("gpu",) * 4
     plan = default_plan(model, FixedPlacement(tiers, tiers), {"host": 1000}, 8)
     assert [(unit.input, unit.operators["work"]) for unit in plan.units.values()] == [

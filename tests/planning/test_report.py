@@ -16,7 +16,7 @@ GPT = transformer_profile(SMALL, hidden=2048, layers=24, heads=16, sequence=1024
 
 
 def test_bytes_are_accounted_for() -> None:
-    """Every class of bytes is somewhere, in full."""
+    """Each class of bytes is in the tiers completely."""
     plan = make_plan(GPT, SMALL, "lohan")
     report = make_report(GPT, SMALL, plan)
     rows = {row.name: row.gpu + row.host + row.ssd + row.recomputed for row in report.placed}
@@ -28,7 +28,7 @@ def test_bytes_are_accounted_for() -> None:
 
 
 def test_figures_agree_with_the_simulation() -> None:
-    """Throughput, wear and cost follow from it."""
+    """Throughput, wear and cost are computed from the simulation."""
     plan = make_plan(GPT, SMALL, "fuyou")
     prediction = simulate(GPT, SMALL, plan)
     report = make_report(GPT, SMALL, plan, endurance=1e15, price_per_hour=3.6)
@@ -43,7 +43,7 @@ def test_figures_agree_with_the_simulation() -> None:
 
 
 def test_plans_and_budgets_that_do_not_fit() -> None:
-    """It says so, and by how much."""
+    """The report says that the plan does not fit, and by how many bytes."""
     report = make_report(GPT, SMALL, make_plan(GPT, SMALL, "ssdtrain"))
     assert not report.fits
     assert report.excess_bytes == report.prediction.gpu_peak_bytes - SMALL.gpu_bytes
@@ -51,7 +51,7 @@ def test_plans_and_budgets_that_do_not_fit() -> None:
 
 
 def test_largest_samples() -> None:
-    """That many fit, which the planner finds, and one more does not; none fit in no memory."""
+    """The largest number fits and one more does not; without memory no sample fits."""
     most = largest_samples(GPT, SMALL)
     assert most > 8
     for samples, fits in ((most, True), (most + 1, False)):
@@ -74,14 +74,14 @@ def test_hidden_tokens() -> None:
     compute = tokens / GPT.tokens * sum(stage.forward + stage.backward + stage.remat_seconds for stage in stages)
     activations = tokens / GPT.tokens * sum(stage.to_ssd for stage in stages)
     assert compute == pytest.approx((30 * GPT.parameters + 2 * activations) / 20e9)
-    # Nothing on SSDs is hidden at once; activations that take longer than the computation never are.
+    # Without SSDs any step hides them; activations slower than the computation are never hidden.
     assert breakeven_tokens(GPT, machine, make_plan(GPT, SMALL, "ssdtrain")) == 0
     slow = replace(SMALL, ssd_read=1e6, ssd_write=1e6, ssd_mixed=1e6)
     assert breakeven_tokens(GPT, slow, plan) is None
 
 
 def test_lifts_name_the_bound() -> None:
-    """SSDs bound the step: faster ones lift it. What computes all the time is lifted by nothing of that."""
+    """If SSDs bound the step, faster ones are a gain. If the GPU is always busy, no change is."""
     bound = find_what_ifs(GPT, SMALL, make_plan(GPT, SMALL, "fuyou"))
     assert "SSDs twice as fast" in dict(bound)
     assert [gain for _, gain in bound] == sorted((gain for _, gain in bound), reverse=True)
@@ -90,7 +90,7 @@ def test_lifts_name_the_bound() -> None:
 
 
 def test_rendered() -> None:
-    """What a person asks for is in it."""
+    """The text has the figures of the report."""
     text = render_report(make_report(GPT, SMALL, min_memory_plan(GPT), endurance=1e15, price_per_hour=2.0))
     for words in (
         "It fits",

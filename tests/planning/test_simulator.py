@@ -1,4 +1,4 @@
-"""The simulation of a step, against steps that can be worked out by hand and against what must always hold."""
+"""The simulation of a step, against steps calculated by hand, and against properties of all steps."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,9 +25,9 @@ from lightning_ssd.planning.simulator import (
     JOBS_AHEAD,
     REST_PART,
     WEIGHTS_PART,
+    BoundedFifo,
     _Builder,
     _simulate,
-    _Window,
     resident_bytes,
 )
 from tests.support.profiles import GB, H100, machines, make_model, models, plans
@@ -45,7 +45,7 @@ def plan_of(model: ModelProfile, weights: Any, states: Any, inputs: Any, work: A
 
 
 def test_copies_share_the_link() -> None:
-    """10 bytes out alone for 4 s, then at half the speed while 3 bytes come in."""
+    """10 bytes are copied out, alone for 4 s, then at half the speed while 3 bytes are copied in."""
     machine = replace(UNIT, copy_out_both=0.5, copy_in_both=0.5)
     before, out = Task(COMPUTE, 4.0, 0), Task(COPY_OUT, 10, 0)
     back = Task(COPY_IN, 3, 0, before)
@@ -55,7 +55,7 @@ def test_copies_share_the_link() -> None:
 
 
 def test_ssds_are_half_duplex() -> None:
-    """Reads and writes take turns; while one waits for the other, both go at the speed for mixed requests."""
+    """Reads and writes alternate; while one kind waits for the other, both have the bandwidth of mixed requests."""
     machine = replace(UNIT, ssd_read=4.0, ssd_write=2.0, ssd_mixed=1.0)
     read, write, last = Task(SSD, 4, 0), Task(SSD, 4, 0, write=True), Task(SSD, 8, 0)
     last.wait_for(write)
@@ -66,21 +66,21 @@ def test_ssds_are_half_duplex() -> None:
 
 
 def test_urgent_first() -> None:
-    """Of what is ready, what the GPU will wait for goes first."""
+    """Among ready tasks, those that the GPU will wait for run first."""
     tasks = [Task(CPU, 1, 0), Task(CPU, 1, 0), Task(CPU, 1, 0, priority=URGENT)]
     run(tasks, UNIT)
     assert [task.begin for task in tasks] == [1, 2, 0]
 
 
 def test_memory_over_time() -> None:
-    """Taken when a task begins, given back when it ends."""
+    """Memory is allocated when a task begins, and freed when it ends."""
     task = Task(COMPUTE, 2, 0)
     task.gpu, task.host, task.ssd = (3, 1), (0, 5), 7
     assert run([task], UNIT).samples == [(0, 0, 0, 0), (0, 3, 0, 0), (2, 2, -5, 7)]
 
 
 def test_memory_of_prefetched_tensors_is_allocated_when_the_copy_is_issued() -> None:
-    """Two copies have room at once: both have their memory while the second waits for the first."""
+    """The window has room for two copies: both have memory while the second one waits for the first."""
     before, first, second = Task(COMPUTE, 1, 0), Task(COPY_IN, 5, 0), Task(COPY_IN, 7, 0)
     for copy in (first, second):
         copy.wait_for(before)
@@ -89,7 +89,7 @@ def test_memory_of_prefetched_tensors_is_allocated_when_the_copy_is_issued() -> 
 
 
 def test_steps_need_memory_between_backward_and_forward() -> None:
-    """What they are made with counts where it is more than a forward and backward take, and with nothing of these."""
+    """Memory between steps counts if it exceeds that of forward and backward, and is not added to it."""
     model = replace(make_model(4, saved=10, inputs=0, parameters=0), between_seconds=1.0)
     plan = plan_of(model, "gpu", "gpu", "keep", "keep")
     peaks = [simulate(replace(model, between_gpu_bytes=most), UNIT, plan).gpu_peak_bytes for most in (0, 39, 100)]
@@ -97,7 +97,7 @@ def test_steps_need_memory_between_backward_and_forward() -> None:
 
 
 def test_all_on_the_gpu() -> None:
-    """Nothing moves: a step is its computation."""
+    """Nothing is transferred: a step is its computation."""
     model = make_model(4, parameters=0)
     prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "keep"))
     assert prediction.step_seconds == pytest.approx(4 * 3)
@@ -108,7 +108,7 @@ def test_all_on_the_gpu() -> None:
 
 
 def test_recomputation_costs_time_and_no_memory() -> None:
-    """A step with it is one forward longer; one unit's activations are there at a time."""
+    """A step with recomputation is one forward longer, and has activations of one unit at a time."""
     model = make_model(4, parameters=0)
     prediction = simulate(model, UNIT, plan_of(model, "gpu", "gpu", "keep", "recompute"))
     assert prediction.step_seconds == pytest.approx(4 * 4)
@@ -118,15 +118,15 @@ def test_recomputation_costs_time_and_no_memory() -> None:
 @pytest.mark.parametrize(
     ("forward", "waits", "seconds"),
     [
-        (1.0, True, 4 * 3),  # each unit is given when the one before is computed
-        (1.5, True, 4 * 3 + 4 * 0.5),  # all of forward is late; backward is given in time
+        (1.0, True, 4 * 3),  # each unit is launched when the previous one is computed
+        (1.5, True, 4 * 3 + 4 * 0.5),  # all of forward is launched late, and backward in time
         (1.5, False, 4 * 3),  # the host was ahead
         (4.0, True, 4 * 6),  # 4 s for each forward, 2 s for each backward
         (4.0, False, 4 * 6),
     ],
 )
 def test_the_gpu_computes_only_launched_work(forward: float, waits: bool, seconds: float) -> None:
-    """Where the host waits for every step, a forward that it gives late is late; else its work has to fit in a step."""
+    """If the host waits in every step, late launches delay the step; else a step is as long as its launches."""
     model = replace(make_model(4, parameters=0, launch=forward, operations=2), waits=waits)
     for between in (0.0, 5.0):
         model = replace(model, between_seconds=between)
@@ -139,7 +139,7 @@ def test_the_gpu_computes_only_launched_work(forward: float, waits: bool, second
 @pytest.mark.parametrize(
     ("work", "seconds"),
     [
-        # Of four units: two operations that are followed, two tensors that are saved.
+        # Each of four units has two dispatched operations and two saved tensors.
         ("keep", 0),
         ("recompute", 4 * (2 * 1 + 2 * 10 + 2 * (100 + 1000))),
         ("host", 4 * (2 * 1 + 2 * 10 + 1e4 + 1e5)),
@@ -153,7 +153,7 @@ def test_plans_account_for_the_host_time(work: str, seconds: float) -> None:
 
 
 def test_weights_are_kept_while_they_fit() -> None:
-    """They take it all the time, one unit's at least; of those that had it last, backward fetches none again."""
+    """They occupy the budget permanently, at least one unit; the last ones are not prefetched again in backward."""
     model = make_model(4, saved=0, inputs=0)  # weights of 200 bytes each, and gradients
     plan = replace(plan_of(model, "host", "host", "keep", "keep"), window_bytes=0)
     peaks, fetched = [], []
@@ -166,7 +166,7 @@ def test_weights_are_kept_while_they_fit() -> None:
 
 
 def test_fast_transfers_are_hidden() -> None:
-    """With bandwidth enough, everything on SSDs costs nothing, and the GPU holds next to nothing."""
+    """With enough bandwidth, offloading everything to SSDs costs no time, and the GPU needs little memory."""
     model = make_model(20, saved=10**6)
     prediction = simulate(model, FAST, replace(plan_of(model, "ssd", "ssd", "ssd", "ssd"), window_bytes=10**6))
     assert prediction.step_seconds == pytest.approx(20 * 3, rel=1e-6)
@@ -176,16 +176,16 @@ def test_fast_transfers_are_hidden() -> None:
 @pytest.mark.parametrize(
     ("slow", "bound", "seconds"),
     [
-        # 50 units of 100 parameters: weights in twice and gradients out once a step, 2 bytes for each parameter.
+        # 50 units of 100 parameters: weights are copied in twice and gradients out once a step, 2 bytes per parameter.
         ({"copy_in": 50.0, "copy_in_both": 50.0}, "copy_in", 50 * 2 * 200 / 50),
         ({"copy_out": 20.0, "copy_out_both": 20.0}, "copy_out", 50 * 200 / 20),
-        # For each parameter states of 12 bytes each way, weights of 2 in for forward and backward and out once: 30.
+        # Bytes per parameter: 12 of states read and written, 2 of weights read twice and written once: 30.
         ({"ssd_read": 500.0, "ssd_write": 500.0, "ssd_mixed": 500.0}, "ssd", 50 * 100 * 30 / 500),
         ({"cpu_step_rate": 20.0}, "cpu", 50 * 100 / 20),
     ],
 )
 def test_the_slowest_resource_bounds_the_step(slow: dict[str, float], bound: str, seconds: float) -> None:
-    """A step takes what the slowest one takes, and little more."""
+    """A step lasts as long as the slowest resource is busy, and little longer."""
     model = make_model(50, forward=0.1, saved=0, inputs=0)
     prediction = simulate(model, replace(FAST, **slow), plan_of(model, "ssd", "ssd", "keep", "keep"))  # type: ignore[arg-type]
     assert prediction.bound == bound
@@ -195,12 +195,12 @@ def test_the_slowest_resource_bounds_the_step(slow: dict[str, float], bound: str
 
 
 def test_the_optimizer_runs_under_backward_and_the_next_forward() -> None:
-    """Optimizer jobs of 2 s for each unit: hidden behind 3 s of computation, unless all must wait for the norm."""
+    """Optimizer jobs of 2 s for each unit are hidden behind 3 s of computation, unless they wait for the norm."""
     model = make_model(10, parameters=200)
     machine = replace(FAST, cpu_step_rate=100.0)
     overlapped = simulate(model, machine, plan_of(model, "host", "host", "keep", "keep"))
     deferred = simulate(model, machine, plan_of(model, "host", "host", "keep", "keep", clip="deferred"))
-    # Forward takes 10 s, all jobs take 20 s: those of the first units are late, but not by all of them.
+    # Forward takes 10 s, all jobs take 20 s: the first units wait for their own jobs, not for all.
     assert 30 <= overlapped.step_seconds <= 33
     # Backward takes 20 s, and then the next forward waits for the first parts of all jobs.
     assert 20 + 20 * WEIGHTS_PART <= deferred.step_seconds <= 34
@@ -218,7 +218,7 @@ def test_second_parts_of_deferred_jobs_are_made_while_backward_needs_no_gradient
 
 
 def test_copies_slow_the_optimizer_by_sharing_host_memory() -> None:
-    """Of 20 s of jobs; copies of 10 units: 200 bytes of weights in, twice, 200 of gradients and 10 saved out, 10 in."""
+    """Jobs of 20 s; copies of 10 units: 200 bytes of weights in, twice, 200 of gradients and 10 saved out, 10 in."""
     model = make_model(10, inputs=0)
     machine = replace(FAST, cpu_step_rate=50.0, host_memory_bandwidth=62.0)
     keep, swap = (simulate(model, machine, plan_of(model, "host", "host", "keep", how)) for how in ("keep", "host"))
@@ -228,7 +228,7 @@ def test_copies_slow_the_optimizer_by_sharing_host_memory() -> None:
 
 
 def test_a_small_window_stalls() -> None:
-    """Weights that come in only when the unit before is done leave the GPU idle."""
+    """The GPU idles if weights are prefetched only when the previous unit is done."""
     model = make_model(10, parameters=100)
     machine = replace(FAST, copy_in=200.0, copy_in_both=200.0)
     plan = plan_of(model, "host", "host", "keep", "keep")
@@ -250,7 +250,7 @@ def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
 @settings(max_examples=50)
 @given(st.data(), machines())
 def test_busy_times_bytes_and_memory_are_consistent(data: st.DataObject, machine: HardwareProfile) -> None:
-    """No resource does more than a step's time allows, all bytes are accounted for, and all memory is given back."""
+    """No resource is busy for longer than a step, all bytes are accounted for, and all memory is freed."""
     model = data.draw(models())
     plan = data.draw(plans(model))
     prediction = simulate(model, machine, plan)
@@ -265,7 +265,7 @@ def test_busy_times_bytes_and_memory_are_consistent(data: st.DataObject, machine
     )
     read = prediction.ssd_read_bytes - model.micro_batches * 2 * weights - states
     written = prediction.ssd_written_bytes - states - weights
-    # What backward wants before it has left is not written, but for what staging memory can't hold; nor is it read.
+    # Bytes that backward needs before their eviction are neither written nor read, except beyond staging memory.
     assert 0 <= read <= written <= model.micro_batches * swapped
     assert prediction.memory[-1][1] == resident_gpu_bytes(model, plan)
     assert prediction.memory[-1][2:] == resident_bytes(model, plan)[1:]
@@ -277,7 +277,7 @@ def test_busy_times_bytes_and_memory_are_consistent(data: st.DataObject, machine
 @settings(max_examples=50)
 @given(*[st.integers(-100, 100)] * 4)
 def test_excess_is_the_sum_over_all_tiers(gpu: int, host: int, ssd: int, written: int) -> None:
-    """Tiers that have more than is needed don't make up for others."""
+    """Unused bytes of one tier do not offset the excess of another."""
     model = make_model(4)
     peak = simulate(model, UNIT, plan_of(model, "ssd", "ssd", "ssd", "ssd"))
     machine = replace(
@@ -295,23 +295,23 @@ def test_excess_is_the_sum_over_all_tiers(gpu: int, host: int, ssd: int, written
 
 
 def test_items_that_fit_into_a_window_do_not_wait() -> None:
-    """Beyond that it waits for the oldest that make room; what is larger than the window, for all."""
-    window, (first, second, third) = _Window(10), (Task(COPY_OUT, 1, 0) for _ in range(3))
-    assert window.enter(4) == []
-    window.leave_with(4, first)
-    assert window.enter(6) == []
-    window.leave_with(6, second)
-    assert window.enter(1) == [first]
-    window.leave_with(1, third)
-    assert window.enter(3) == [first]  # it has room, behind what had to wait
-    assert window.enter(20) == [first, second, third]
+    """A further item waits for the oldest items that make room; an item larger than the window waits for all."""
+    window, (first, second, third) = BoundedFifo(10), (Task(COPY_OUT, 1, 0) for _ in range(3))
+    assert window.allocate(4) == []
+    window.free_after(4, first)
+    assert window.allocate(6) == []
+    window.free_after(6, second)
+    assert window.allocate(1) == [first]
+    window.free_after(1, third)
+    assert window.allocate(3) == [first]  # it has room, but waits behind earlier items
+    assert window.allocate(20) == [first, second, third]
 
 
 @pytest.mark.parametrize("weights", ["gpu", "ssd"])
 def test_few_optimizer_jobs_have_their_states_in_host_memory(weights: Any) -> None:
-    """That of no more jobs is set aside: states are read once the job so many before has written its own."""
+    """Host memory is for `JOBS_AHEAD` jobs: a job reads states once the job before these has written its own."""
     model = make_model(8, saved=0, inputs=0, forward=0.01)
-    machine = replace(FAST, cpu_step_rate=1.0)  # reads would all come first
+    machine = replace(FAST, cpu_step_rate=1.0)  # all reads would be first
     builder = _Builder(model, machine, plan_of(model, weights, "ssd", "keep", "keep"))
     for step in range(3):
         builder.add_step(step)
@@ -327,7 +327,7 @@ def test_few_optimizer_jobs_have_their_states_in_host_memory(weights: Any) -> No
 @settings(max_examples=50)
 @given(st.data(), machines(), st.sampled_from([0.25, 2.0, 8.0]))
 def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfile, factor: float) -> None:
-    """A machine that does everything `factor` times as fast needs that much less time."""
+    """A machine that is `factor` times as fast in everything needs that much less time."""
     model = data.draw(models())
     plan = data.draw(plans(model))
     rates = {name: factor * getattr(machine, name) for name in (*RATES, "gpu_memory_bandwidth")}
@@ -358,7 +358,7 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
 
 
 def test_replay_over_bandwidth() -> None:
-    """Teraio's figure 3: throughput rises with the bandwidth of migration, up to that of a GPU that never waits."""
+    """Teraio's figure 3: throughput rises with the bandwidth of migration, up to the throughput without waits."""
     model = make_model(20, saved=GB, parameters=10**6)
     plan = plan_of(model, "gpu", "gpu", "ssd", "ssd")
     points = replay(model, H100, plan, [0.1e9, 0.3e9, 1e9, 10e9, 48e9])
@@ -370,7 +370,7 @@ def test_replay_over_bandwidth() -> None:
 
 
 def test_transient_memory_counts_only_in_its_interval() -> None:
-    """Before a tensor is saved, beside it, when backward wants it, and while it is used."""
+    """Before a tensor is saved, until the next is saved, when backward needs it, and while it is used."""
     first = OperatorProfile(
         "first", 1.0, 2.0, 0.0, 10, ("a",), 1.0, 5, forward_bytes=3, wanted_bytes=2, backward_bytes=8
     )
@@ -384,7 +384,7 @@ def test_transient_memory_counts_only_in_its_interval() -> None:
 
     assert peak("keep", "keep") == 10 + 20 + 6
     assert peak("keep", "recompute") == 10 + 20 + 6
-    # Backward wants both at once, as the second is made of the first, with what that takes.
+    # Backward needs both at once, because the second is computed from the first, with its workspace.
     assert peak("recompute", "recompute") == 10 + 20 + 6
     assert peak("recompute", "keep") == max(17, 10 + 20 + 1, 20 + 6, 10 + max(2 + 5, 8))
 
@@ -392,7 +392,7 @@ def test_transient_memory_counts_only_in_its_interval() -> None:
 @pytest.mark.parametrize("weights", ["gpu", "host", "ssd"])
 @pytest.mark.parametrize("activation", ["keep", "host", "ssd"])
 def test_many_micro_batches_are_like_few(weights: Any, activation: Any) -> None:
-    """What is predicted from a few is what the simulation of all of them says."""
+    """The prediction from a few micro-batches equals the simulation of all."""
     model = make_model(12, saved=GB, inputs=GB // 8, parameters=10**8, micro_batches=9)
     model = model.with_time(0.05)
     plan = plan_of(model, weights, weights, activation, activation)

@@ -10,7 +10,7 @@ from lightning_ssd.planning import TierSpeed, offload_amounts
 from lightning_ssd.planning.ssdtrain import required_write_bandwidth
 
 BANDWIDTH = st.floats(1.0, 1e11)
-SECONDS = st.floats(-0.1, 100.0)  # stalls are subtracted from measured times: rounding may leave less than nothing
+SECONDS = st.floats(-0.1, 100.0)  # stalls are subtracted from measured times: rounding may make the difference negative
 BYTES = st.integers(0, 2**40)
 SPEED = st.builds(TierSpeed, BANDWIDTH, BANDWIDTH, st.one_of(st.just(float("inf")), st.floats(0, 2**40)))
 SPEEDS = st.dictionaries(st.sampled_from(["host", "ssd", "third"]), SPEED, min_size=1)
@@ -21,7 +21,7 @@ ROUNDING = 1 + 1e-9
 def test_no_more_than_there_is_and_than_can_be_carried(
     saved: int, forward: float, backward: float, speeds: dict[str, TierSpeed]
 ) -> None:
-    """No tier takes more than was saved, than it holds, than it writes in forward or reads in backward."""
+    """No tier gets more bytes than were saved, than fit, than it writes in forward or reads in backward."""
     amounts = offload_amounts(saved, forward, backward, speeds)
     assert list(amounts) == list(speeds)
     assert sum(amounts.values()) <= saved
@@ -34,7 +34,7 @@ def test_no_more_than_there_is_and_than_can_be_carried(
 
 @given(BYTES, SECONDS, SECONDS, SPEEDS)
 def test_tiers_share_the_link(saved: int, forward: float, backward: float, speeds: dict[str, TierSpeed]) -> None:
-    """All tiers together take no more than the fastest could alone: they are behind one link."""
+    """All tiers together get no more bytes than the fastest alone could, because they share a link."""
     total = sum(offload_amounts(saved, forward, backward, speeds).values())
     out = max(0.0, forward) * max(speed.write for speed in speeds.values())
     back = max(0.0, backward) * max(speed.read for speed in speeds.values())
@@ -51,7 +51,7 @@ def test_monotone(
     field: str,
     data: Any,
 ) -> None:
-    """A faster or larger tier never means that less goes out, of itself and in all."""
+    """A faster or larger tier never reduces the offloaded bytes, neither its own nor the sum."""
     tier = data.draw(st.sampled_from(sorted(speeds)))
     old = speeds[tier]
     fields = {"write": old.write, "read": old.read, "capacity": old.capacity}
@@ -79,10 +79,10 @@ def test_longer_compute_hides_more(
         (1000, 1.0, 2.0, {"ssd": TierSpeed(100, 100)}, {"ssd": 100}),  # the write bounds
         (1000, 1.0, 2.0, {"ssd": TierSpeed(400, 100)}, {"ssd": 200}),  # the read bounds
         (1000, 1.0, 2.0, {"ssd": TierSpeed(9999, 9999, 300)}, {"ssd": 300}),  # the capacity bounds
-        (1000, 1.0, 2.0, {"ssd": TierSpeed(9999, 9999)}, {"ssd": 1000}),  # all of it
+        (1000, 1.0, 2.0, {"ssd": TierSpeed(9999, 9999)}, {"ssd": 1000}),  # all saved bytes
         (0, 1.0, 2.0, {"ssd": TierSpeed(100, 100)}, {"ssd": 0}),
         (1000, 0.0, 2.0, {"ssd": TierSpeed(100, 100)}, {"ssd": 0}),
-        # The link carries 600; host memory holds 500 of them, and the SSD gets what is left of the link.
+        # The link transfers 600; host memory holds 500 of them, and the SSD gets the rest.
         (9999, 1.0, 1.0, {"host": TierSpeed(600, 600, 500), "ssd": TierSpeed(200, 200)}, {"host": 500, "ssd": 100}),
         (9999, 1.0, 1.0, {"ssd": TierSpeed(200, 200), "host": TierSpeed(600, 600)}, {"ssd": 200, "host": 400}),
     ],

@@ -1,4 +1,4 @@
-"""The host's cost of following a plan: measured without side effects, and charged to the right activity."""
+"""The host overhead of a plan: measured without side effects, and attributed to the right activity."""
 
 import threading
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def measured_anew() -> Iterator[None]:
 
 
 def test_the_measurement_leaves_no_threads_and_keeps_the_random_state() -> None:
-    """All costs are finite, no thread is left, random numbers are as before, and the result is cached."""
+    """All costs are finite, no thread remains, the random state is unchanged, and the result is cached."""
     threads, state = set(threading.enumerate()), torch.get_rng_state()
     with torch.no_grad():
         costs = measure_host_overhead(CPU)
@@ -38,7 +38,7 @@ def test_the_measurement_leaves_no_threads_and_keeps_the_random_state() -> None:
     ("operators", "charged"),
     [
         ({"aten::gelu", "aten::addmm", "aten::native_layer_norm"}, {"repeat"}),  # those of the forward
-        ({"aten::detach"}, {"save", "fetch", "repeat"}),  # tensors made for autograd: of bytes kept or restored
+        ({"aten::detach"}, {"save", "fetch", "repeat"}),  # tensors made for autograd, of kept or restored bytes
         ({"aten::empty"}, {"fetch", "repeat"}),  # memory that saved tensors are restored to
     ],
 )

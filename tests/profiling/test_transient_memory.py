@@ -1,4 +1,4 @@
-"""Memory that is neither weights nor saved: how much there is, and when."""
+"""Transient memory, which is neither weights nor saved tensors: its bytes over time."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ MIB = 2**20
 
 
 class Unit(nn.Module):
-    """A product that is not saved, twice itself, and what is saved of that."""
+    """Concatenated sums, which are not saved; their saved exponential; and its saved hyperbolic tangent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = torch.cat([x + 1, x + 2])  # 1 + 1 + 2 MiB at once, of which 2 stay
+        first = torch.cat([x + 1, x + 2])  # 1 + 1 + 2 MiB at once; 2 MiB afterwards
         second = first.exp()  # 2 MiB, saved
         del first
         third = torch.cat([second, second])  # 4 MiB
@@ -32,7 +32,7 @@ def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
     with open_cache(tmp_path, host_memory="64MiB") as cache:
         cache.min_bytes = MIB
         recorder = TraceMode([[unit]], CPU)
-        change_policy(cache, mode=recorder, on_saved=recorder.saved, on_unpacked=recorder.wanted)
+        change_policy(cache, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
         cache.begin_micro_batch()
         with cache.hooks():
             loss = unit(x)
@@ -46,13 +46,13 @@ def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
     graph = recorder.graph
     saved = {item.name: item for item in graph.saved(MIB)}
     assert sorted(saved) == ["exp", "tanh"]
-    visit = saved["exp"].visit
+    unit_call = saved["exp"].unit_call
     forward, wanted, backward = graph.transients.measure()
-    in_mib = {key[1]: round(nbytes / MIB) for key, nbytes in forward.items() if key[0] == visit}
-    # Before anything is saved: two sums and both of them side by side; with `exp`, what it was made of, then its copy.
+    in_mib = {key[1]: round(nbytes / MIB) for key, nbytes in forward.items() if key[0] == unit_call}
+    # Before the first save: two sums and their concatenation; after `exp`: its input, then its copy.
     assert in_mib == {None: 4, saved["exp"].buffer: 4, saved["tanh"].buffer: 4}
     assert round(wanted[saved["tanh"].buffer] / MIB) == 0
-    # The gradient of `tanh`, which leaves as its halves are added up; then that of `exp`.
-    assert round(backward[visit, saved["tanh"].buffer] / MIB) >= 4
+    # The gradient of `tanh`, freed when its halves are added up; then that of `exp`.
+    assert round(backward[unit_call, saved["tanh"].buffer] / MIB) >= 4
     assert round(wanted[saved["exp"].buffer] / MIB) <= 6
-    assert round(backward[visit, saved["exp"].buffer] / MIB) >= 4
+    assert round(backward[unit_call, saved["exp"].buffer] / MIB) >= 4

@@ -1,4 +1,4 @@
-"""Mistakes in recipes and data end a run before its first step, with one line that names the key and the remedy."""
+"""Mistakes in recipes and data end a run before its first step, with a line that names the key and the remedy."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every file of model sizes and of machines fits on top of its recipe, and says how large the model is."""
+"""Every file of model sizes and of machines can be merged into its recipe, and states the model's size."""
 
 import re
 from pathlib import Path

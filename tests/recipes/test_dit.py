@@ -1,4 +1,4 @@
-"""The DiT recipe trains as it is and draws samples, with the sizes of LoHan's table VI."""
+"""The DiT recipe trains unchanged and draws samples; its sizes are those of LoHan's table VI."""
 
 import csv
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The recipes that fine-tune train as they are, resume, and leave folders that transformers and peft load."""
+"""The fine-tuning recipes train unchanged, resume, and write folders that transformers and peft load."""
 
 import csv
 from pathlib import Path

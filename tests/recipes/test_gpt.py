@@ -1,4 +1,4 @@
-"""The GPT recipe trains as it is, and later files and options change single keys of it."""
+"""The GPT recipe trains unchanged, and later files and options change single keys."""
 
 from pathlib import Path
 

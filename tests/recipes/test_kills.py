@@ -1,4 +1,4 @@
-"""Recipes with `recover=True` go on after a SIGKILL, and end with the weights of a run that was not killed."""
+"""Recipes with `recover=True` resume after a SIGKILL, and end with the weights of a run that was not killed."""
 
 import os
 import subprocess

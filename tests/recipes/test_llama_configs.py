@@ -1,4 +1,4 @@
-"""The Llama shapes have the parameters that they state, under every recipe that fine-tunes."""
+"""The Llama shapes have the stated number of parameters under every fine-tuning recipe."""
 
 import re
 from pathlib import Path

@@ -21,7 +21,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_pass_moves_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which every pass lasts one second, all bandwidths are the benchmark's bytes per second."""
+    """On a clock on which every pass lasts one second, all bandwidths are the benchmark's bytes per second."""
     transfers: list[int] = []
     totals: list[int] = []
     """Bytes that had been moved when the clock was read: at the begin and at the end of every pass."""

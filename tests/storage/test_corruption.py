@@ -1,4 +1,4 @@
-"""Flipped bits, torn, lost and misdirected writes: an error before a wrong number is used, whatever is stored."""
+"""Flipped bits, torn, lost and misdirected writes raise an error before a wrong number is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = 4096
 
 @st.composite
 def faults(draw: st.DrawFn) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What a failing write leaves: `fault(given, old)`."""
+    """Draws the effect of a failing write: `fault(given, old)` returns the bytes in the file."""
     kind = draw(st.sampled_from(["flip", "torn", "lost", "zeros", "shifted"]))
     where, bit = draw(st.floats(0, 1, exclude_max=True)), draw(st.integers(0, 7))
     length = draw(st.sampled_from([1, 8, 512, PAGE, 10 * PAGE]))
@@ -33,13 +33,13 @@ def faults(draw: st.DrawFn) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
         start = int(where * given.numel())
         if kind == "flip":
             given[start] ^= 1 << bit
-        elif kind == "torn":  # the drive lost power: from here on, the old bytes
+        elif kind == "torn":  # the drive lost power: the rest has the old bytes
             given[start:] = old[start:]
         elif kind == "lost":
             given = old
         elif kind == "zeros":
             given[start : start + length] = 0
-        else:  # the right bytes in the wrong place
+        else:  # the right bytes at the wrong offset
             given = given.roll(512)
         return given
 
@@ -51,7 +51,7 @@ def faults(draw: st.DrawFn) -> Callable[[torch.Tensor, torch.Tensor], torch.Tens
 def test_a_store_never_returns_wrong_bytes(
     tmp_path_factory: pytest.TempPathFactory, fault: Any, number: int, sizes: list[int]
 ) -> None:
-    """Blobs are written twice, so that old bytes are whole blobs, too; each is as written, or an error."""
+    """Blobs are written twice, so that old bytes are whole blobs, too. Reads return the written bytes or an error."""
     path = tmp_path_factory.mktemp("ssd")
     backend = CorruptingBackend(None, fault)
     with open_store(path, backend=backend, capacity=512 * KIB, piece_bytes=16 * KIB) as store:
@@ -73,12 +73,12 @@ def test_a_store_never_returns_wrong_bytes(
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_kept_blobs_are_checked_by_the_next_run(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    """Bytes that change between two runs are an error of the second."""
+    """Bytes that change between two runs raise an error in the second one."""
     path = tmp_path_factory.mktemp("ssd")
     first = BlobStore([path], device=CPU, capacity=64 * KIB, keep=True)
     blob = first.allocate(5 * PAGE + 100)
     write(first, blob, noise(blob.nbytes))
-    kept = first.kept([blob])
+    kept = first.manifest([blob])
     first.close(remove=False)
     (file,) = path.glob("*/scratch.bin")
     piece = blob.pieces[0]
@@ -86,7 +86,7 @@ def test_kept_blobs_are_checked_by_the_next_run(tmp_path_factory: pytest.TempPat
     content = bytearray(file.read_bytes())
     content[where] ^= 1 << data.draw(st.integers(0, 7))
     file.write_bytes(content)
-    second = BlobStore([path], device=CPU, keep=True, kept=lambda directory: kept)
+    second = BlobStore([path], device=CPU, keep=True, find_manifest=lambda directory: kept)
     try:
         with pytest.raises(ChecksumError):
             read(second, blob)
@@ -98,17 +98,17 @@ def test_a_run_with_checksums_does_not_resume_one_without(tmp_path: Path) -> Non
     first = BlobStore([tmp_path], device=CPU, capacity=64 * KIB, keep=True, checksum=False)
     blob = first.allocate(PAGE)
     write(first, blob, noise(PAGE))
-    kept = first.kept([blob])
+    kept = first.manifest([blob])
     first.close(remove=False)
-    with pytest.raises(StorageError, match=r"had checksum=False.* give this run checksum=False, too, or remove"):
-        BlobStore([tmp_path], device=CPU, keep=True, kept=lambda directory: kept)
-    second = BlobStore([tmp_path], device=CPU, keep=True, checksum=False, kept=lambda directory: kept)
+    with pytest.raises(StorageError, match=r"had checksum=False.* set checksum=False in this run, too, or remove"):
+        BlobStore([tmp_path], device=CPU, keep=True, find_manifest=lambda directory: kept)
+    second = BlobStore([tmp_path], device=CPU, keep=True, checksum=False, find_manifest=lambda directory: kept)
     assert torch.equal(read(second, blob), noise(PAGE))
     second.close()
     assert not list(tmp_path.iterdir())
 
 
-# ---- trainings with all of their bytes on such a drive ----
+# ---- trainings with all bytes on such a drive ----
 
 
 def fit(root: Path, strategy: Any) -> dict[str, torch.Tensor]:
@@ -119,13 +119,13 @@ def fit(root: Path, strategy: Any) -> dict[str, torch.Tensor]:
 
 
 def on_ssd(backend: CorruptingBackend, **arguments: Any) -> SSDOffloadStrategy:
-    """Activations, weights and optimizer states: all bytes are on SSDs between two uses."""
+    """Between two uses, activations, weights and optimizer states are on SSDs only."""
     everything = {"states": "ssd", "gpu_memory": "1B", "offload": 1.0, "min_bytes": 1}
     return SSDOffloadStrategy(**(everything | {"backend": backend, "ssd_capacity": "4MiB"} | arguments))
 
 
 def check_training(root: Path, number: int, fault: Any, expected: dict[str, torch.Tensor], recover: bool) -> bool:
-    """Returns whether the fault was found; what was not has changed no number."""
+    """Returns whether the fault was found; if not, it has changed no number."""
     root.mkdir()
     try:
         found = fit(root, on_ssd(CorruptingBackend(number, fault), recover=recover))
@@ -158,7 +158,7 @@ def count_writes(root: Path, expected: dict[str, torch.Tensor], recover: bool) -
 
 
 def test_a_training_uses_no_wrong_number(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
-    """Of activations, weights and optimizer states, at a few of all writes; without checksums losses differ."""
+    """The faulty writes are a few of activations, weights and optimizer states; without checksums losses differ."""
     writes = count_writes(tmp_path / "whole", expected, recover=False)
     numbers = random.Random(0).sample(range(writes // 3, writes), 6)
     found = [

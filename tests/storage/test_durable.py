@@ -1,4 +1,4 @@
-"""Bytes that a loss of power must not take: the order of writing, flushing and renaming."""
+"""Bytes that survive a loss of power: the order of writing, flushing and renaming."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
         raise ZeroDivisionError
     assert files.read_file("record") == b"first"
     assert "record.part" not in files.names()
-    (directory.path / "record.part").symlink_to(tmp_path / "elsewhere")  # of a run that was killed, or of somebody
+    (directory.path / "record.part").symlink_to(tmp_path / "elsewhere")  # of a killed run, or of another program
     with files.replacing_file("record") as file:
         file.write(b"third")
     assert files.read_file("record") == b"third"
@@ -54,7 +54,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_a_file_is_on_the_drive_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new content, then the name, then the directory that has the name."""
+    """The new content is flushed, then the file is renamed, then the directory is flushed."""
     directory = ScratchDirectory(tmp_path)
     calls = Calls(monkeypatch, "fsync", "rename")
     with directory.files.replacing_file("record") as file:
@@ -66,7 +66,7 @@ def test_a_file_is_on_the_drive_before_it_has_its_name(tmp_path: Path, monkeypat
 def test_a_kept_directory_and_its_files_survive_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own name, that of its lock, and the file where the run is noted, which was found with 0 bytes."""
+    """Its own name, the name of its lock, and the manifest, which once had 0 bytes after a loss of power."""
     calls = Calls(monkeypatch, "fsync", "rename")
     store = BlobStore([tmp_path], device=CPU, capacity=64 * KIB, keep=True)
     name = kept_directory(tmp_path).name
@@ -118,7 +118,7 @@ def test_a_write_is_done_when_the_drive_has_it_and_not_before(tmp_path: Path) ->
 
 
 def test_bytes_in_the_page_cache_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure that the page cache would tell nobody of: every descriptor writes through, or past it."""
+    """The page cache would hide a failed write: every descriptor flushes it or bypasses it."""
     flags: list[int] = []
     real = os.open
 

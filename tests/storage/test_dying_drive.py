@@ -1,4 +1,4 @@
-"""A drive that fails in any system call: a StorageError comes first, nothing hides it, and no descriptor leaks."""
+"""A drive that fails in any system call: a StorageError is raised, nothing masks it, and no descriptor leaks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOM = "lightning_ssd/storage/"
 
 
 class Drive:
-    """Counts the system calls of the storage room, and has those fail that `fails` says.
+    """Counts the system calls of the storage room, and lets those fail that `fails` selects.
 
     Attributes:
         calls: names of all calls so far.
@@ -85,7 +85,7 @@ def failing(fails: Callable[[int, str], int | None]) -> Iterator[Drive]:
 
 
 def use_a_store(path: Path, keep: bool) -> None:
-    """All operations of a store; numbers that are read are right."""
+    """Runs all operations of a store, and checks the read bytes."""
     store = BlobStore([path], device=CPU, capacity=128 * KIB, checksum=True, piece_bytes=PAGE, threads=1, keep=keep)
     try:
         store.reserve(3 * PAGE)
@@ -94,7 +94,7 @@ def use_a_store(path: Path, keep: bool) -> None:
         write(store, blob, data)
         store.sync()
         assert torch.equal(read(store, blob), data)
-        kept = store.kept([blob]) if keep else None
+        kept = store.manifest([blob]) if keep else None
         store.free(store.allocate(PAGE))
     except BaseException:
         store.close()
@@ -102,7 +102,13 @@ def use_a_store(path: Path, keep: bool) -> None:
     store.close(remove=not keep)
     if kept is not None:
         store = BlobStore(
-            [path], device=CPU, checksum=True, piece_bytes=PAGE, threads=1, keep=True, kept=lambda directory: kept
+            [path],
+            device=CPU,
+            checksum=True,
+            piece_bytes=PAGE,
+            threads=1,
+            keep=True,
+            find_manifest=lambda directory: kept,
         )
         try:
             assert torch.equal(read(store, blob), data)
@@ -125,11 +131,11 @@ def check_position(
             raised = error
     where = f"{drive.failed[:1]} at {position}, {errno.errorcode[number]}, lasting={lasting}"
     if raised is None:
-        # Only clean-up failed, or a call that there is another way for; nothing depends on it.
+        # Only clean-up failed, or a call with a fallback, on which nothing depends.
         assert not drive.failed or drive.failed[0] in REMOVALS | {"posix_fallocate", "open"}, where
     else:
         cause: BaseException | None = raised
-        while isinstance(cause, StorageError):  # the first failure, and nothing else in between
+        while isinstance(cause, StorageError):  # the first failure is the direct cause
             message, cause = str(cause), cause.__cause__
         first = next(error for name, error in drive.failures if name != "close" or error is cause)
         assert cause is first, where  # a failing `close` is logged
@@ -173,7 +179,7 @@ def test_every_system_call_with_every_error(
 @pytest.mark.parametrize("name", ["pwritev", "preadv"])
 @pytest.mark.parametrize("moved", [0, 1, 512, PAGE])
 def test_short_transfers(tmp_path: Path, name: str, moved: int) -> None:
-    """Every transfer of a store once: one that goes on is continued, and one that does not is an error."""
+    """Each transfer of a store is short once: if the rest can be transferred it is, else an error is raised."""
     position = 0
     while True:
         seen = 0
@@ -220,7 +226,7 @@ def test_the_reason_why_a_file_can_not_grow_is_named(tmp_path: Path) -> None:
 
 
 def test_a_checksum_error_is_not_hidden_by_clean_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The error on its way is raised as it is, and each failure of clean-up is a warning that names its file."""
+    """The original error is raised unchanged, and each failure of clean-up is a warning that names its file."""
     with pytest.raises(ChecksumError), failing(lambda index, name: errno.EIO if dying else None):
         dying = False
         store = BlobStore([tmp_path], device=CPU, capacity=PAGE, checksum=True)

@@ -31,7 +31,7 @@ def test_urgent_reads_are_served_first_and_each_kind_in_order(tmp_path: Path) ->
             store.write(piece, buffer()).result()
         gate.hold()
         first = store.write(pieces[0], buffer())
-        gate.wait_for_arrival()  # the only thread is busy: what follows queues
+        gate.wait_for_arrival()  # the only thread is busy: later requests are queued
         futures = [
             first,
             store.write(pieces[1], buffer()),
@@ -60,7 +60,7 @@ def test_a_queued_request_is_dropped_and_a_running_one_completes(tmp_path: Path)
         del memory
         assert alive() is not None
         assert queued.cancel()
-        assert alive() is None  # at once, not when a thread comes by
+        assert alive() is None  # at once, without a thread that serves it
         assert not running.cancel()
         last = store.write(third, buffer())
         gate.release()
@@ -129,7 +129,7 @@ def test_close_cancels_queued_requests_and_waits_for_running_ones(tmp_path: Path
         gate.hold()
         futures = [store.write(piece, buffer()) for piece in pieces]
         gate.wait_for_arrival()
-        # Cancelling lets the running one go on: close must not wait for it before it cancels the others.
+        # The test releases the running one when others are cancelled: close must cancel before it waits.
         futures[1].add_done_callback(lambda _: gate.release())
         store.close()
         assert futures[0].result() is None
@@ -159,7 +159,7 @@ def test_a_callback_may_close_the_store(tmp_path: Path) -> None:
 
 
 def test_an_error_outside_of_a_transfer_is_that_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a clock that user code has replaced: the thread lives on, and nobody waits for ever."""
+    """For example by a clock that user code has replaced: the thread continues, and no caller waits forever."""
 
     def fail(meter: Meter) -> None:
         raise LookupError("no clock")

@@ -1,4 +1,4 @@
-"""Every byte is checked: what goes wrong in a transfer is an error that names file, offset and remedy."""
+"""Every byte is checked: a failed transfer raises an error that names file, offset and remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_failing_drive(store: BlobStore, backend: FaultyBackend, operation: Op
         move(piece, noise(piece.nbytes)).result()
     assert not isinstance(caught.value, StorageFullError)
     assert isinstance(caught.value.__cause__, OSError)
-    # The threads live on, and failed bytes are not counted.
+    # The threads continue, and failed bytes are not counted.
     backend.error.clear()
     move(piece, noise(piece.nbytes)).exception()
     assert store.stats().bytes_written <= 2 * blob.nbytes
@@ -111,7 +111,7 @@ def test_an_error_of_a_backends_own_kind(store: BlobStore, backend: FaultyBacken
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_with_checksums_a_store_accepts_host_buffers_only(tmp_path: Path, checksum: bool) -> None:
-    """Bytes that are in device memory can't be hashed; a backend that moves them is given host memory."""
+    """Bytes in device memory can't be hashed, so a backend that supports device buffers gets host memory."""
     with open_store(tmp_path, backend=DeviceBackend(), checksum=checksum) as store:
         assert store.device_buffers is not checksum
         (piece,) = store.allocate(KIB).pieces
@@ -122,7 +122,7 @@ def test_with_checksums_a_store_accepts_host_buffers_only(tmp_path: Path, checks
 
 
 def test_checksums_are_on_unless_they_are_turned_off(tmp_path: Path) -> None:
-    """In the store, and so in every strategy and callback that does not say otherwise."""
+    """They are on in the store, and so in every strategy and callback by default."""
     assert OffloadConfig().checksum
     assert SSDOffloadStrategy().config.checksum and ActivationOffload().config.checksum
     backend = FaultyBackend()

@@ -1,4 +1,4 @@
-"""A scratch directory's parent that others can write to: nothing of theirs is used, and nothing outside is touched."""
+"""Other users can write to a scratch directory's parent: their files are not used, and outside files not changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def snapshot(root: Path) -> Snapshot:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A private directory of this user's, which looks like a scratch directory of a killed run."""
+    """A private directory of this user that looks like the scratch directory of a killed run."""
     victim = tmp_path / "home" / "precious"
     victim.mkdir(parents=True, mode=0o700)
     for name in ("lock", "scratch.bin", "run", "journal", f"{KILLED}", f"lock.{victim.name}", "thesis.tex"):
@@ -116,7 +116,7 @@ def test_a_kept_directory_that_another_user_may_have_made_is_refused(
     before = snapshot(tmp_path)
     read: list[object] = []
     with pytest.raises(NotPrivateError, match=rf"{path} .*{message}"):
-        BlobStore([shared], device=CPU, keep=True, kept=lambda directory: read.append(directory))
+        BlobStore([shared], device=CPU, keep=True, find_manifest=lambda directory: read.append(directory))
     assert not read
     assert snapshot(tmp_path) == before
     assert not open_files(tmp_path)
@@ -159,13 +159,13 @@ FILE_ROWS = [pytest.param(*row, id=name) for name, row in FILES.items()] + [
 def test_a_file_that_another_user_may_have_put_into_a_kept_directory_is_refused(
     tmp_path: Path, shared: Path, victim: Path, make: Make, message: str, name: str
 ) -> None:
-    """The file where the run is noted, the scratch file, the lock, and what the owner of the store reads."""
+    """The manifest, the scratch file, the lock, and the journal of the store's owner."""
     path = kept_directory(shared)
     name = f"lock.{path.name}" if name == "lock" else name
     first = BlobStore([shared], device=CPU, capacity=2**20, keep=True)
     blob = first.allocate(KIB)
     write(first, blob, noise(KIB))
-    kept = first.kept([blob])
+    kept = first.manifest([blob])
     first.close(remove=False)
     (path / "journal").write_text("x")
     (path / "journal").chmod(0o600)
@@ -178,7 +178,7 @@ def test_a_file_that_another_user_may_have_put_into_a_kept_directory_is_refused(
         return kept
 
     with pytest.raises(NotPrivateError, match=rf"{path}/{name} .*{message}"):
-        BlobStore([shared], device=CPU, capacity=2**20, keep=True, kept=read)  # type: ignore[arg-type]
+        BlobStore([shared], device=CPU, capacity=2**20, keep=True, find_manifest=read)  # type: ignore[arg-type]
     assert snapshot(tmp_path) == before
     assert not open_files(tmp_path)
 
@@ -194,11 +194,13 @@ def test_links_in_a_scratch_directory_are_removed_and_not_followed(
     directory.close()
     after = snapshot(victim)
     assert {name: row[3] for name, row in after.items()} == {name: row[3] for name, row in before.items()}
-    assert bool(list(shared.iterdir())) == stat.S_ISDIR(entry.st_mode)  # nobody makes directories there: they stay
+    assert bool(list(shared.iterdir())) == stat.S_ISDIR(
+        entry.st_mode
+    )  # the package makes no directories there: they are kept
 
 
 def test_a_scratch_file_is_opened_by_descriptor_by_backends_too(shared: Path, victim: Path) -> None:
-    """The directory is exchanged before the backend opens the file: bytes go to the file that was checked."""
+    """The directory is exchanged before the backend opens the file: bytes are written to the checked file."""
 
     class Exchanging(PosixBackend):
         def open(self, path: Path) -> BackendFile:
@@ -231,7 +233,7 @@ class Attacker:
     """A context in which `attack` runs before the system call at `position`.
 
     Attributes:
-        ran: whether there were so many system calls.
+        ran: whether the call at `position` was reached.
     """
 
     def __init__(self, position: int, attack: Callable[[], None]) -> None:
@@ -314,7 +316,7 @@ def test_a_directory_that_is_exchanged_at_any_moment(
     operation: Callable[[Path, Attacker], None],
     exchange: Callable[[Path, Path], None],
 ) -> None:
-    """Before every system call of every operation: nothing outside is read, written or removed, and nothing leaks."""
+    """The attack runs before every system call of every operation: no outside file is read, written or removed."""
     inode, before, home = victim.stat().st_ino, snapshot(victim), victim.parent
     exchanged = 0
     for position in range(100):

@@ -1,4 +1,4 @@
-"""The pinned pool stays within its budget, waits in turn, and wakes."""
+"""The pinned pool: its budget, the order of waiting requests, and their wake-up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_buffers_are_disjoint_within_the_budget(slab: int | None, steps: list[tu
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
     for buffer in held:
         buffer.release()
-    # Whatever slabs were made, the whole budget is there for one buffer again.
+    # Whatever slabs were made, one buffer can use the whole budget again.
     assert pool.try_acquire(16 * PAGE) is not None
     pool.close()
 
@@ -105,7 +105,7 @@ def test_closing_wakes_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None
     pool.close()
     with pytest.raises(StorageError, match="closed"):
         waiting.result(timeout=60)
-    held.tensor.fill_(1)  # still lent
+    held.tensor.fill_(1)  # still in use
     held.release()
     with pytest.raises(StorageError, match="closed"):
         pool.try_acquire(1)
@@ -127,7 +127,7 @@ def test_a_buffer_is_allocated_until_its_last_reference_is_released() -> None:
 
 @pytest.mark.parametrize("way", ["acquire", "try_acquire", "close", "release"])
 def test_other_threads_are_not_blocked_while_slabs_are_freed(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Which waits for the GPU: threads that release buffers, after copies that it waits for, must not wait for it."""
+    """Freeing a slab waits for the GPU. Threads that release buffers after the GPU's copies must not wait for it."""
     pool = PinnedPool(4 * PAGE, pin=False, slab_bytes=PAGE)
     buffers = [pool.acquire(PAGE) for _ in range(4)]
     held = buffers.pop()
@@ -177,7 +177,7 @@ def test_many_threads_share_a_small_pool() -> None:
 
 
 class Waiters:
-    """Lets one thread after another begin to wait on a pool, in a known order."""
+    """Starts threads that wait on a pool, one after the other, in a known order."""
 
     def __init__(self, pool: PinnedPool, monkeypatch: pytest.MonkeyPatch) -> None:
         self._pool = pool
@@ -193,7 +193,7 @@ class Waiters:
         monkeypatch.setattr(threading.Condition, "wait", announced)
 
     def acquire(self, name: str, nbytes: int, served: list[str]) -> Future[PinnedBuffer]:
-        """Returns when the thread waits for the pool."""
+        """Starts a thread, and returns when it waits for the pool."""
         future: Future[PinnedBuffer] = Future()
 
         def work() -> None:

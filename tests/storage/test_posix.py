@@ -32,7 +32,7 @@ def pages(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def refusing(call: Any, refused: Any) -> Any:
-    """`call`, as a filesystem without O_DIRECT answers it: EINVAL where `refused` says so."""
+    """Returns `call` of a filesystem without O_DIRECT: it raises EINVAL where `refused` is true."""
 
     def answer(*arguments: Any) -> Any:
         if refused(*arguments):
@@ -138,7 +138,7 @@ def test_a_given_backend_is_used_and_an_unknown_name_refused() -> None:
 def test_checksums_have_priority_over_gpudirect_storage(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Device buffers can't be hashed: `auto` takes them with `checksum=False` only, and says so."""
+    """Device buffers can't be hashed: `auto` uses them with `checksum=False` only, and logs that."""
     monkeypatch.setattr(choice, "why_no_gds", lambda device: None)
     monkeypatch.setattr(choice, "KvikioBackend", DeviceBackend)
     with caplog.at_level(logging.INFO, logger="lightning_ssd"):
@@ -146,7 +146,7 @@ def test_checksums_have_priority_over_gpudirect_storage(
         assert "checksum=False would use it" in caplog.text
         assert choose_backend("auto", CPU, checksum=False).name == "device"
         choose_backend("kvikio", CPU, checksum=True)
-    assert "through host memory, where checksum=True hashes them" in caplog.text
+    assert "through host memory, where checksum=True hashes bytes" in caplog.text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -88,7 +88,7 @@ def test_a_directory_without_its_lock_is_removed_and_other_files_are_kept(tmp_pa
 
 
 def test_processes_that_start_and_end_together(tmp_path: Path) -> None:
-    """Each sweeps while the others make and remove theirs, and none takes another's away."""
+    """Each process sweeps while the others make and remove their directories, and none removes another's."""
     run = (
         "import sys; from lightning_ssd.storage import ScratchDirectory\n"
         "for rank in range(300):\n"
@@ -108,7 +108,7 @@ def test_processes_that_start_and_end_together(tmp_path: Path) -> None:
 def test_a_directory_that_is_swept_while_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """What has no lock yet looks like a killed run's; whoever makes it notices, and makes another."""
+    """A directory without a lock looks like a killed run's; if it is swept, its maker makes another."""
     swept: list[str] = []
     flock, open_file = fcntl.flock, os.open
 
@@ -135,13 +135,13 @@ def test_a_directory_that_is_swept_while_it_is_made(
     assert len(swept) == 1 and ours.path.name != swept[0]
     assert ours.path.is_dir()
     monkeypatch.undo()
-    ScratchDirectory(tmp_path).close()  # sweeps what the sweeper of the second case left
+    ScratchDirectory(tmp_path).close()  # sweeps the directory that the sweeper of the second case did not remove
     assert list(tmp_path.iterdir()) == [ours.path]
     ours.close()
 
 
 def test_only_files_are_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS takes locks on files that are open for writing only: no directory can be locked there."""
+    """NFS locks only files that are open for writing, so no directory can be locked there."""
     flock = fcntl.flock
 
     def nfs_flock(fd: int, operation: int) -> None:
@@ -225,14 +225,14 @@ def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"")
     with pytest.raises(StorageError, match=r"path .*file.* is not a directory"):
         ScratchDirectory(file)
-    # /proc takes no directories, not even root's; another user's directory answers the same way.
+    # In /proc not even root can make directories; another user's directory raises the same error.
     with pytest.raises(StorageError, match=r"`path`.*proc"):
         ScratchDirectory("/proc")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_does_not_hold_a_kept_directory(tmp_path: Path) -> None:
-    """A DataLoader worker that outlives its parent: the next run takes the directory up all the same."""
+    """A DataLoader worker that outlives its parent does not keep the next run from using the directory."""
     first = ScratchDirectory(tmp_path, keep=True)
     until, end = os.pipe()
     began, begin = os.pipe()

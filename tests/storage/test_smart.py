@@ -1,4 +1,4 @@
-"""What drives say of their wear."""
+"""Wear of drives, as they report it."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def sysfs(tmp_path: Path) -> Path:
 def test_the_drive_of_a_path(tmp_path: Path, sysfs: Path) -> None:
     assert smart.device_of(tmp_path, sysfs) == "/dev/nvme7n1"
     (sysfs / "devices" / "pci" / "nvme7n1" / "nvme7n1p2" / "partition").unlink()
-    assert smart.device_of(tmp_path, sysfs) == "/dev/nvme7n1p2"  # a drive of that name, in whole
+    assert smart.device_of(tmp_path, sysfs) == "/dev/nvme7n1p2"  # a drive of that name without partitions
     assert smart.device_of(tmp_path, tmp_path / "elsewhere") is None
 
 

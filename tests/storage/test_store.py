@@ -1,4 +1,4 @@
-"""Blobs: they come back as written, take the room they should, and leave nothing behind."""
+"""Blobs are read as written, occupy the expected space, and leave no files."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_capacity_is_used_to_its_last_page_and_not_beyond(tmp_path: Path) -> N
         assert torch.equal(read(store, whole), noise(whole.nbytes))
         with pytest.raises(StorageFullError):
             store.allocate(PAGE)
-        assert store.stats().allocated_bytes == capacity  # what failed took nothing
+        assert store.stats().allocated_bytes == capacity  # the failed allocation used no space
         files = sum((next(path.iterdir()) / "scratch.bin").stat().st_size for path in paths)
         assert files == capacity
 
@@ -160,7 +160,7 @@ def test_more_than_the_disk_has_is_refused_with_figures(tmp_path: Path) -> None:
     with pytest.raises(StorageFullError, match=r"TiB|GiB.*available.*Free space"):
         BlobStore([tmp_path], device=CPU, capacity=too_much)
     assert list(tmp_path.iterdir()) == []
-    # Two directories on one disk do not have twice its room.
+    # Two directories on one disk share its free space.
     with pytest.raises(StorageFullError):
         BlobStore([tmp_path, tmp_path], device=CPU, capacity=int(shutil.disk_usage(tmp_path).free * 1.5))
     assert list(tmp_path.iterdir()) == []
@@ -185,7 +185,7 @@ def test_a_file_size_limit_counts_as_full(tmp_path: Path, file_size_limit: int) 
 
 @pytest.fixture
 def file_size_limit() -> Iterator[int]:
-    """A full disk that the operating system itself enforces, with no mount and for root too."""
+    """Simulates a full disk by a limit of the operating system, without a mount, and for root, too."""
     limit = 64 * 2**20
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -255,7 +255,7 @@ def test_many_threads_use_one_store(striped: BlobStore) -> None:
 
 
 def test_another_store_resumes_with_kept_blobs(tmp_path: Path) -> None:
-    """Blobs, checksums and all; what was not named is free again, and the last one to end removes the files."""
+    """It has the blobs and checksums. Blobs that were not named are free, and the last store removes the files."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -267,10 +267,12 @@ def test_another_store_resumes_with_kept_blobs(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="another run, which is alive, keeps its states in"):
         BlobStore(paths, device=CPU, keep=True)
     first.sync()
-    kept = pickle.loads(pickle.dumps(first.kept(blobs[:2])))
+    kept = pickle.loads(pickle.dumps(first.manifest(blobs[:2])))
     first.close(remove=False)
-    BlobStore(paths, device=CPU).close()  # sweeps nothing of it
-    second = BlobStore(paths, device=CPU, checksum=True, piece_bytes=16 * KIB, keep=True, kept=lambda directory: kept)
+    BlobStore(paths, device=CPU).close()  # does not sweep it
+    second = BlobStore(
+        paths, device=CPU, checksum=True, piece_bytes=16 * KIB, keep=True, find_manifest=lambda directory: kept
+    )
     assert second.stats().allocated_bytes == sum(-(-blob.nbytes // PAGE) * PAGE for blob in blobs[:2])
     other = second.allocate(200 * KIB)
     write(second, other, noise(200 * KIB))

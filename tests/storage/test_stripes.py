@@ -16,10 +16,10 @@ def test_shares_follow_the_weights(weights: list[float], sizes: list[int]) -> No
     taken = [0] * len(weights)
     for size in sizes:
         first = stripes.order(size)[0]
-        stripes.take(first, size)
+        stripes.record(first, size)
         taken[first] += size
     seconds = [nbytes / weight for nbytes, weight in zip(taken, weights, strict=True)]
-    # At any time all volumes would be done with their share within one piece's time of each other.
+    # At any time, the volumes would finish their shares within the time of one piece of each other.
     assert max(seconds) - min(seconds) <= max(sizes) / min(weights) + 1e-6
 
 
@@ -31,10 +31,10 @@ def test_every_volume_is_offered(weights: list[float]) -> None:
 def test_a_volume_that_was_full_catches_up_by_one_piece_only() -> None:
     stripes = Stripes([1.0, 1.0])
     for _ in range(1000):
-        stripes.take(0, 10)  # volume 1 was full all the while
+        stripes.record(0, 10)  # volume 1 was full all the while
     firsts = []
     for _ in range(10):
         first = stripes.order(10)[0]
-        stripes.take(first, 10)
+        stripes.record(first, 10)
         firsts.append(first)
     assert firsts.count(0) >= 4

@@ -1,1 +1,1 @@
-"""What several test modules share: models, trainings, comparisons, faults, generators. Test modules import no other."""
+"""Shared by test modules: models, trainings, comparisons, faults, generators. Test modules import no other."""

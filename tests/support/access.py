@@ -45,7 +45,7 @@ class Toy(ToyModel):
             self.at(hook, action)
 
     def at(self, hook: str, action: Action) -> None:
-        """Has `action` called at a hook, after what Lightning does there."""
+        """Calls `action` at a hook, after Lightning's own code."""
         before = getattr(self, hook)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def loader(count: int = STEPS) -> Any:
 
 
 def fit(path: Path, module: Any, states: str | None, *, strategy: Any = None, **arguments: Any) -> Any:
-    """Trains `module`, plain (`states` is None) or with states that have left, and returns it."""
+    """Trains `module`, plain (`states` is None) or with offloaded states, and returns it."""
     chosen: Any = "auto"
     if states is not None:
         small = {"ssd_capacity": "1MiB", "staging_memory": "16MiB"} if states == "ssd" else {}
@@ -87,12 +87,12 @@ def fit(path: Path, module: Any, states: str | None, *, strategy: Any = None, **
 
 
 def compare(path: Path, make: Callable[[], Any], states: str, *, strategy: Any = None, **arguments: Any) -> None:
-    """Trains plain and with states that have left, and compares what was seen and the weights, bit for bit."""
+    """Trains plain and with offloaded states, and compares the results of user code and the weights, bit for bit."""
     assert_same(fit(path, make(), states, strategy=strategy, **arguments), fit(path, make(), None, **arguments))
 
 
 def _frozen(value: Any) -> Any:
-    """Returns a copy of what user code has seen, with ordinary tensors."""
+    """Returns a copy of user code's results, with ordinary tensors."""
     if isinstance(value, Tensor):
         return torch.empty(value.shape, dtype=value.dtype).copy_(value.detach()) if value.numel() else value.shape
     if isinstance(value, list | tuple):

@@ -82,7 +82,7 @@ OTHER_CHANGES: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-# Those that change nothing but flags, need memory that nobody has written, or draw in backward.
+# Operators that only change flags, need uninitialized memory, or draw random numbers in backward.
 LEFT_OUT = ("resize", "set_", "requires_grad", "retain_grad", "empty", "sparse", "coalesced", "rename", "detach_")
 
 
@@ -110,7 +110,7 @@ class Change(NamedTuple):
 
 @functools.cache
 def changes() -> dict[str, Change]:
-    """All of torch's operators that change their first argument, as far as tensors and numbers call them."""
+    """Returns torch's operators that change their first argument and can be called with tensors and numbers."""
     found = {}
     for schema in torch._C._jit_get_all_schemas():
         first, *others = schema.arguments or [None]
@@ -160,16 +160,16 @@ Program = list[tuple[str, Any, int, int]]
 
 
 def matching(b: Tensor, a: Tensor) -> Tensor:
-    """A value of the shape of `a`: `b` itself if it has it."""
+    """Returns a value of the shape of `a`: `b` itself if it has that shape."""
     if b.shape == a.shape or not b.numel() or not a.numel():
         return b
     return b.reshape(-1).repeat(1 + a.numel() // b.numel())[: a.numel()].view(a.shape)
 
 
 def run(program: Program, hooks: Hooks, survivors: int = 0) -> tuple[list[Tensor | None], list[str]]:
-    """Returns the leaves' gradients, and what became of each step and of backward.
+    """Returns the leaves' gradients, and the outcome of each step and of backward.
 
-    So many values survive the forward, and are changed before backward.
+    `survivors` values are alive after the forward, and are changed before backward.
     """
     torch.manual_seed(0)
     leaves = [nn.Parameter(torch.randn(SIDE, SIDE)), torch.randn(SIDE, SIDE).requires_grad_()]
@@ -178,7 +178,7 @@ def run(program: Program, hooks: Hooks, survivors: int = 0) -> tuple[list[Tensor
     values = [leaves[0] * 2, leaves[1].t().clone(), constant]
     losses: list[Tensor] = [values[0].sum() * 0]
     told = []
-    assigned = []  # plain autograd keeps what is assigned; we see it as long as the tensor lives
+    assigned = []  # plain autograd keeps assigned data; the package sees it as long as the tensor is alive
     with hooks():
         for kind, name, first, second in program:
             a = values[first % len(values)]
@@ -226,7 +226,7 @@ def change(number: int, a: Tensor, b: Tensor) -> None:
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Bit for bit, not-a-numbers included."""
+    """Returns whether two tensors have the same bits, including NaN."""
     if one is None or other is None:
         return one is other
     return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))

@@ -1,4 +1,4 @@
-"""An allocator that is simulated, and trainings that allocate on it."""
+"""A simulated allocator, and trainings that allocate on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,8 +71,8 @@ class Training:
             for size, transient in zip(self.sizes, self.transients, strict=True):
                 memory.change(size + transient)
                 memory.change(-transient)
-                # Until amounts are known, the rule has a copy that would have to wait given up: nothing is offloaded.
-                stays = auto is not None and not (auto.place(size) and auto.may_wait)
+                # Until amounts are known, a store that would have to wait is given up: nothing is offloaded.
+                stays = auto is not None and not (auto.tiers_for(size) and auto.may_wait)
                 kept.append(size if stays else 0)
                 memory.change(kept[-1] - size)
             for index in reversed(range(len(self.sizes))):

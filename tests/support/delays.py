@@ -11,7 +11,7 @@ from tests.support.faults import Move, Operation, WrappingBackend
 
 
 class SlowCopies(CUDACopyEngine):
-    """Every copy, and every wait of the compute stream, is held up for a random time on the GPU."""
+    """Delays every copy, and every wait of the compute stream, by a random time on the GPU."""
 
     def mark(self, *, awaited: bool = False) -> Mark:
         self._hold(torch.cuda.current_stream())
@@ -37,7 +37,7 @@ class SlowCopies(CUDACopyEngine):
 
 
 class SlowBackend(WrappingBackend):
-    """Every I/O is held up for a random time: this is the drive's own time, nothing waits for it by sleeping."""
+    """Delays every I/O by a random time, which simulates a slow drive; the test does not wait by it."""
 
     name = "slow"
 

@@ -35,18 +35,18 @@ class WrappingBackend(Backend):
 
     @abstractmethod
     def transfer(self, operation: Operation, call: Move, buffer: torch.Tensor, offset: int) -> int:
-        """Does a transfer by `call`, or does not; returns the bytes that it reports as transferred."""
+        """Makes a transfer by `call`, or skips it; returns the number of bytes that it reports."""
 
 
 class FaultyBackend(WrappingBackend):
-    """Does what it is told to do wrong, from then on: set the attributes after the store is made.
+    """Fails as its attributes select, from when they are set, after the store is made.
 
     Args:
         inner: the backend that does the transfers.
 
     Attributes:
         error: raised by the next transfers of the operation it is filed under.
-        short: operations that move half of what they are asked for.
+        short: operations that transfer half of the bytes.
         flip: whether writes store one wrong bit.
     """
 
@@ -70,7 +70,7 @@ class FaultyBackend(WrappingBackend):
 
 
 class DeviceBackend(PosixBackend):
-    """One that moves device memory, too, as kvikio does where GPUDirect Storage works."""
+    """Also transfers device memory, as kvikio does where GPUDirect Storage works."""
 
     name = "device"
     device_buffers = True
@@ -78,7 +78,7 @@ class DeviceBackend(PosixBackend):
 
 
 class CorruptingBackend(Backend):
-    """A drive that stores something else than it is given in one of its writes, and reports success.
+    """A drive that stores wrong bytes in one of its writes, and reports success.
 
     Args:
         number: the write that goes wrong, counted from 0; None: none does.
@@ -155,7 +155,7 @@ class FailingAtBackend(WrappingBackend):
 
 
 class GatedBackend(WrappingBackend):
-    """Holds every transfer at a gate, which is open at first.
+    """Blocks every transfer at a gate, which is open at first.
 
     Args:
         inner: the backend that does the transfers.
@@ -174,13 +174,13 @@ class GatedBackend(WrappingBackend):
         self.served: list[tuple[Operation, int]] = []
 
     def hold(self) -> None:
-        """Closes the gate, and forgets what was served."""
+        """Closes the gate, and clears `served`."""
         self._gate.clear()
         self._arrived = threading.Semaphore(0)
         self.served.clear()
 
     def wait_for_arrival(self) -> None:
-        """Waits until one more transfer stands at the gate."""
+        """Waits until one more transfer waits at the gate."""
         assert self._arrived.acquire(timeout=60)
 
     def release(self) -> None:

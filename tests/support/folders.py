@@ -55,7 +55,7 @@ def save_model(folder: Path, family: str, dtype: torch.dtype = torch.float32, sh
 
 
 def strategy(states: str, **arguments: Any) -> Any:
-    """Returns "auto", or a strategy that has weights and states in `states` and nothing on the device."""
+    """Returns "auto", or a strategy that offloads all weights and states to the tier `states`."""
     if states == "auto":
         return states
     return SSDOffloadStrategy(

@@ -54,7 +54,7 @@ def _no_grad_inside(x: Tensor, y: Tensor) -> Tensor:
 
 def _complex(x: Tensor, y: Tensor) -> Tensor:
     z = torch.complex(x, y)
-    # One storage, saved as it is, conjugated and negated: bits that are not in the bytes.
+    # One storage, saved plain, conjugated and negated: flags of the tensor that are not in its bytes.
     loss = (z * z.sin()).sum() + (z.conj() * z.cos()).sum() + z.conj().imag.mul(x).sum() + z.imag.mul(y).sum()
     return torch.view_as_real(loss).square().sum()
 

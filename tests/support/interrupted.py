@@ -1,7 +1,7 @@
-"""Every call to the filesystem that a function makes fails once, or is the last one of its process.
+"""Each call of a function to the filesystem fails once, or is the last one of its process.
 
-The calls are those that Python announces to audit hooks, and `os.fsync`. What libraries in other languages do
-themselves is not among them.
+The calls are those that Python announces to audit hooks, and `os.fsync`. Calls that libraries in other languages make
+themselves are not among them.
 """
 
 import errno
@@ -18,7 +18,7 @@ Fault = Literal["fail", "kill"]
 
 
 class Disturbed:
-    """How the calls of this process to the filesystem in a directory are disturbed, from the moment it is made on.
+    """Disturbs this process's calls to the filesystem in a directory, once this object is made.
 
     Args:
         root: the directory.
@@ -55,7 +55,7 @@ def disturb(action: Callable[[], object], root: Path, at: int, fault: Fault) -> 
     """Runs `action` in a child of this process, with one call to the filesystem below `root` disturbed.
 
     Returns:
-        Whether the call was reached; else the action came to its end undisturbed.
+        Whether the call was reached; else the action ended undisturbed.
     """
     child = os.fork()
     if child == 0:

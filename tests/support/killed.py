@@ -2,8 +2,8 @@
 
     python -m tests.support.killed PATH KILLS
 
-Kills KILLS trainings, at random moments, in new processes of one that has imported everything. Each that comes to its
-end must have the losses and weights of one that nobody killed; the exit status says whether all had.
+Kills KILLS trainings, at random moments, in new processes of one that has imported everything. Each that ends must
+have the losses and weights of one that was not killed; the exit status tells whether all had.
 """
 
 import os
@@ -26,7 +26,7 @@ from tests.support.trainings import make_trainer
 
 
 class Model(pl.LightningModule):
-    """Draws random numbers everywhere; has parameters that stay and parameters that leave."""
+    """Draws random numbers everywhere; has resident and offloaded parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def fit(strategy: Any, model: type[pl.LightningModule] = Model, **arguments: Any
 
 
 def outcome(model: Any) -> dict[str, Any]:
-    """Returns what must be the same; of losses, those since the model was built."""
+    """Returns the values to compare; the losses are those since the model was built."""
     return {"losses": model.losses, "weights": {name: value.clone() for name, value in model.state_dict().items()}}
 
 
@@ -106,7 +106,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _run(path: Path, dies_at: int, dies_after: float | None) -> bool:
-    """Trains in a new process, which may be killed; returns whether it came to its end."""
+    """Trains in a new process, which may be killed; returns whether the training ended."""
     process = os.fork()
     if process == 0:
         status = 1

@@ -58,7 +58,7 @@ def run(recipe: str, path: Path, dies_at: int = 0) -> bool:
         try:
             torch.set_num_threads(1)
             os.chdir(path)
-            Path("config.yaml").unlink(missing_ok=True)  # of the run before
+            Path("config.yaml").unlink(missing_ok=True)  # of the previous run
             backend = f"{{class_path: {CountingBackend.__module__}.CountingBackend, init_args: {{dies_at: {dies_at}}}}}"
             options = [
                 *OPTIONS,

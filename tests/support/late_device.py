@@ -1,4 +1,4 @@
-"""A CPU "device" whose copies are made late, as those of a GPU that is far behind the host."""
+"""A CPU "device" whose copies are made late, like those of a GPU that is far behind the host."""
 
 import threading
 from collections import deque
@@ -36,7 +36,7 @@ class LateCopies(CPUCopyEngine):
     A copy is made when the compute stream waits for its mark, or when the future of a mark completes: one more call of
     the engine later, or when the host has made no call for `IDLE_SECONDS`. Until then the destination is undefined: a
     missing wait, a source that is overwritten too early, and a buffer that is given to another owner too early change
-    numbers. `violations` names device buffers whose owner has released them before their copy was made.
+    numbers. `violations` names device buffers that were released before their copy was made.
     """
 
     def __init__(self, device: torch.device) -> None:

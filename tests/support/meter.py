@@ -1,4 +1,4 @@
-"""A device memory whose figures a test gives, in place of the allocator's statistics."""
+"""Statistics of an allocator that a test sets."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ class Meter:
 
 
 def use(meter: Meter, patch: pytest.MonkeyPatch) -> None:
-    """Has trainings on the CPU follow `meter`, and plan for an H100, whose predicted times are not compared."""
+    """Makes trainings on the CPU read `meter`, and plan for an H100 without a comparison of predicted times."""
     patch.setattr(config, "allocator_memory", lambda device: meter)
     patch.setattr(swap_planner, "measure_training_machine", lambda offloader: HardwareProfile.from_json(MACHINE))
     patch.setattr(swap_planner, "MEDIAN_STEPS", 10**6)

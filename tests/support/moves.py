@@ -16,11 +16,11 @@ TIERS: Sequence[Any] = (GPU, HOST, SSD, ("host", "ssd"), ("ssd", "host"))
 
 
 class Mover(pl.Callback):
-    """Moves every unit somewhere else after every other step.
+    """Moves every unit to random tiers after every second step.
 
     Args:
-        seed: of where.
-        tiers: where units may be.
+        seed: seed of the choices.
+        tiers: tiers to choose from.
     """
 
     def __init__(self, seed: int = 0, tiers: Sequence[Any] = TIERS) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the activation offloader share."""
+"""Helpers of the tests of the activation offloader."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ Forward = Callable[..., Tensor]
 
 @contextmanager
 def open_cache(path: Path, **arguments: Any) -> Iterator[ActivationOffloader]:
-    """An offloader of all that may be: its window keeps only what backward needs first. Closed at the end."""
+    """Yields an offloader of all storages but the one that backward needs first, and closes it."""
     defaults = {"offload": 1.0, "min_bytes": 1, "staging_memory": "16MiB", "ssd_capacity": "4MiB"}
     cache = make_offloader(OffloadConfig(**{**defaults, **arguments}), CPU, default_path=path)
     change_policy(cache, window_bytes=0)
@@ -44,7 +44,7 @@ def open_cache(path: Path, **arguments: Any) -> Iterator[ActivationOffloader]:
 
 
 def change_policy(offloader: ActivationOffloader, **rules: Any) -> None:
-    """Has `offloader` follow other `rules`, which are fields of its policy."""
+    """Replaces `rules`, fields of the policy of `offloader`."""
     offloader.run(replace(offloader.policy, **rules))
 
 
@@ -55,13 +55,13 @@ def ssd(cache: ActivationOffloader) -> SSDTier:
 
 
 def wait_for_writes(cache: ActivationOffloader) -> None:
-    """Returns when no store holds staging memory any more: what is wanted back from here on is read from the file."""
+    """Returns when no store uses staging memory any more, so that later loads read the file."""
     staging = ssd(cache).staging
     staging.acquire(staging.budget).release()
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Returns when I/O threads, which nobody can join, have made `condition` true."""
+    """Returns when I/O threads, which can't be joined, have made `condition` true."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
@@ -69,7 +69,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def gradients(forward: Forward, leaves: Sequence[Tensor], hooks: Hooks = nullcontext) -> list[Tensor]:
-    """The gradients of `forward` at fresh leaves with the values of `leaves`."""
+    """Returns the gradients of `forward` at new leaves with the values of `leaves`."""
     fresh = [
         torch.nn.Parameter(leaf.detach().clone())
         if isinstance(leaf, torch.nn.Parameter)
@@ -83,7 +83,7 @@ def gradients(forward: Forward, leaves: Sequence[Tensor], hooks: Hooks = nullcon
 
 
 def assert_same_gradients(cache: ActivationOffloader, forward: Forward, *leaves: Tensor) -> int:
-    """Proves that a micro-batch of `forward` has plain autograd's gradients; returns the bytes that it stored."""
+    """Asserts that a micro-batch of `forward` has plain autograd's gradients; returns its stored bytes."""
     torch.manual_seed(0)
     expected = gradients(forward, leaves)
     torch.manual_seed(0)
@@ -97,11 +97,11 @@ def assert_same_gradients(cache: ActivationOffloader, forward: Forward, *leaves:
 
 
 class Directed:
-    """Forwards of a cache, one recorded and the others under directions.
+    """Forwards of an offloader, one recorded and the others under plans.
 
     Args:
-        cache: for all of them.
-        modules: the units.
+        cache: offloader of all forwards.
+        modules: module of each unit.
     """
 
     def __init__(self, cache: ActivationOffloader, modules: Sequence[nn.Module] = ()) -> None:
@@ -112,7 +112,7 @@ class Directed:
     def record(self) -> AbstractContextManager[None]:
         self.recorder = TraceMode(self.units, CPU)
         self.cache.begin_micro_batch()
-        change_policy(self.cache, mode=self.recorder, on_saved=self.recorder.saved)
+        change_policy(self.cache, mode=self.recorder, on_saved=self.recorder.on_saved)
         return self.cache.hooks()
 
     def end_record(self) -> list[Saved]:
@@ -124,28 +124,28 @@ class Directed:
         return self.graph.saved(self.cache.min_bytes)
 
     def check(self) -> AbstractContextManager[None]:
-        """A forward, and a backward, that try what might be recomputed, as `SwapPlanner` does."""
-        again: dict[int, Choice] = {
-            item.buffer: "recompute" for item in self.graph.saved(self.cache.min_bytes) if item.again
+        """Returns the context of a forward whose recomputable buffers are checked, as by `SwapPlanner`."""
+        choices: dict[int, Choice] = {
+            item.buffer: "recompute" for item in self.graph.saved(self.cache.min_bytes) if item.recomputable
         }
-        self._make_director(again)
-        self.director.checking = True
-        change_policy(self.cache, on_saved=self.director.saved, on_unpacked=self.director.check)
+        self._make_plan_mode(choices)
+        self.plan_mode.checking = True
+        change_policy(self.cache, on_saved=self.plan_mode.on_saved, on_unpacked=self.plan_mode.check)
         return self.cache.hooks()
 
     def direct(self, choices: dict[int, Choice]) -> AbstractContextManager[None]:
-        self._make_director(choices)
+        self._make_plan_mode(choices)
         return self.cache.hooks()
 
     def end_direct(self) -> None:
         self.cache.end_backward()
         change_policy(self.cache, mode=None, on_saved=None, on_unpacked=None)
-        self.director.close()
+        self.plan_mode.close()
 
-    def _make_director(self, choices: dict[int, Choice]) -> None:
-        chains = {item.buffer: item.chain for item in self.graph.saved(self.cache.min_bytes)
+    def _make_plan_mode(self, choices: dict[int, Choice]) -> None:
+        recompute_ops = {item.buffer: item.recompute_ops for item in self.graph.saved(self.cache.min_bytes)
                   if choices.get(item.buffer) == "recompute"}  # fmt: skip
-        self.director = PlanMode(self.units, CPU, self.cache.pack, self.cache.unpack)
-        self.director.program = make_schedule(self.graph, choices, chains)
+        self.plan_mode = PlanMode(self.units, CPU, self.cache.pack, self.cache.unpack)
+        self.plan_mode.schedule = make_schedule(self.graph, choices, recompute_ops)
         self.cache.begin_micro_batch()
-        change_policy(self.cache, mode=self.director)
+        change_policy(self.cache, mode=self.plan_mode)

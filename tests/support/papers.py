@@ -1,4 +1,4 @@
-"""The papers' phases of a step, in the papers' formats: what `step_phases` is compared with."""
+"""The papers' phases of a step, in the papers' formats, for comparison with `step_phases`."""
 
 from dataclasses import dataclass
 

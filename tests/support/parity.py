@@ -53,7 +53,7 @@ class TinyGPT(_Trained):
 
 
 class SharedStorages(_Trained):
-    """Views, chunks of one storage, in-place operations, broadcasts, masks: what makes saved tensors hard."""
+    """Hard cases of saved tensors: views, chunks of one storage, in-place operations, broadcasts, masks."""
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Block(nn.Module):
 
 @dataclass
 class Run:
-    """What a training computed.
+    """Results of a training.
 
     Attributes:
         losses: of every micro-batch.

@@ -1,4 +1,4 @@
-"""Plans that are drawn at random, and trainings under them. For CPU and GPU tests."""
+"""Random plans, and trainings under them. For CPU and GPU tests."""
 
 import random
 import tempfile
@@ -19,7 +19,7 @@ MACHINE = Path(__file__).parents[2] / "configs/machines/h100.json"
 
 
 class Watch(pl.Callback):
-    """What was moved and made again, in all."""
+    """Totals of offloaded and recomputed bytes."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         cache: Any = trainer.strategy.offloader  # type: ignore[attr-defined]
@@ -27,23 +27,23 @@ class Watch(pl.Callback):
 
 
 def quiet_trainer(default_root_dir: Path | None = None, **arguments: Any) -> pl.Trainer:
-    """Returns a Trainer on one device that does nothing beside training, and what `arguments` say."""
+    """Returns a Trainer on one device that only trains, with further `arguments`."""
     return make_trainer(default_root_dir or Path.cwd(), **{"max_epochs": None} | arguments)
 
 
 def planner(**arguments: Any) -> SwapPlanner:
-    """A SwapPlanner that is through with measuring after three steps."""
+    """Returns a SwapPlanner that measures for three steps."""
     return SwapPlanner(**{"machine": MACHINE, "warm_up": 2, "steps": 1} | arguments)
 
 
 def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.25) -> Plan:
-    """Returns a plan with other choices for everything that is saved.
+    """Returns a plan with random choices for all saved tensors.
 
     Args:
-        plan: of which everything else stays as it is.
-        profile: that it was made from.
-        seed: of the choices.
-        recompute: share of what can be made again that is.
+        plan: plan with the other entries.
+        profile: profile of the plan's model.
+        seed: seed of the choices.
+        recompute: share of the recomputable tensors to recompute.
     """
     generator = random.Random(seed)
     units = {}
@@ -58,7 +58,7 @@ def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.2
 
 
 def pinned(plan: Plan, **arguments: Any) -> SwapPlanner:
-    """A SwapPlanner that puts `plan` in force, which it reads from a file."""
+    """Returns a SwapPlanner that reads `plan` from a file and applies it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.yaml"
         plan.save(path)

@@ -1,4 +1,4 @@
-"""Parametrization over products of values, of which the default run takes a part."""
+"""Parametrization over products of values, a part of which is in the default run."""
 
 from collections.abc import Collection, Iterable
 from itertools import product

@@ -1,4 +1,4 @@
-"""Machines and models that the tests of planning share."""
+"""Machines and models for the tests of planning."""
 
 from hypothesis import strategies as st
 

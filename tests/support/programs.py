@@ -25,7 +25,7 @@ def _halves(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat((right.sin(), left.cos() * right))
 
 
-# Each takes two matrices and returns one; those whose name ends in `_` change the first one, or a view of it.
+# Each maps two matrices to one; those whose name ends in `_` change the first one, or a view of it.
 OPERATIONS: dict[str, Operation] = {
     "sin": lambda a, b: a.sin(),
     "tanh": lambda a, b: a.tanh(),
@@ -89,7 +89,7 @@ def run(steps: list[tuple[str, int, int]], losses: int, hooks: Hooks) -> tuple[l
                 continue
         sums = []
         for value in values[-losses:]:
-            with suppress(RuntimeError):  # a part of a chunk whose base was changed can't be looked at any more
+            with suppress(RuntimeError):  # a part of a chunk whose base was changed can't be read any more
                 if value.requires_grad:
                     sums.append(value.sum())
         del values, value, a, b  # a storage that is in use is not offloaded

@@ -1,4 +1,4 @@
-"""Traces that `TimelineRecorder` wrote, read back."""
+"""Reads traces that `TimelineRecorder` wrote."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def spans(trace: Path) -> dict[str, list[dict[str, Any]]]:
-    """Returns the spans of a trace that was written, of each row."""
+    """Returns the spans of each row of a written trace."""
     events = json.loads(trace.read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}

@@ -1,4 +1,4 @@
-"""Small trainings on the CPU, and what must be true after each: for the tests of strategy, callbacks, failures."""
+"""Small trainings on the CPU, and checks after each, for the tests of strategy, callbacks and failures."""
 
 import copy
 import os
@@ -66,7 +66,7 @@ class SmallModel(ToyModel):
 
 
 class Watch(pl.Callback):
-    """Sees what the tensor cache moved in its fits, and lets writes end before backward, so that it reads the files."""
+    """Records transferred bytes, and waits for writes before backward, so that backward reads the files."""
 
     def __init__(self) -> None:
         self.bytes_out: dict[str, int] = {}
@@ -75,13 +75,13 @@ class Watch(pl.Callback):
 
     @property
     def moved(self) -> int:
-        """Bytes that came back: those of the SSD tier, if there is one, out of its files."""
+        """Loaded bytes; those of the SSD tier, if there is one, are read from its files."""
         return self.bytes_read if "ssd" in self.bytes_in else self.bytes_in.get("host", 0)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         cache = find_offloader(trainer)
         if cache is not None and isinstance(ssd := cache.tiers.get("ssd"), SSDTier):
-            # All staging memory is free when no write is left.
+            # All staging memory is free when all writes have ended.
             ssd.staging.acquire(ssd.staging.budget).release()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -106,12 +106,12 @@ def batches(count: int = 6) -> DataLoader:
 
 
 def offloading(**arguments: Any) -> SSDOffloadStrategy:
-    """Returns a strategy that sends everything out; its small scratch space makes the start quick."""
+    """Returns a strategy that offloads everything, with a small scratch space for a quick start."""
     return SSDOffloadStrategy(**(small_arguments() | arguments))
 
 
 def small_arguments() -> dict[str, Any]:
-    """Returns arguments of an offload that sends everything out and starts quickly."""
+    """Returns arguments that offload everything and start quickly."""
     return {
         "offload": 1.0,
         "min_bytes": MIN_BYTES,

@@ -4,8 +4,8 @@ from lightning_ssd.planning import fuyou, lohan
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import Phase, iteration_seconds, step_phases
-from lightning_ssd.planning.placement import SavedGroup, build_plan, default_window, host_then_ssd, saved_groups
 from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.saved_groups import SavedGroup, build_plan, default_window, host_then_ssd, saved_groups
 from lightning_ssd.planning.simulator import JOBS_AHEAD
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.types import InputChoice, Tier
@@ -42,7 +42,7 @@ def plan_fuyou(model: ModelProfile, hardware: HardwareProfile) -> Plan:
     certain, choices = _split(model)
     start = sum(tensor.nbytes for tensor in certain)
     bandwidth = min(hardware.copy_in, hardware.copy_out, hardware.ssd_read, hardware.ssd_write)
-    candidates = [fuyou.Candidate(item.nbytes, item.flops, item.seconds or 0.0) for item in choices]
+    candidates = [fuyou.SwapCandidate(item.nbytes, item.flops, item.seconds or 0.0) for item in choices]
 
     def iteration(swapped: float, recompute: float) -> float:
         phases = _phases(model, hardware, swapped, swapped, recompute, cpu=model.parameters / hardware.cpu_step_rate)
@@ -73,8 +73,8 @@ def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
     seconds = sum(item.seconds or 0.0 for item in choices)
 
     def iteration(swapped: float, recomputed: float) -> float:
-        again = seconds * recomputed / flops if flops else 0.0
-        phases = _phases(model, hardware, swapped, lohan.bytes_to_ssd(swapped, host), again)
+        recompute_seconds = seconds * recomputed / flops if flops else 0.0
+        phases = _phases(model, hardware, swapped, lohan.bytes_to_ssd(swapped, host), recompute_seconds)
         return iteration_seconds(hardware, *phases)
 
     choice = lohan.choose_swaps(layers, start, iteration)

@@ -83,38 +83,38 @@ def build_plan(
     return Plan(units, window, 2 * window, clip or ("deferred" if model.clip_norm else "off"))
 
 
-def host_then_ssd(tensors: Iterable[SavedGroup], room: int) -> tuple[dict[tuple[int, int], InputChoice], int]:
+def host_then_ssd(tensors: Iterable[SavedGroup], capacity: int) -> tuple[dict[tuple[int, int], InputChoice], int]:
     """Offloads groups to host memory as long as they fit, and the others to SSDs.
 
     Args:
         tensors: groups, in the order in which host memory is reserved for them.
-        room: bytes of host memory.
+        capacity: bytes of host memory.
 
     Returns:
         The tier of each group by its key, and the remaining bytes of host memory.
     """
     saved: dict[tuple[int, int], InputChoice] = {}
     for tensor in tensors:
-        saved[tensor.key] = "host" if tensor.nbytes <= room else "ssd"
-        room -= tensor.nbytes if saved[tensor.key] == "host" else 0
-    return saved, room
+        saved[tensor.key] = "host" if tensor.nbytes <= capacity else "ssd"
+        capacity -= tensor.nbytes if saved[tensor.key] == "host" else 0
+    return saved, capacity
 
 
 @dataclass(frozen=True)
 class FixedPlacement:
-    """The part of a plan that a planner must not change: tiers of model states, and host memory.
+    """Constraints of a planner: tiers of model states that it must not change, and limits of host memory.
 
     Attributes:
         weights: tier of each unit's compute weights.
         states: tier of each unit's master weights and optimizer states.
         staging_bytes: staging memory of the plan; None: the planner chooses it.
-        host_room: bytes of host memory for activations; None: all host memory that model states do not occupy.
+        host_limit: bytes of host memory for activations; None: all host memory that model states do not occupy.
     """
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
     staging_bytes: int | None = None
-    host_room: int | None = None
+    host_limit: int | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> "FixedPlacement":
@@ -133,7 +133,7 @@ class FixedPlacement:
 
 
 def default_plan(
-    model: ModelProfile, fixed: FixedPlacement, room: Mapping[InputChoice, int], window_bytes: int
+    model: ModelProfile, fixed: FixedPlacement, capacity: Mapping[InputChoice, int], window_bytes: int
 ) -> Plan:
     """Returns the plan that is equivalent to offloading without a planner.
 
@@ -142,17 +142,17 @@ def default_plan(
     Args:
         model: the profile.
         fixed: tiers of model states.
-        room: bytes of each tier, filled in this order; empty: everything is kept.
+        capacity: bytes of each tier, filled in this order; empty: everything is kept.
         window_bytes: GPU bytes for prefetching, and as many bytes of the last saved tensors are kept.
     """
     saved: dict[tuple[int, int], InputChoice] = {}
-    left = dict(room)
-    stays = window_bytes
+    left = dict(capacity)
+    left_to_keep = window_bytes
     tensors = saved_groups(model)
     for tensor in reversed(tensors):
-        if stays > 0:
+        if left_to_keep > 0:
             saved[tensor.key] = "keep"
-        stays -= tensor.nbytes
+        left_to_keep -= tensor.nbytes
     for tensor in tensors:
         for tier, nbytes in left.items():
             if tensor.nbytes <= nbytes:
@@ -178,12 +178,12 @@ def plan_with_coefficient(
         fixed: tiers of model states.
     """
     tensors = saved_groups(model)
-    certain = [tensor for tensor in tensors if tensor.seconds is None]
+    not_recomputable = [tensor for tensor in tensors if tensor.seconds is None]
     choices = [tensor for tensor in tensors if tensor.seconds is not None]
     choices.sort(key=lambda tensor: -(tensor.seconds or 0.0) / tensor.nbytes)
     inner = sum(tensor.nbytes for tensor in tensors if tensor.operator != INPUT)
-    left = coefficient * inner - sum(tensor.nbytes for tensor in certain if tensor.operator != INPUT)
-    swapped = certain
+    left = coefficient * inner - sum(tensor.nbytes for tensor in not_recomputable if tensor.operator != INPUT)
+    swapped = not_recomputable
     for tensor in choices:
         if left > 0:
             swapped.append(tensor)
@@ -194,8 +194,8 @@ def plan_with_coefficient(
         for unit, weights, states in places
         if states != "gpu"
     )
-    if fixed.host_room is not None:
-        host = min(host, fixed.host_room)
+    if fixed.host_limit is not None:
+        host = min(host, fixed.host_limit)
     saved, _ = host_then_ssd(sorted(swapped, key=lambda tensor: tensor.key), host)
     weights, states = list(fixed.weights), list(fixed.states)
     return fixed.apply(build_plan(model, weights=weights, states=states, saved=saved))
