@@ -13,7 +13,7 @@ in place. Then the error is raised as before, with a note of the reason.
 import contextlib
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.model_states import ModelStates
 from lightning_ssd.step_state import RandomState, StepState
 
 __all__ = ["MicroBatchRetry"]
@@ -39,6 +40,8 @@ class MicroBatchRetry:
     Args:
         trainer: the Trainer.
         inputs: arguments of `training_step`.
+        states: offloaded model states; `None`: all are on the device. Once a backward has offloaded a gradient, its
+            optimizer step may have begun.
         forward: runs `training_step`.
         save_memory: called before the second attempt, with the part of the first one that has failed; puts a policy in
             force that needs less device memory.
@@ -48,6 +51,7 @@ class MicroBatchRetry:
         self,
         trainer: pl.Trainer,
         inputs: object,
+        states: ModelStates | None,
         forward: Callable[[], Any],
         save_memory: Callable[[str], None],
     ) -> None:
@@ -55,8 +59,10 @@ class MicroBatchRetry:
         self._module = trainer.lightning_module
         self._forward = forward
         self._save_memory = save_memory
-        self._state: StepState | None = StepState(self._module, inputs, trainer._results)
-        self._gradients = _Gradients(self._module)
+        self._states = states
+        self._offloaded = set() if states is None else states.parameters
+        self._state: StepState | None = StepState(self._module, inputs, trainer._results, self._offloaded)
+        self._gradients = _Gradients(self._resident())
         self._output: Any = None
         """Result of `training_step`, whose graph is dropped before a second attempt."""
 
@@ -67,7 +73,7 @@ class MicroBatchRetry:
             self._output = self._forward()
             return self._output
         except torch.OutOfMemoryError as error:
-            obstacle = self._state.obstacle() or self._gradients.obstacle()
+            obstacle = self._gradients.obstacle() or self._obstacle()
             if obstacle is not None:
                 _refuse(error, obstacle)
                 raise
@@ -88,7 +94,7 @@ class MicroBatchRetry:
             scale: returns a scaled loss.
         """
         random = RandomState()
-        self._gradients = _Gradients(self._module)
+        self._gradients = _Gradients(self._resident())
         try:
             run(losses[1])
             return
@@ -117,6 +123,8 @@ class MicroBatchRetry:
         gc.collect()
         self._gradients.drop()
         state.restore()
+        if self._states is not None:
+            self._states.begin("train")
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # segments of small blocks, which the second attempt needs otherwise
         self._save_memory(part)
@@ -143,18 +151,29 @@ class MicroBatchRetry:
                 return f"`{name}` of the module can't be run again"
         if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
             return "hooks of modules have run in backward"
-        if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in module.parameters()):
+        if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._resident()):
             return "hooks of parameters have run in backward"
         if self._gradients.accumulated() and _has_nested_backward(loss):
             return "gradients of a backward within backward were accumulated"
+        return self._obstacle()
+
+    def _obstacle(self) -> str | None:
+        """Returns why the state before the micro-batch can't be restored; `None`: it can."""
+        assert self._state is not None
+        if self._states is not None and not self._states.repeatable:
+            return "gradients or weights of offloaded parameters have changed"
         return self._state.obstacle()
+
+    def _resident(self) -> list[nn.Parameter]:
+        """Returns the parameters that are not offloaded, which alone may be read here."""
+        return [parameter for parameter in self._module.parameters() if parameter not in self._offloaded]
 
 
 class _Gradients:
-    """The gradients before a backward."""
+    """The gradients of parameters before a backward."""
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._before = [(one, one.grad, 0 if one.grad is None else one.grad._version) for one in trained]
         self._complete: list[tuple[Tensor, Tensor]] = []
         """Parameters, and their gradients to which the failed backward has added its own."""

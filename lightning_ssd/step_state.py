@@ -45,9 +45,12 @@ class StepState:
         module: the module.
         inputs: arguments of its `training_step`.
         logged: values that were logged, by their key.
+        offloaded: offloaded parameters, which are not recorded.
     """
 
-    def __init__(self, module: pl.LightningModule, inputs: object, logged: dict[str, Any] | None) -> None:
+    def __init__(
+        self, module: pl.LightningModule, inputs: object, logged: dict[str, Any] | None, offloaded: set[nn.Parameter]
+    ) -> None:
         self.random = RandomState()
         self._logged = logged
         self._keys = {} if logged is None else {k: v for k, v in logged.items() if k.startswith(_LOGGED_BY)}
@@ -60,7 +63,8 @@ class StepState:
         """Recorded objects by their identity; the values keep them alive."""
         for parameter in module.parameters():
             self._seen[id(parameter)] = parameter
-            self._compared.append((parameter, parameter._version))
+            if parameter not in offloaded:
+                self._compared.append((parameter, parameter._version))
         with torch._C._DisableTorchDispatch():  # modes of the user see no copies
             self._record([module, *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
@@ -157,9 +161,10 @@ class RandomState:
 def _attributes(value: object) -> dict[str, Any] | None:
     """Returns the attributes of an object that are recorded; `None`: none are.
 
-    Objects of Python's own classes, such as threads and locks, are not recorded.
+    Objects of Python's own classes, such as threads and locks, are not recorded, nor are those of this package.
     """
-    if type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
+    package = type(value).__module__.partition(".")[0]
+    if package in sys.stdlib_module_names or (package == "lightning_ssd" and not isinstance(value, nn.Module)):
         return None
     attributes = getattr(value, "__dict__", None)
     return attributes if isinstance(attributes, dict) else None

@@ -719,18 +719,16 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return super().training_step(*args, **kwargs)
 
     def _prepare_retry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroBatchRetry | None:
-        """Returns an object that runs the present micro-batch again if it runs out of memory; `None`: it can't be.
-
-        Optimizer steps may have begun in a backward whose weights are offloaded, and in manual optimization.
-        """
+        """Returns an object that runs the present micro-batch again if it runs out of memory; `None`: it can't be."""
         module = self.lightning_module
         assert module is not None
         auto = next((one for one in trainer_callbacks(module.trainer) if isinstance(one, AutoPlanner)), None)
-        supported = self.model_states is None and module.automatic_optimization
-        if auto is None or not auto.may_run_out or not supported:
+        if auto is None or not auto.may_run_out or not module.automatic_optimization:
             return None
         save_memory = functools.partial(auto.save_memory, module.trainer)
-        return MicroBatchRetry(module.trainer, (args, kwargs), lambda: self._forward(args, kwargs), save_memory)
+        return MicroBatchRetry(
+            module.trainer, (args, kwargs), self.model_states, lambda: self._forward(args, kwargs), save_memory
+        )
 
     @override
     def backward(

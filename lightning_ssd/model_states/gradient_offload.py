@@ -89,6 +89,11 @@ class GradientOffloader:
         """Whether there are gradients that no step has used."""
         return any(gradient.accumulating or any(gradient.arrived) for gradient in self._gradients.values())
 
+    @property
+    def arriving(self) -> bool:
+        """Whether the running backward has offloaded gradients."""
+        return any(gradient.num_arrived for gradient in self._gradients.values())
+
     # ---- one gradient, on the thread that runs backward ----
 
     def receive(self, flat: FlatParameter, index: int) -> None:

@@ -152,6 +152,8 @@ class ModelStates(Uncopied):
         }
         self._optimizers = list({id(optimizer): optimizer for optimizer, _ in self.groups.values()}.values())
         self._summoned = False
+        self._changed = False
+        """Whether user code has changed weights since the present micro-batch began."""
         self._closed = False
         self._left = ModelRestorer(self.stores, self.flat_optimizers, self.groups)
         self._handles: list[RemovableHandle] = []
@@ -283,6 +285,7 @@ class ModelStates(Uncopied):
         """Begins a micro-batch: a forward with a backward ("train") or without."""
         self._staged.unstage()
         self._grads.hide(False)  # after a step that failed
+        self._changed = False
         self._masters.sync_params()
         self._prefetcher.begin(kind)
 
@@ -319,6 +322,11 @@ class ModelStates(Uncopied):
                 f"{name} was added to an optimizer after the forward had begun. Add it before, such as in "
                 "`on_train_batch_start`, or set `states='gpu'`."
             )
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the present micro-batch may be run again: it has offloaded no gradient, and changed no weight."""
+        return not (self._changed or self._gradients.arriving or self._access.summed_on_host)
 
     def end_backward(self) -> None:
         """Ends a backward: the gradients that it has offloaded are stepped, or accumulated."""
@@ -455,6 +463,7 @@ class ModelStates(Uncopied):
             )
         self._prefetcher.check(flat)
         self.state_dicts.before_change()
+        self._changed = True
 
     # ---- counters and sizes ----
 

@@ -13,6 +13,10 @@ from lightning_ssd.activations.graph import tensors_of
 _COUNTED = "_counted_by_limited_memory"
 
 
+SCALAR = 8
+"""Bytes of the largest tensors that are not counted: Lightning makes some between forward and backward."""
+
+
 class LimitedMemory(TorchDispatchMode):
     """Counts the bytes of the storages that operations make in a training within the context, until they are freed.
 
@@ -53,6 +57,8 @@ class LimitedMemory(TorchDispatchMode):
 
     def _allocate(self, func: Any, storage: torch.UntypedStorage) -> None:
         nbytes = storage.nbytes()
+        if nbytes <= SCALAR:
+            return
         self.counting.allocations += 1
         position = self.counting.micro_batches, self.counting.allocations
         fails = position in self._fails_at or self.level + nbytes > self.most
