@@ -69,6 +69,7 @@ def train(root: Path, strategy: Any, model: type[Toy] = Toy, **arguments: Any) -
         trainer.fit(module, DataLoader(rows, 4), DataLoader(rows[:4], 4))
     except BaseException as error:
         error.module = module  # type: ignore[attr-defined]
+        error.optimizer = trainer.optimizers[0]  # type: ignore[attr-defined]
         raise
     return module
 
@@ -188,6 +189,20 @@ ENDS: dict[str, tuple[int, dict[str, Any]]] = {
     "no validation": (STEPS - 1, dict(limit_val_batches=0)),
     "validation after the last step": (STEPS - 1, dict(check_val_every_n_epoch=1, num_sanity_val_steps=0)),
 }
+
+
+def test_the_number_of_steps_is_rolled_back_with_the_weights(tmp_path: Path) -> None:
+    """The next step of a resumed training would have another bias correction."""
+
+    class Stepping(Toy):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    backend = FailingAtBackend(0, "write", dead=True, armed=False)
+    with pytest.raises(StorageError) as raised:
+        train(tmp_path, offload(backend, clip="speculative"), Stepping, callbacks=[FailLast(backend)])
+    states = raised.value.optimizer.state_dict()["state"].values()  # type: ignore[attr-defined]
+    assert [float(state["step"]) for state in states] == [STEPS - 1, STEPS - 1]
 
 
 @pytest.mark.parametrize("recover", [False, True])

@@ -420,6 +420,26 @@ def test_weights_that_are_loaded_before_a_killed_run_resumes(tmp_path: Path) -> 
     assert (tmp_path / KEPT / "journal").exists()
 
 
+def test_a_run_that_failed_after_weights_were_loaded_begins_anew(tmp_path: Path) -> None:
+    """The values that its last record named are overwritten."""
+    failing = [True]
+
+    class Loading(Model):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if int(self.batches) == 14:
+                self.blocks.load_state_dict({name: 0.5 * value for name, value in self.blocks.state_dict().items()})
+                float(self.head.weight.detach().sum())  # the loaded values are stored
+                if failing:
+                    raise Failure
+
+    with pytest.raises(Failure):
+        fit(recovering(tmp_path), Loading)
+    failing.clear()
+    found = fit(recovering(tmp_path), Loading)
+    assert min(found.losses) == 0
+    assert same(outcome(found), outcome(fit("auto", Loading)))
+
+
 def test_the_next_run_resumes_from_the_last_step_after_a_drive_failed(tmp_path: Path) -> None:
     backend = FaultyBackend()
 

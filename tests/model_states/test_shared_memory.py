@@ -238,6 +238,21 @@ def test_gradients_of_two_parameters_that_share_memory_are_refused(tmp_path: Pat
         fit(tmp_path, Toy("on_train_batch_end", act), "host")
 
 
+def test_memory_that_is_fetched_for_a_forward_is_not_shared(tmp_path: Path) -> None:
+    """It belongs to the unit's weights, and is freed when they are evicted."""
+
+    class Sharing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            others[0].weight.data = self.weight.view(8, 8).detach()
+            return super().forward(x)
+
+    module = Toy()
+    others = [module.target.down]
+    module.blocks[0].up = Sharing(8, 8)
+    with pytest.raises(RuntimeError, match="can't share memory with weights that are fetched for a forward"):
+        fit(tmp_path, module, "host")
+
+
 def test_parameters_that_share_memory_before_training_are_refused(tmp_path: Path) -> None:
     module = Toy()
     module.blocks[0].up.weight.data = module.target.up.weight.data

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ssd.model_states.journal import remove_record
 from lightning_ssd.storage import BlobStore, PosixBackend, ScratchDirectory, StorageError
 from lightning_ssd.storage.scratch import kept_directory
 from tests.support.faults import GatedBackend
@@ -60,6 +61,18 @@ def test_a_file_is_on_the_drive_before_it_has_its_name(tmp_path: Path, monkeypat
     with directory.files.replacing_file("record") as file:
         file.write(b"content")
     assert calls.seen == [("fsync", "record.part"), ("rename", "record.part"), ("fsync", directory.path.name)]
+    directory.close()
+
+
+def test_a_record_is_removed_from_the_drive_before_its_values_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ScratchDirectory(tmp_path)
+    with directory.files.replacing_file("journal") as file:
+        file.write(b"content")
+    calls = Calls(monkeypatch, "fsync", "unlink")
+    remove_record(directory.files)
+    assert calls.seen == [("unlink", "journal"), ("fsync", directory.path.name)]
     directory.close()
 
 
