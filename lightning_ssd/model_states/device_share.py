@@ -54,8 +54,8 @@ class DeviceShare:
         """Made at the end of the first step."""
 
     def stepper_of(self, flat: FlatParameter) -> DeviceStepper | None:
-        """Returns the stepper if the device steps `flat`."""
-        return self.stepper if flat in self._chosen else None
+        """Returns the stepper if the device steps `flat`. After a failure it steps none."""
+        return self.stepper if flat in self._chosen and self.stepper is not None and not self.stepper.failed else None
 
     def note(self, work: WorkCounter) -> None:
         """Notes the end of a step; `work` is that of the CPU so far."""

@@ -86,6 +86,11 @@ class DeviceStepper:
         self._copies = copies.sibling()
         self._worker = Worker("device-optimizer")
 
+    @property
+    def failed(self) -> bool:
+        """Whether a step has failed; later ones fail with its error."""
+        return self._failure is not None
+
     def submit(self, step: DeviceStep, *, priority: int) -> "tuple[Future[None], Future[None]]":
         """Submits a step; the lowest priority goes first.
 
@@ -113,9 +118,12 @@ class DeviceStepper:
                         copied.append(of_all)
             except BaseException as error:
                 self._failure = error
+                overwritten = True  # unless the copies are known to have ended
+                self._copies.drain()
+                overwritten = False
                 raise
             finally:
-                overwritten = staged.out is staged and self._num_copies_back > 0
+                overwritten |= staged.out is staged and self._num_copies_back > 0
 
         def end(done: "Future[None]") -> None:
             if (error := done.exception()) is not None and overwritten:

@@ -362,6 +362,11 @@ class StateStore:
         if self.spare is not None:
             self.spare.release(sum(buffer.nbytes for buffer in buffers))
 
+    @property
+    def lost(self) -> bool:
+        """Whether the values are lost."""
+        return self._lost is not None
+
     def lose(self, error: BaseException) -> None:
         """Declares the values lost: a step in place has failed midway. They can't be staged any more."""
         self._lost = error

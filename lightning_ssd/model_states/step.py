@@ -4,6 +4,7 @@
 `serial`.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from lightning_ssd.model_states.gradient import Gradient
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Part, StepInput
 from lightning_ssd.model_states.state_store import StagedState, StateStore
 from lightning_ssd.spans import OPTIMIZER, span
+
+log = logging.getLogger(__name__)
 
 Submitted = tuple["Future[None]", "Future[None]"]
 """Futures of a step: done when the compute weights have their new values, and when the step is committed or skipped."""
@@ -138,6 +141,8 @@ class OptimizerStep:
     ) -> Submitted:
         """Makes the step of values in host memory on the device, when the scale is known.
 
+        The CPU makes it if the device can't, or fails before a value was overwritten.
+
         Args:
             stepper: makes it.
             after: as in `deferred`.
@@ -154,16 +159,21 @@ class OptimizerStep:
             first, whole = stepper.submit(step, priority=self.priority)
             if drop_second or not self.store.has_second:  # else the new weights are read from the commit on
                 first.add_done_callback(pass_first)
-            return then(whole, commit)
+            return then(ended(whole), lambda _: commit(whole))
 
         def pass_first(first: "Future[None]") -> None:
             if first.exception() is None:
                 weights.set_result(None)
 
-        def commit(_: None) -> "Future[None]":  # on the thread that completes the copies
-            self.count(sum(view.numel for view in self.store.flat.param_views), 0.0)
-            self._end(committed=True)
-            return finished(None)
+        def commit(whole: "Future[None]") -> "Future[None]":  # on the thread that completes the copies
+            if (error := whole.exception()) is None:
+                self.count(sum(view.numel for view in self.store.flat.param_views), 0.0)
+                self._end(committed=True)
+                return whole
+            if self.store.lost:
+                return whole
+            log.warning("the CPU steps %s, because the GPU could not: %s", self.store.flat.name, error)
+            return self.deferred([], drop_second=drop_second)[1]
 
         def pass_done(done: "Future[None]") -> None:
             if not weights.done():  # `first` is done before `whole`, unless the step failed or was not made there

@@ -80,7 +80,7 @@ def test_numbers_are_plain_lightnings(
     if clip is not None:
         how |= {"gradient_clip_val": 0.5 if clip[1] == "norm" else 1e-3, "gradient_clip_algorithm": clip[1]}
     strategy = dict(clip="auto" if clip is None else clip[0], state_format=state_format)
-    plain = precision != "bf16-true"  # it has no fp32 masters
+    plain = precision != "bf16-true" and state_format == "fp32"  # no fp32 masters there, and exact ties are rounded up
     expected = train(tmp_path, "auto" if plain else offloading(overlap="none", **strategy), Model(optimizer), **how)
     shared = Shared(monkeypatch)
     assert_same(train(tmp_path, offloading(**strategy), Model(optimizer), **how), expected)
@@ -169,20 +169,25 @@ class Failing(CPUCopyEngine):
         return super().d2h(*arguments, **named)
 
 
-@pytest.mark.parametrize("clip", ["deferred", "speculative"])
-def test_a_training_whose_copies_fail_ends_with_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: Any
-) -> None:
-    """It names values that are lost, since they were overwritten in part; with two versions none are."""
+def test_a_training_whose_copies_fail_ends_with_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names values that are lost, since they were overwritten in part."""
     Shared(monkeypatch, share=1.0)
     monkeypatch.setattr(build, "make_copy_engine", Lost)
     monkeypatch.setattr(Lost, "calls_left", 22)
-    model = Model()
     with pytest.raises(RuntimeError, match="the device is lost") as raised:
-        train(tmp_path, offloading(clip=clip), model, gradient_clip_val=0.5)
-    notes = "".join(getattr(raised.value, "__notes__", []))
-    assert ("are NaN now" in notes) == (clip == "deferred")
+        train(tmp_path, offloading(clip="deferred"), Model(), gradient_clip_val=0.5)
+    assert "are NaN now" in "".join(raised.value.__notes__)
     assert_nothing_is_left(tmp_path)
+
+
+def test_the_cpu_makes_steps_whose_copies_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value was overwritten before."""
+    expected = train(tmp_path, "auto", Model(), gradient_clip_val=0.5)
+    shared = Shared(monkeypatch, share=1.0)
+    monkeypatch.setattr(build, "make_copy_engine", Lost)
+    monkeypatch.setattr(Lost, "calls_left", 0)
+    assert_same(train(tmp_path, offloading(clip="deferred"), Model(), gradient_clip_val=0.5), expected)
+    assert shared.steps > 0 > Lost.calls_left
 
 
 # ---- one step of one flat parameter ----
@@ -277,39 +282,35 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("versions", [1, 2])
-def test_a_failure_at_any_copy_commits_nothing(
+def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
     tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, versions: int
 ) -> None:
-    """Values are those before the step; or they are lost and can't be read, if some were overwritten in place."""
+    """Or values are lost and can't be read, if some were overwritten in place; then nothing is committed."""
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
     outcomes: list[str] = []
     for fail_at in itertools.count(2):  # the first call orders the memory of the pieces
         stepper = DeviceStepper(Copies())
         with stepped(tmp_path, worker, versions) as made:
-            copies = copies_of(stepper)
+            store, copies = made.step.store, copies_of(stepper)
             copies.fail_at = fail_at
             if versions == 2:
-                assert made.step.store.add_second()
+                assert store.add_second()
             weights, done = made.step.on_device(stepper, [])
-            if len(copies.calls) < fail_at and ended(done).result(timeout=60) is None and done.exception() is None:
-                break
-            for future in (weights, done):
-                with pytest.raises(RuntimeError, match="the device is lost"):
-                    future.result(timeout=60)
-            assert made.step.store.steps == 0
-            overwritten = versions == 1 and "d2h" in copies.calls[:-1]
-            if overwritten:
-                with pytest.raises(RuntimeError, match="the device is lost"):
-                    made.step.store.stage().result()
+            ended(done).result(timeout=60)
+            assert stepper.failed == (len(copies.calls) >= fail_at)
+            if versions == 1 and stepper.failed and "d2h" in copies.calls[:-1]:
+                for future in (weights, done, store.stage()):
+                    with pytest.raises(RuntimeError, match="the device is lost"):
+                        future.result(timeout=60)
+                assert store.steps == 0
                 outcomes.append("lost")
             else:
-                assert same(masters_of(made.step.store), weights_of(made.step.store.layout))
-                outcomes.append("as before")
-            _, after = made.step.on_device(stepper, [])
-            with pytest.raises(RuntimeError, match="the device is lost"):
-                after.result(timeout=60)
+                weights.result(timeout=60)
+                assert done.exception() is None and store.steps == 1 and same(masters_of(store), torchs(store))
+                outcomes.append("made")
         stepper.close()
-    stepper.close()
+        if not stepper.failed:
+            break
     assert len(outcomes) > 20 and ("lost" in outcomes) == (versions == 1)
 
 
