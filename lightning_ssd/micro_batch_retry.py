@@ -160,7 +160,7 @@ class MicroBatchRetry:
     def _obstacle(self) -> str | None:
         """Returns why the state before the micro-batch can't be restored; `None`: it can."""
         assert self._state is not None
-        if self._states is not None and not self._states.repeatable:
+        if self._states is not None and not self._states.can_run_again:
             return "gradients or weights of offloaded parameters have changed"
         return self._state.obstacle()
 

@@ -324,7 +324,7 @@ class ModelStates(Uncopied):
             )
 
     @property
-    def repeatable(self) -> bool:
+    def can_run_again(self) -> bool:
         """Whether the present micro-batch may be run again: it has offloaded no gradient, and changed no weight."""
         return not (self._changed or self._gradients.arriving or self._access.summed_on_host)
 
