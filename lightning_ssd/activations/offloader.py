@@ -41,7 +41,7 @@ from lightning_ssd.activations.record import (
 from lightning_ssd.activations.tier import OffloadTier, StoredCopy
 from lightning_ssd.activations.unit_dispatch_mode import in_backward
 from lightning_ssd.activations.untraced import untraced
-from lightning_ssd.activations.weights import is_weight, offloaded_weights
+from lightning_ssd.activations.weights import is_weight, offloaded_weights, storage_of
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
 from lightning_ssd.device import CopyEngine, make_clock
 from lightning_ssd.device.storage_tags import KEPT_IN
@@ -262,7 +262,7 @@ class ActivationOffloader(Uncopied):
     def _pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle":
         if tensor.layout is not torch.strided:
             return _keep(tensor)
-        storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage() if type(tensor) in _PLAIN else storage_of(tensor)
         if (weights := offloaded_weights(storage)) is not None:
             return weights.save(tensor)
         nbytes = storage.nbytes()

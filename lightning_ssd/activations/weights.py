@@ -37,6 +37,12 @@ def mark_weights(module: nn.Module) -> None:
             setattr(tensor.untyped_storage(), WEIGHT, True)
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Returns the storage of `tensor` itself, where the class of an offloaded weight would refuse or replace it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
+
+
 def mark_offloaded(storage: torch.UntypedStorage, weights: OffloadedWeights) -> None:
     """Marks the storage of weights that may be evicted: autograd keeps references to them instead of tensors."""
     setattr(storage, OFFLOADED_WEIGHTS, weights)

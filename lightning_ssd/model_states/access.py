@@ -83,6 +83,8 @@ class Access:
         """Version counters of the parameters whose compute weights a running forward has, before it."""
         self._bases: dict[int, Tensor] = {}
         """Values that the running operator reads, by identity of the source, which several tensors may share."""
+        self.lent: dict[Weights, Tensor] = {}
+        """Whole weights of running forwards that have 16 bits on the device, kept where user code has their address."""
         self._flats = list(stores)
         # `torch.utils.swap_tensors` would replace parameters unnoticed. It refuses tensors that have weak references.
         self._unswappable = [weakref.ref(item.parameter) for flat in stores for item in flat.param_views]
@@ -149,7 +151,11 @@ class Access:
         """
         recomputing = torch._C._current_graph_task_id() != -1
         for flat in flat_params:
-            if flat.users or (before := self._versions.pop(flat, None)) is None:
+            if flat.users:
+                continue
+            for source in [source for source in self.lent if source.flat is flat]:
+                del self.lent[source]
+            if (before := self._versions.pop(flat, None)) is None:
                 continue
             with torch.inference_mode(False), torch.no_grad():
                 for index, version in enumerate(flat.versions()):
@@ -209,13 +215,11 @@ class Access:
                             "Take a `.clone()` of it first."
                         )
                     return func(*args, **kwargs)
-                case Kind.ADDRESS if not (parameter is not None and parameter.flat.users and parameter.flat.resident):
-                    raise RuntimeError(
-                        f"`{func.__name__}` of {first.source.name}, which is offloaded, gives an address that is not "
-                        f"valid after the call. {_REMEDY}"
-                    )
-                case Kind.ADDRESS:
-                    return func(*args, **kwargs)
+                case Kind.OFFSET:
+                    of_view = first.offset if isinstance(first, OffloadedView) else 0
+                    return (first.source.origin + of_view) // first.itemsize
+                case Kind.ADDRESS | Kind.STORAGE:
+                    return func(self._addressed(kind, func, first), *args[1:], **kwargs)
                 case Kind.EXPORT:
                     with self._values({id(first): first}, computing=False) as values:
                         copy = values[id(first)].detach().clone().requires_grad_(first.requires_grad)
@@ -230,6 +234,7 @@ class Access:
         kwargs: Mapping[str, Any],
         found: "dict[int, OffloadedParameter | OffloadedView]",
     ) -> Any:
+        first = found.get(id(args[0])) if args else None
         written: dict[int, OffloadedParameter | OffloadedView] = {}
         offloaded_in(_written(args, kwargs) if kind is Kind.WRITE else (), written)
         offloaded_in(kwargs.get("out"), written)
@@ -241,8 +246,9 @@ class Access:
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: value._version for key, value in values.items()}
             shapes = {key: _geometry(value) for key, value in values.items()}
-            if kind is Kind.STRIDED and id(args[0]) in values:
-                _check_range(func, values[id(args[0])], self.base(found[id(args[0])].source), args, kwargs)
+            if kind is Kind.STRIDED and first is not None:
+                source = first.source
+                args, kwargs = _move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
             result = func(*_substitute(args, values), **_substitute(kwargs, values))
             changed = [key for key, value in values.items() if value._version != versions[key]]
             if any(values[key].grad_fn is not node for key, node in nodes.items()):
@@ -418,6 +424,35 @@ class Access:
             self._operate(Kind.WRITE, Tensor.copy_, (tensor, data), {}, {id(tensor): tensor})
             source.flat.shared[source.index] = SharedMemory(data)
 
+    def _addressed(self, kind: Kind, func: Callable[..., Any], tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+        """Returns an ordinary tensor for `tensor`, of whose memory `func` returns the address or the storage.
+
+        Raises:
+            RuntimeError: the memory would be gone after the call.
+        """
+        source = tensor.source
+        running = isinstance(source, Weights) and (source.whole or (source.flat.users and source.flat.resident))
+        if not running:
+            raise RuntimeError(
+                f"`{func.__name__}` of {source.name}, which is offloaded, gives an address that is not valid after the "
+                f"call. {_REMEDY}"
+            )
+        assert isinstance(source, Weights)
+        if kind is Kind.STORAGE:  # writes to it count, as long as it is referenced
+            return self._memory(tensor, source.name)
+        before = self._bases
+        with torch.inference_mode(False), torch.no_grad():
+            values = self.lent.get(source)
+            if values is None:
+                values = source.read()
+                if source.flat.mixed and not source.whole:
+                    self.lent[source] = values
+            self._bases = {id(source): values}
+            try:
+                return self._value(tensor)
+            finally:
+                self._bases = before
+
     def _memory(self, tensor: "OffloadedParameter | OffloadedView", sharing: str) -> Tensor:
         """Returns an ordinary tensor over the memory that `tensor` has in plain training.
 
@@ -563,30 +598,38 @@ def _offset(value: Tensor, base: Tensor) -> int | None:
     return offset if same and 0 <= offset < max(1, base.nbytes) else None
 
 
-def _check_range(func: Callable[..., Any], value: Tensor, base: Tensor, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises an error if `as_strided` addresses elements outside of `base`: flat parameters share a storage.
+def _move_offset(
+    func: Callable[..., Any], value: Tensor, base: Tensor, origin: int, args: Any, kwargs: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Returns arguments of `as_strided` whose offset is one in the storage of `value` instead of the plain tensor's.
 
     Args:
         func: `as_strided`, or one of its variants.
-        value: the tensor that it is called for.
-        base: the whole parameter.
+        value: the tensor that stands for the first argument.
+        base: the whole values that it is a view of.
+        origin: offset of these values in their storage in plain training, bytes.
         args: arguments of `func`.
         kwargs: keyword arguments of `func`.
+
+    Raises:
+        RuntimeError: it addresses elements outside of `base`.
     """
     # `as_strided_scatter` has another tensor before the size.
-    tensors = ("input", "src") if "scatter" in func.__name__ else ("input",)
-    names = (*tensors, "size", "stride", "storage_offset")
+    names = ["input", "size", "stride", "storage_offset"]
+    if "scatter" in func.__name__:
+        names.insert(1, "src")
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    offset = given.get("storage_offset")
-    if offset is None or 0 in given["size"]:
-        return
+    if (offset := given.get("storage_offset")) is None:
+        return args, kwargs
+    moved = offset + (base.storage_offset() * base.itemsize - origin) // value.itemsize
     last = sum((size - 1) * stride for size, stride in zip(given["size"], given["stride"], strict=True))
-    first = (offset * value.itemsize) - base.storage_offset() * base.itemsize
-    if first < 0 or first + (last + 1) * value.itemsize > base.nbytes:
+    first = moved * value.itemsize - base.storage_offset() * base.itemsize
+    if 0 not in given["size"] and (first < 0 or first + (last + 1) * value.itemsize > base.nbytes):
         raise RuntimeError(
             f"`{func.__name__}` with `storage_offset={offset}` addresses memory outside of a weight that is "
-            "offloaded: weights of a unit share a storage. Leave `storage_offset` out, or take a `.clone()` first."
+            "offloaded. Leave `storage_offset` out, or take a `.clone()` first."
         )
+    return args[: names.index("storage_offset")], {**kwargs, "storage_offset": moved}
 
 
 def _geometry(tensor: Tensor) -> tuple[object, ...]:

@@ -180,8 +180,9 @@ class FlatParameter:
         """Returns the reference that autograd saves in place of `tensor`, a parameter or a view of one."""
         if isinstance(tensor, nn.Parameter) and tensor.dtype != self.dtype:  # seen by code that knows its whole values
             return _SavedWhole(self, tensor)
-        offset = tensor.storage_offset() * tensor.itemsize // self.dtype.itemsize
-        return _SavedView(self, bisect_right(self._starts, offset) - 1, tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            offset = tensor.storage_offset() * tensor.itemsize // self.dtype.itemsize
+            return _SavedView(self, bisect_right(self._starts, offset) - 1, tensor)
 
     def load(self, dtype: torch.dtype, offset: int, size: torch.Size, stride: Sequence[int]) -> Tensor:
         """Returns a view of the storage, which must be resident."""
@@ -245,8 +246,7 @@ class _SavedView(SavedWeight):
         self._size = tensor.size()
         self._stride = tensor.stride()
         # The parameter's version: tensors that share its memory need not share its counter (`.data`).
-        with torch._C.DisableTorchFunctionSubclass():
-            self._version = flat.param_views[index].parameter._version
+        self._version = flat.param_views[index].parameter._version
 
     def load(self) -> Tensor:
         flat = self._flat

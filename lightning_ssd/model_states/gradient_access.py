@@ -40,6 +40,10 @@ class GradientSource(Source):
         accum = self._gradients.whole(self._flat, self._index)
         return self.item.of(accum).to(self._flat.device, self.item.dtype, copy=True)
 
+    @property
+    def origin(self) -> int:
+        return 0 if self.own is None else int(self.own.storage_offset()) * self.own.itemsize
+
     def write(self, values: Tensor) -> None:
         if self.own is None:
             accum = self._gradients.whole(self._flat, self._index)

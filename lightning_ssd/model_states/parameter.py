@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.record import check_version
-from lightning_ssd.activations.weights import SavedWeight, mark_offloaded
+from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, storage_of
 
 if TYPE_CHECKING:
     from lightning_ssd.model_states.access import Access
@@ -66,7 +66,11 @@ class Kind(Enum):
     EXPORT = auto()
     """Passes memory to code outside of torch, which gets a read-only copy."""
     ADDRESS = auto()
-    """Returns an address, which is valid only as long as the weights are resident."""
+    """Returns an address, which is valid until the forward of the unit ends."""
+    STORAGE = auto()
+    """Returns the storage."""
+    OFFSET = auto()
+    """`Tensor.storage_offset`."""
     FREEZE = auto()
     """Sets whether autograd records operators on the tensor (`requires_grad`, `requires_grad_`)."""
 
@@ -180,7 +184,7 @@ class OffloadedView(Tensor):
     def _register(self) -> None:
         """Has the source know the view, and autograd save references to it, which has no memory."""
         self.source.aliases.add(self)
-        mark_offloaded(self.untyped_storage(), _ViewReferences(self))
+        mark_offloaded(storage_of(self), _ViewReferences(self))
 
     @classmethod
     def __torch_function__(
@@ -337,6 +341,8 @@ def kind_of(func: Callable[..., Any]) -> Kind:
         kind = Kind.EXPORT
     elif name in _ADDRESSES:
         kind = Kind.ADDRESS
+    elif name in _STORAGES:
+        kind = Kind.STORAGE
     elif name in _STRIDED:
         kind = Kind.STRIDED
     elif (name.endswith("_") and not name.endswith("__")) or name in _WRITING_DUNDERS:
@@ -354,7 +360,7 @@ _GETTERS = {
     "dtype": Kind.DTYPE,
     "itemsize": Kind.DTYPE,
     "nbytes": Kind.DTYPE,
-    "__cuda_array_interface__": Kind.EXPORT,
+    "__cuda_array_interface__": Kind.ADDRESS,
     **dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Kind.COMPUTE),
 }
 """Attributes whose values depend on elements or on the dtype; all others are metadata."""
@@ -362,7 +368,8 @@ _GETTERS = {
 _SETTERS = {"data": Kind.SET_DATA, "grad": Kind.SET_GRAD, "requires_grad": Kind.FREEZE}
 
 _EXPORTS = ("numpy", "__array__", "__dlpack__")
-_ADDRESSES = ("data_ptr", "storage", "_typed_storage")
+_ADDRESSES = ("data_ptr", "const_data_ptr", "mutable_data_ptr")
+_STORAGES = ("untyped_storage", "storage", "_typed_storage")
 _STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")
 _WRITING_DUNDERS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__",
                     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
@@ -374,6 +381,7 @@ _KINDS: dict[Any, Kind] = {
     Tensor.register_post_accumulate_grad_hook: Kind.HOOK,
     Tensor.element_size: Kind.DTYPE,
     Tensor.requires_grad_: Kind.FREEZE,
+    Tensor.storage_offset: Kind.OFFSET,
     # Functions that read no element. A function that is missing here is slower, but correct.
     **dict.fromkeys(
         (
@@ -387,7 +395,6 @@ _KINDS: dict[Any, Kind] = {
             Tensor.retain_grad,
             Tensor.size,
             Tensor.stride,
-            Tensor.untyped_storage,
             Tensor.__hash__,
             Tensor.__len__,
             torch.is_floating_point,

@@ -43,6 +43,11 @@ class Source(ABC):
         """Stores `values`, a result of `read` that an operator has changed."""
 
     @property
+    def origin(self) -> int:
+        """Offset of the values in their storage in plain training, bytes."""
+        return 0
+
+    @property
     def counter(self) -> Tensor | None:
         """Tensor whose version counter tells in-place changes; None: there is none."""
         return None
@@ -98,9 +103,16 @@ class Weights(Source):
         staged.changed = True
         write_changed(item.of(staged.masters), values)
         if flat.mixed:
+            if (lent := self.access.lent.get(self)) is not None:
+                lent.copy_(item.of(staged.masters))
             self.changed()  # a later backward needs the values that the forward has cast, which are gone
             if flat.resident:
                 flat.view(self.index).copy_(item.of(staged.masters))
+
+    @property
+    def origin(self) -> int:
+        memory = self.item.parameter.data if self.whole else self.flat.memory(self.index)
+        return 0 if memory is None else int(memory.storage_offset()) * memory.itemsize
 
     @property
     def counter(self) -> Tensor:
@@ -148,6 +160,10 @@ class Replaced(Source):
 
     def read(self) -> Tensor:
         return self._values
+
+    @property
+    def origin(self) -> int:
+        return int(self._values.storage_offset()) * self._values.itemsize
 
     def write(self, values: Tensor) -> None:
         """Does nothing: the operator has changed the values themselves, which `read` returns."""
