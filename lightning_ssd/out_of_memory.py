@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig
+from lightning_ssd.activations.weights import storage_of
 from lightning_ssd.device import allocator_memory, available_memory, process_gpu_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.sizes import format_bytes
@@ -96,7 +97,7 @@ def _help_for_states(nbytes: int, model_states: ModelStates | None) -> str:
 def _bytes_on(device: torch.device, values: Iterable[object]) -> int:
     """Returns the bytes of the storages on `device` of the tensors among `values`."""
     storages = {
-        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        storage_of(value)._cdata: storage_of(value).nbytes()
         for value in values
         if isinstance(value, Tensor) and value.layout is torch.strided and value.device == device
     }

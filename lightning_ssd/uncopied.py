@@ -15,7 +15,18 @@ class Uncopied:
         return _none, ()
 
 
-class ModuleHook:
+class _Unscriptable:
+    """A hook that `torch.jit.script` can't compile, and which says so."""
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "`torch.jit.script` compiles the hooks of a module, and this module trains under offloading, or is a copy "
+            "of one that does. Script a new module that has loaded the `state_dict()`."
+        )
+
+
+class ModuleHook(_Unscriptable):
     """A hook on a module. In copies of the module (`copy.deepcopy`, pickle) it is replaced by a hook without effect.
 
     Args:
@@ -28,19 +39,18 @@ class ModuleHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return no_hook
+    def __deepcopy__(self, memo: object) -> "NoHook":
+        return NoHook()
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _make_no_hook, ()
+    def __reduce__(self) -> "tuple[type[NoHook], tuple[()]]":
+        return NoHook, ()
 
 
-def no_hook(*args: Any, **kwargs: Any) -> None:
+class NoHook(_Unscriptable):
     """A hook that does nothing."""
 
-
-def _make_no_hook() -> Callable[..., None]:
-    return no_hook
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
 
 def _none() -> None:

@@ -6,7 +6,9 @@ operator returns, after the steps that have begun and before the next one.
 
 - If autograd records the operator (a tied head, a weight penalty), its inputs are the compute weights, and all units
   that it reads are kept on the device until it returns. In mixed precision, operators that autocast would not run in
-  16 bits get the master weights instead, and their gradients are summed in fp32 on the host.
+  16 bits get the master weights instead.
+- In mixed precision the parameter in the graph has 16 bits. Where its gradient may have more digits, because it is used
+  twice or user code sees it, autograd sums it in fp32 (`Tensor.grad_dtype`), as that of plain Lightning's parameter.
 - Otherwise its inputs are copies of the values or the resident ones, and results that share memory with them become
   `OffloadedView` objects, which read the present values and write through, as aliases do in plain training.
 
@@ -79,6 +81,16 @@ class Access:
         self._watched = watched
         self.summed_on_host: set[FlatParameter] = set()
         """Flat parameters of whose gradients backward sums a part in fp32 on the host, since the last step."""
+        self._micro_batch = 0
+        self._summed_in_fp32: list[nn.Parameter] = []
+        """Parameters whose gradients autograd sums in fp32."""
+        self._hooked = [
+            item.parameter
+            for flat in stores
+            for item in flat.param_views
+            if flat.mixed and (item.parameter._backward_hooks or item.parameter._post_accumulate_grad_hooks)
+        ]
+        """Parameters of mixed precision with hooks of user code, which get gradients in fp32."""
         self._versions: dict[FlatParameter, list[int]] = {}
         """Version counters of the parameters whose compute weights a running forward has, before it."""
         self._bases: dict[int, Tensor] = {}
@@ -97,13 +109,48 @@ class Access:
                 assert isinstance(item.parameter, OffloadedParameter)
                 item.parameter.flat = flat
                 item.parameter.source = Weights(self, flat, index)
+                item.parameter.used = 0
+        self.end_step()
 
     def close(self) -> None:
         """Makes the parameters ordinary ones, without values, which the caller restores."""
+        self._hooked.clear()
+        self.end_step()
         for flat in self._flats:
             for item in flat.param_views:
-                del item.parameter.flat, item.parameter.source  # type: ignore[attr-defined]
+                del item.parameter.flat, item.parameter.source, item.parameter.used  # type: ignore[attr-defined]
                 item.parameter.__class__ = nn.Parameter
+
+    def begin_micro_batch(self) -> None:
+        """Begins to count uses of parameters."""
+        self._micro_batch += 1
+
+    def end_step(self) -> None:
+        """Ends the fp32 sums of gradients, except those that hooks of user code get."""
+        self.summed_on_host.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._summed_in_fp32:
+                parameter.grad_dtype = None  # any: that of the operators' gradients
+            self._summed_in_fp32.clear()
+            for hooked in self._hooked:
+                self.sum_in_fp32(hooked)
+
+    def note_use(self, parameter: OffloadedParameter) -> None:
+        """Counts an operator on 16-bit weights: the gradients of the second one in a graph are added in fp32."""
+        node = torch._C._current_autograd_node()
+        graph = self._micro_batch if node is None else -1 - node._sequence_nr()  # of a recomputation in backward
+        if parameter.used == graph:
+            self.sum_in_fp32(parameter)
+        parameter.used = graph
+
+    def sum_in_fp32(self, parameter: nn.Parameter) -> bool:
+        """Has autograd sum gradients of a parameter in fp32 until the next step; returns False if torch can't."""
+        if not hasattr(parameter, "grad_dtype"):
+            return False
+        if parameter.grad_dtype != torch.float32:
+            parameter.grad_dtype = torch.float32
+            self._summed_in_fp32.append(parameter)
+        return True
 
     @contextlib.contextmanager
     def ordinary(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -117,6 +164,9 @@ class Access:
         for flat in {parameter.flat: None for parameter in offloaded}:
             self.staged.pull(flat)
         versions = [parameter._version for parameter in offloaded]
+        for parameter in offloaded:
+            if parameter.flat.mixed and torch.is_grad_enabled():
+                self.note_use(parameter)
         with ordinary(offloaded):
             yield
         for flat in dict.fromkeys(parameter.flat for parameter in offloaded):
@@ -179,9 +229,9 @@ class Access:
         if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
             return func(*args, **kwargs)
         if func is torch.autograd.grad:
-            _check_full_precision(found.values())
-            if any(isinstance(tensor, FollowedView) for tensor in found.values()):
-                return func(*args, **kwargs)  # it looks for their nodes, and reads no values
+            self._use_full_precision(found.values())
+            with _references_saved():
+                return func(*args, **kwargs)  # it looks for the tensors' nodes, and reads no values
         first = args[0] if args else None
         if isinstance(first, OffloadedParameter | OffloadedView):
             parameter = first if isinstance(first, OffloadedParameter) else None
@@ -205,6 +255,9 @@ class Access:
                     return func(*args, **kwargs)
                 case Kind.HOOK:
                     self._watched()
+                    if parameter is not None and parameter.flat.mixed:
+                        self._hooked.append(parameter)
+                        self.sum_in_fp32(parameter)
                     return func(*args, **kwargs)
                 case Kind.FREEZE:
                     if isinstance(first, FollowedView):
@@ -298,12 +351,16 @@ class Access:
         """Returns the argument of the running operator in place of `tensor`."""
         if isinstance(tensor, OffloadedParameter):
             source = _weights(tensor)
-            if source.whole or (source.flat.mixed and _rounds(tensor, matmul)):
+            if source.whole:
+                return tensor
+            if source.flat.mixed and _rounds(tensor, matmul):
+                if computing and tensor.requires_grad:
+                    self.note_use(tensor)
                 return tensor
             if computing and tensor.requires_grad:
                 if not source.flat.mixed and source.flat.memory(source.index) is None:
                     return tensor
-                if source.flat.mixed:
+                if source.flat.mixed and not self.sum_in_fp32(tensor):
                     self.summed_on_host.add(source.flat)
                 return cast(Tensor, _WholeWeight.apply(tensor, source))  # type: ignore[no-untyped-call]
         if computing and isinstance(tensor, FollowedView):
@@ -386,6 +443,22 @@ class Access:
             return value
 
         return _map_tensors(wrap, result)
+
+    def _use_full_precision(self, tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
+        """Has autograd return gradients of `tensors` in fp32, where the weights in the graph have 16 bits.
+
+        Raises:
+            RuntimeError: torch has no `Tensor.grad_dtype`.
+        """
+        for tensor in tensors:
+            if not isinstance(tensor, OffloadedParameter) or _weights(tensor).whole or not tensor.flat.mixed:
+                continue
+            if not self.sum_in_fp32(tensor):
+                raise RuntimeError(
+                    f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 bits "
+                    "on the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, set "
+                    "`states='gpu'`, or use torch 2.10 or later."
+                )
 
     def _set_data(self, tensor: "OffloadedParameter | OffloadedView", data: Tensor) -> None:
         source = tensor.source
@@ -492,7 +565,7 @@ class _WholeWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         source: Weights = ctx.source
-        if not source.flat.mixed:
+        if source.flat not in source.access.summed_on_host:
             return gradient, None
         source.access.add_grad(source.flat, source.index, gradient)
         return None, None
@@ -520,17 +593,6 @@ class _ViewOfCopy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-def _check_full_precision(tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
-    """Raises RuntimeError if a weight of `tensors` is in 16 bits in the graph, which is fp32 in plain Lightning."""
-    for tensor in tensors:
-        if isinstance(tensor, OffloadedParameter) and not _weights(tensor).whole and tensor.flat.mixed:
-            raise RuntimeError(
-                f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 bits on "
-                "the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, or set "
-                "`states='gpu'`."
-            )
 
 
 def _weights(parameter: OffloadedParameter) -> Weights:

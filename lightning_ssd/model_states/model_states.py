@@ -288,6 +288,7 @@ class ModelStates(Uncopied):
         self._changed = False
         self._masters.sync_params()
         self._prefetcher.begin(kind)
+        self._access.begin_micro_batch()
 
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
@@ -297,6 +298,10 @@ class ModelStates(Uncopied):
             return
         self._steps.check_not_submitted(flat, index)
         self._staged.unstage()  # staging memory may be needed by steps that are waited for here
+        if grad.dtype != flat.dtype:  # summed in fp32
+            self._gradients.measure(flat, parameter, grad, check_finite=not self._steps.defer_to_user_hooks)
+            self._grads.add(flat, index, grad)
+            return
         self._gradients.receive(flat, index)
         complete = (
             self._steps.overlaps(flat)
@@ -356,7 +361,7 @@ class ModelStates(Uncopied):
         if self._steps.optimizer is optimizer:
             self.end_backward()  # user code may have called `loss.backward` without Lightning
             self._steps.end()
-            self._access.summed_on_host.clear()
+            self._access.end_step()
 
     def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Divides the gradients of the running step by the scale of `scaler`; one that is not finite skips the step.

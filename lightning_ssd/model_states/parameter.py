@@ -115,10 +115,12 @@ class OffloadedParameter(TrainedParameter):
     Attributes:
         flat: flat parameter that it is a view of.
         source: its weights as in plain Lightning.
+        used: number of the graph that its 16-bit weights were last used in, in mixed precision.
     """
 
     flat: "FlatParameter"
     source: "Source"
+    used: int
 
     @classmethod
     def __torch_function__(
@@ -314,8 +316,11 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
             flat = value.flat
             if not (flat.users and flat.resident) or flat.shared:
                 return False
-            if flat.mixed and not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
-                return False
+            if flat.mixed:
+                if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
+                    return False
+                if value.requires_grad and torch.is_grad_enabled():
+                    value.source.access.note_use(value)
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView) or ((of is list or of is tuple) and not _in_forward(value, kind)):

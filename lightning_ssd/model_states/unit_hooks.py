@@ -2,13 +2,15 @@
 
 import contextlib
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.compile import around_calls
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.parameter import ordinary
+from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView, ordinary
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 
 
@@ -34,8 +36,9 @@ def hook_unit(
         Functions that remove the hooks.
     """
 
-    def pre_forward() -> None:
+    def pre_forward(module: nn.Module) -> None:
         if not summoned():
+            _check_transforms(module)
             prefetcher.pre_forward(index)
             access.begin_forward(flat_params)
 
@@ -44,7 +47,32 @@ def hook_unit(
             prefetcher.post_forward(index)
             access.end_forward(flat_params)
 
-    return [around_calls(module, pre_forward, post_forward) for module in modules]
+    return [around_calls(module, partial(pre_forward, module), post_forward) for module in modules]
+
+
+def _check_transforms(module: nn.Module) -> None:
+    """Raises RuntimeError if torch would use memory of the module's weights in C++ that is not there.
+
+    Args:
+        module: whose forward begins.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            f"`torch.jit.trace` of {type(module).__name__}, which has offloaded weights, would trace memory that is "
+            "freed. Trace a `copy.deepcopy` of the module, or trace and call it inside `with "
+            "trainer.strategy.whole_weights():`."
+        )
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    for name, value in module.named_parameters():
+        wrapped: Tensor = value
+        while torch._C._functorch.is_functorch_wrapped_tensor(wrapped):
+            wrapped = torch._C._functorch.get_unwrapped(wrapped)
+        if wrapped is not value and isinstance(wrapped, OffloadedParameter | OffloadedView):
+            raise RuntimeError(
+                f"`torch.func` transforms {wrapped.source.name}, which is offloaded and given as {name} of "
+                f"{type(module).__name__}. Give it `.detach().clone()` of the weights."
+            )
 
 
 def hook_compiled_region(

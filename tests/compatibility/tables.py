@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.compatibility import families, lightning_features, optimizers, precisions, torch_features
+from tests.compatibility import families, lightning_features, optimizers, precisions, torch_features, user_programs
 from tests.compatibility.case import PLACEMENTS, Case, outcome, run_plain
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -14,6 +14,7 @@ TABLES: dict[str, list[Case]] = {
     "Precisions": precisions.CASES,
     "Features of Lightning": lightning_features.CASES,
     "Features of torch": torch_features.CASES,
+    "User programs": user_programs.CASES,
 }
 
 HEAD = """\

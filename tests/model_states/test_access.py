@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.access import ACTIONS, PLACES, Action, Toy, _frozen, _graph, _prune, compare, fit
+from tests.support.access import ACTIONS, PLACES, Action, Toy, _frozen, _prune, compare, fit
 from tests.support.compare import assert_same, same
 from tests.support.products import thorough
 
@@ -280,10 +280,18 @@ def test_offsets_outside_of_a_weight_are_refused(tmp_path: Path, place: str) -> 
     fit(tmp_path, Toy(place, act), "host")
 
 
-def test_gradients_of_weights_in_16_bits_are_refused(tmp_path: Path) -> None:
-    """`torch.autograd.grad` would return a gradient that differs from plain training's."""
-    with pytest.raises(RuntimeError, match=r"`torch.autograd.grad`.*blocks.0.up.weight.*states='gpu'"):
-        fit(tmp_path, Toy("on_train_batch_end", _graph), "host", precision="bf16-mixed")
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_batch_start"])
+def test_gradients_of_weights_that_have_16_bits_on_the_device(tmp_path: Path, hook: str) -> None:
+    """`torch.autograd.grad` returns fp32."""
+
+    def act(module: Any) -> Any:
+        one, other = module.blocks[0].up.weight, module.blocks[1].up.weight
+        loss = one.square().sum() + (one @ other).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = loss + (one @ other).float().sum() + module(torch.ones(2, 8)).sum()
+        return torch.autograd.grad(loss, [one, other])
+
+    compare(tmp_path, lambda: Toy(hook, act), "host", precision="bf16-mixed")
 
 
 @pytest.mark.parametrize("states", PLACES)

@@ -160,6 +160,7 @@ TRAININGS = st.fixed_dictionaries(
         "accumulate": st.sampled_from([1, 2]),
         "overlap": st.sampled_from(["optimized", "none"]),
         "on_device": st.booleans(),
+        "precision": st.sampled_from(["32-true", "bf16-mixed"]),
     }
 )
 
@@ -191,7 +192,11 @@ def run(path: Path, parts: list[Build], code: Any, training: Any, states: str | 
     for hook, action in code:
         module.at(hook, action)
     strategy = None if states is None else {"overlap": training["overlap"]}
-    arguments = {"gradient_clip_val": training["clip"], "accumulate_grad_batches": training["accumulate"]}
+    arguments = {
+        "gradient_clip_val": training["clip"],
+        "accumulate_grad_batches": training["accumulate"],
+        "precision": training["precision"],
+    }
     with pytest.MonkeyPatch.context() as patch:
         if training["on_device"]:
             Shared(patch)

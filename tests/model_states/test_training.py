@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig
+from lightning_ssd.activations.weights import storage_of
 from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, find_units, make_model_states
 from tests.support.compare import assert_same
 from tests.support.models import MakeOptimizer, Model
@@ -250,9 +251,7 @@ def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None
             return x @ self.embed.weight.t()
 
         def look(self, *_: Any) -> None:
-            storages = {
-                parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in self.parameters()
-            }
+            storages = {storage_of(parameter).data_ptr(): storage_of(parameter) for parameter in self.parameters()}
             most.append(sum(storage.nbytes() for storage in storages.values()))
             assert self.blocks[0].up.weight.shape == (64, 16)  # type: ignore[union-attr]
 
