@@ -228,6 +228,11 @@ class Access:
         offloaded_in(kwargs, found)
         if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
             return func(*args, **kwargs)
+        if torch._guards.CompileContext.try_get() is not None:
+            raise RuntimeError(
+                f"{next(iter(found.values())).source.name}, which is offloaded, is given to a compiled function. "
+                "Compile the module whose forward calls the function (`module.compile()`), or give it a `.clone()`."
+            )
         if func is torch.autograd.grad:
             self._use_full_precision(found.values())
             with _references_saved():

@@ -169,6 +169,14 @@ def einsum(m: Any, x: Tensor) -> Tensor:
     return torch.einsum("bi,ij,jk->bk", x, m.weight, m.other.view(WIDTH, -1))
 
 
+def compiled_function(m: Any, x: Tensor, *, cloned: bool = False) -> Tensor:
+    @torch.compile(backend="aot_eager")
+    def function(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        return torch.tanh(x @ weight) @ other
+
+    return function(x, *(weight.clone() if cloned else weight for weight in (m.weight, m.other)))
+
+
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -654,6 +662,7 @@ def _scheduler() -> Sequence[pl.Callback]:
 
 
 TRANSFORMED = Refused("Give it `.detach().clone()` of the weights")
+COMPILED = Refused("which is offloaded, is given to a compiled function")
 SCRIPT = Refused("`torch.jit.script` compiles the hooks of a module")
 
 CASES = [
@@ -681,6 +690,8 @@ CASES = [
     ),
     *case("Chunks and unbound rows of weights", model=between(pieces)),
     *case("`einsum` over weights and views", model=between(einsum)),
+    *case("A compiled function of weights", model=between(compiled_function), states=COMPILED),
+    *case("A compiled function of clones", model=between(lambda m, x: compiled_function(m, x, cloned=True))),
     *case("`ParameterList` and `ParameterDict`", model=through_parameters),
     *case("L1 regularisation of all parameters", lasso),
     *case("L2 regularisation of all parameters, concatenated", ridge),
