@@ -138,7 +138,9 @@ def test_a_changed_setting_is_refused_by_its_name(tmp_path: Path, name: str) -> 
     """The record is kept: with the original setting the run resumes."""
     arguments, message = REFUSED[name]
     fail(tmp_path)
-    with pytest.raises(StorageError, match=f"(?s){message}.*(?:Put|put).* back.* remove {tmp_path}/{KEPT}"):
+    with pytest.raises(
+        StorageError, match=f"(?s){message}.*(?:Put them back|Restore that setting).* remove {tmp_path}/{KEPT}"
+    ):
         run(tmp_path, **arguments)
     assert min(run(tmp_path).losses) == 2
     assert not (tmp_path / KEPT).exists()
@@ -218,7 +220,7 @@ def test_a_record_without_checksums_is_not_read_with_them(tmp_path: Path) -> Non
     """The error names the argument; a record is read as it was written, with checksums or without."""
     with pytest.raises(Failure):
         run(tmp_path, callbacks=[FailAt(2)], strategy=dict(checksum=False))
-    message = f"had checksum=False.* give this run checksum=False, too, or remove {tmp_path}"
+    message = f"had checksum=False.* set checksum=False in this run, too, or remove {tmp_path}"
     with pytest.raises(StorageError, match=message):
         run(tmp_path)
     assert min(run(tmp_path, strategy=dict(checksum=False)).losses) == 2
