@@ -321,7 +321,12 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     options.add_argument("--price", type=_positive, metavar="N", help="price of the machine per hour")
     options.add_argument(
-        "--replay", action="store_true", help="also print throughput by transfer bandwidth (Teraio, figure 3)"
+        "--replay",
+        action="store_true",
+        help="also print throughput by transfer bandwidth, host memory and number of drives (Teraio, figures 3 and 9)",
+    )
+    options.add_argument(
+        "--prices", type=_file, metavar="FILE.yaml", help="prices (server, gpu, host_gb, ssd) of --replay's cost table"
     )
     parser = commands.add_parser(
         "plan",
@@ -344,10 +349,10 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         make_plan,
         make_report,
         render_report,
-        replay,
         simulate,
     )
     from lightning_ssd.planning import large_write_endurance as large_writes
+    from lightning_ssd.planning.roofline import Prices
 
     # Options may stand before or after the recipe, among the overrides.
     _, overrides = options.parse_known_args(args.overrides, namespace=args)
@@ -382,6 +387,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
 
             model = profile_recipe(config, hardware, args.batch or ())
         plan = make_plan(model, hardware, args.planner)
+        prices = None if args.prices is None else Prices.load(args.prices)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
         report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
         if args.save is not None:
@@ -397,9 +403,38 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             f"choose the tiers of states, and a step takes {seconds:.2f} s."
         )
     if args.replay:
+        with _reporting(parser):
+            _print_replay(config, model, hardware, plan, args.batch or (), prices)
+
+
+def _print_replay(config: Any, model: Any, hardware: Any, plan: Any, batch: Sequence[str], prices: Any) -> None:
+    """Prints throughputs, 1 where the GPU never waits. A model profile from a file has no lifetimes of tensors."""
+    from lightning_ssd.planning import replay
+    from lightning_ssd.planning.migration import MigrationMachine
+    from lightning_ssd.planning.roofline import BANDWIDTHS, best_throughput, by_hardware, cost_table, roofline
+
+    ours = replay(model, hardware, plan, BANDWIDTHS)
+    if config is None:
         print("\nmigration at   throughput, relative to a GPU that never waits")
-        for bandwidth, throughput in replay(model, hardware, plan, [2.0**power * 1e9 for power in range(8)]):
+        for bandwidth, throughput in ours:
             print(f"{bandwidth / 1e9:>7.0f} GB/s   {throughput:.3f}")
+        return
+    from lightning_ssd.dry_run import profile_lifetimes
+
+    lifetimes, machine = profile_lifetimes(config, hardware, batch), MigrationMachine.of(hardware)
+    print("\nthroughput by bandwidth of migration, 1 where the GPU never waits and recomputes nothing")
+    print(f"{'':>12} {'Teraio':>10} {'this plan':>10}")
+    for (bandwidth, one), (_, other) in zip(roofline(lifetimes, replace(machine, host_bytes=0)), ours, strict=True):
+        print(f"{bandwidth / 1e9:>7.0f} GB/s {one:>10.3f} {other:>10.3f}")
+    hosts, drives = [0, machine.host_bytes], [1, 4]
+    print("\nTeraio's throughput by host memory and number of this machine's drives")
+    print(f"{'':>12} " + " ".join(f"{count:>8}" for count in drives))
+    for host, row in zip(hosts, by_hardware(lifetimes, machine, hosts, drives), strict=True):
+        print(f"{host / 1e9:>9.0f} GB " + " ".join(f"{one:>8.3f}" for one in row))
+    best = best_throughput(lifetimes, machine)
+    print(f"\nwith recomputation and CPU steps, tensor by tensor, on this machine: {best:.3f}")
+    if prices is not None:
+        print(f"\n{cost_table(lifetimes, machine, prices)}")
 
 
 def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_ssd.planning import HardwareProfile, LifetimeProfile
 from lightning_ssd.planning.lifetimes import CLASSES, PHASES
+from lightning_ssd.planning.migration import MigrationMachine, MigrationPrediction
 from lightning_ssd.sizes import format_bytes, format_seconds
 
 PAPER_BANDWIDTH = 6.5e9
@@ -12,6 +13,9 @@ PAPER_BANDWIDTH = 6.5e9
 
 SMALL, LARGE = 10 * 10**6, 10**9
 """Bytes of the tensors that most of the paper's statements are about."""
+
+BINS = 200
+"""Intervals of a step in which the bandwidth of migrations is averaged."""
 
 COLORS = {
     "weight": "#1f77b4",
@@ -147,3 +151,21 @@ def draw_memory(axes: Any, lifetimes: LifetimeProfile, hardware: HardwareProfile
     axes.set_xlabel("seconds of GPU time")
     axes.set_ylabel("GB")
     axes.legend(fontsize=7, loc="upper right")
+
+
+def draw_traffic(axes: Any, found: MigrationPrediction, machine: MigrationMachine) -> None:
+    """Draws the bytes/s of migrations in both directions over a planned step (Teraio, figure 8)."""
+    width = found.step_seconds / BINS
+    for sign, direction, label in ((1, "out", "from the GPU"), (-1, "into", "to the GPU")):
+        nbytes = [0.0] * (BINS + 1)
+        for part in found.traffic:
+            nbytes[max(0, min(BINS, int((part.start + part.seconds / 2) / width)))] += sum(
+                getattr(part, direction).values()
+            )
+        axes.bar([width * one for one in range(BINS + 1)], [sign * one / width / 1e9 for one in nbytes], width,
+                 align="edge", label=label)  # fmt: skip
+    axes.axhline(machine.link_out / 1e9, color="black", linewidth=0.8, linestyle="--")
+    axes.axhline(-machine.link_in / 1e9, color="black", linewidth=0.8, linestyle="--", label="PCIe")
+    axes.set_xlabel("seconds of the step")
+    axes.set_ylabel("GB/s")
+    axes.legend(fontsize=7)

@@ -100,8 +100,8 @@ class SwapPlanner(StepProfiling):
     manual optimization nothing is recomputed.
 
     Args:
-        planner: `"holistic"` searches by simulation, within the budgets. `"lohan"`, `"fuyou"` and `"ssdtrain"` are the
-            rules of these papers, for comparison.
+        planner: `"holistic"` searches by simulation, within the budgets. `"lohan"`, `"fuyou"`, `"ssdtrain"` and
+            `"teraio"` are the rules of these papers, for comparison.
         plan: YAML file of a plan to apply instead of making one, such as a saved and edited plan. With `states="auto"`
             it also places the weights and optimizer states of each unit from the start.
         gpu_memory: bytes of the device that the training may use in all (or `"40GiB"`). `"auto"`: 92 % of the memory
@@ -125,7 +125,7 @@ class SwapPlanner(StepProfiling):
 
     def __init__(
         self,
-        planner: Literal["holistic", "lohan", "fuyou", "ssdtrain"] = "holistic",
+        planner: Literal["holistic", "lohan", "fuyou", "ssdtrain", "teraio"] = "holistic",
         plan: str | Path | None = None,
         gpu_memory: int | str | Literal["auto", "least"] = "auto",
         machine: str | Path | None = None,

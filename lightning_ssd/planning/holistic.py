@@ -20,6 +20,7 @@ from lightning_ssd.planning.saved_groups import (
     saved_groups,
 )
 from lightning_ssd.planning.simulator import Prediction, count_steps, cut_stages, simulate
+from lightning_ssd.planning.unit_lifetimes import plan_units
 from lightning_ssd.types import ClipMode, InputChoice, Tier
 
 GPU_SHARES = tuple(step / 8 for step in range(9))
@@ -28,7 +29,7 @@ GPU_SHARES = tuple(step / 8 for step in range(9))
 NUM_AMOUNTS = 32
 """Number of amounts of saved activations for which the bound is computed."""
 
-PAPER_PLANNERS = (plan_ssdtrain, plan_fuyou, plan_lohan)
+PAPER_PLANNERS = (plan_ssdtrain, plan_fuyou, plan_lohan, plan_units)
 """Planners whose plans are candidates."""
 
 TOP_K = 3

@@ -135,7 +135,7 @@ class MigrationPrediction:
         excess_bytes: bytes by which the peak exceeds the GPU's capacity.
         host_peak_bytes: peak of host memory.
         ssd_written_bytes: bytes written to drives in a step.
-        slices: bytes that each drive carries over the step.
+        traffic: bytes that each drive carries over the step.
     """
 
     step_seconds: float
@@ -145,7 +145,7 @@ class MigrationPrediction:
     excess_bytes: int
     host_peak_bytes: int
     ssd_written_bytes: int
-    slices: tuple[Traffic, ...] = field(repr=False)
+    traffic: tuple[Traffic, ...] = field(repr=False)
 
     @property
     def stall_seconds(self) -> float:
@@ -377,7 +377,7 @@ class _Simulation:
         self.step = GPUStep(profile, machine, plan.cpu_units)
         self.seconds = list(self.step.seconds)
         self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
-        self.slices: list[Traffic] = []
+        self.traffic: list[Traffic] = []
         self.now = 0.0
         self.begin: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """(due, bytes, drive) of the prefetches that begin with an operator."""
@@ -411,11 +411,11 @@ class _Simulation:
         waiting: list[tuple[float, _CPUStep, int]] = []  # transfer of the gradients, job, operator that needs weights
         computed: list[tuple[float, int, int]] = []  # when the CPU has made new weights, their bytes, that operator
         free_at = begun = 0.0
-        first_slice = 0
+        first_part = 0
         self._offload(-1)
         for index in range(STEPS * self.count):
             if index == (STEPS - 1) * self.count:
-                begun, first_slice = self.now, len(self.slices)
+                begun, first_part = self.now, len(self.traffic)
                 stalls.clear()
             for due, nbytes, drive in self.begin.get(index, ()):
                 self.into.add(drive, due, nbytes)
@@ -447,7 +447,7 @@ class _Simulation:
                 waiting.append((number, job, base + self.count + job.before))
             free_at = self._start_jobs(waiting, computed, free_at)
             self._return_weights(computed)
-        return self._prediction(self.now - begun, stalls, begun, first_slice)
+        return self._prediction(self.now - begun, stalls, begun, first_part)
 
     def _start_jobs(
         self, waiting: list[tuple[float, _CPUStep, int]], computed: list[tuple[float, int, int]], free_at: float
@@ -472,7 +472,7 @@ class _Simulation:
     def _advance(self, seconds: float, due: int) -> None:
         out, into = self.out.advance(seconds, due), self.into.advance(seconds, due)
         if out or into:
-            self.slices.append(Traffic(self.now, seconds, out, into))
+            self.traffic.append(Traffic(self.now, seconds, out, into))
         self.now += seconds
 
     def _prediction(
@@ -488,7 +488,7 @@ class _Simulation:
             elif migration.drive is not None:
                 written += size
         on_gpu = tuple(one + change for one, change in zip(self.step.nbytes, nbytes.sums(), strict=True))
-        slices = tuple(Traffic(one.start - begun, one.seconds, one.out, one.into) for one in self.slices[first:])
+        traffic = tuple(Traffic(one.start - begun, one.seconds, one.out, one.into) for one in self.traffic[first:])
         return MigrationPrediction(
             seconds,
             tuple(stalls),
@@ -497,5 +497,5 @@ class _Simulation:
             max(0, max(on_gpu) - self.machine.gpu_bytes),
             self.step.host_bytes + max(host.sums()),
             written,
-            slices,
+            traffic,
         )

@@ -11,6 +11,7 @@ from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.saved_groups import FixedPlacement
 from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.unit_lifetimes import plan_units
 from lightning_ssd.sizes import check_choice
 
 Planner = Callable[[ModelProfile, HardwareProfile, FixedPlacement | None], Plan]
@@ -56,6 +57,7 @@ PLANNERS: Mapping[str, Planner] = {
     "lohan": _with_states(plan_lohan),
     "fuyou": _with_states(plan_fuyou),
     "ssdtrain": _with_states(plan_ssdtrain),
+    "teraio": _with_states(plan_units),
 }
 """All planners; the first is the default."""
 
@@ -68,7 +70,7 @@ def make_plan(
     Args:
         model: the profile.
         hardware: the machine.
-        planner: "holistic", "lohan", "fuyou" or "ssdtrain".
+        planner: "holistic", "lohan", "fuyou", "ssdtrain" or "teraio".
         fixed: tiers of model states; None: the planner chooses them, too.
 
     Raises:

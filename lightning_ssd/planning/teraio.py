@@ -30,11 +30,14 @@ SATURATED = 2.0
 MIN_BYTES = 2**20
 """Bytes of the smallest tensor that is migrated."""
 
-CLOSE = 0.95
+CLOSE = 0.9
 """Share of the best possible ratio at which a candidate is chosen: to find the very best takes many times longer."""
 
-LONGER, LONGEST = 1.4, 256.0
+LONGER, LONGEST = 2.0, 256.0
 """Factor by which the step is lengthened until transfers have room, and the longest step that is tried."""
+
+CHUNK = 128
+"""Operators whose room for a transfer is added up at first: most transfers need no more."""
 
 STUCK = 0.9
 """Share of the pressure that is left with a longer step, from which on operators wait for transfers right away."""
@@ -59,6 +62,20 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
         min_bytes: bytes of the smallest tensor that is migrated.
     """
     return _search(profile, machine, min_bytes)
+
+
+def plan_in_time(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
+    """Returns the plan of one search: migrations that have no room in a step are chosen by their benefit alone.
+
+    Args:
+        profile: as in `plan_teraio`.
+        machine: as in `plan_teraio`.
+        min_bytes: as in `plan_teraio`.
+    """
+    search = _Search(profile, machine, min_bytes)
+    search.choose(in_time=True)
+    search.choose(in_time=False)
+    return MigrationPlan(tuple(search.necessary()))
 
 
 def plan_migrations(
@@ -292,12 +309,11 @@ class _Search:
             The operators without the tensor (None: there are none), and the time of the transfers over that on an idle
             machine, of the slower one.
         """
-        out = np.cumsum(self._room("out", drive, after + 1, before))
-        into = np.cumsum(self._room("in", drive, after + 1, before)[::-1])
-        if not len(out) or out[-1] < size or into[-1] < size:
+        first = self._reach("out", drive, after + 1, before, size)
+        last = None if first is None else self._reach("in", drive, before - 1, after, size)
+        if first is None or last is None:
             return None, SATURATED
-        start = after + 2 + int(np.searchsorted(out, size))
-        stop = before - 1 - int(np.searchsorted(into, size))
+        start, stop = first + 1, last
         if start >= stop:
             return None, SATURATED
         elapsed = self._time(start) - self._time(after + 1), self._time(before) - self._time(stop)
@@ -306,6 +322,22 @@ class _Search:
         slack = self.seconds[(start - 1) % self.count], self.seconds[stop % self.count]
         factors = [(took - more) / alone for took, more, alone in zip(elapsed, slack, idle, strict=True)]
         return (start, stop), max(factors)
+
+    def _reach(self, direction: str, drive: int, start: int, stop: int, size: int) -> int | None:
+        """Returns the operator while which a transfer ends that begins with `start` (backwards if `stop` is before it).
+
+        None: it does not end before `stop`.
+        """
+        way = 1 if start <= stop else -1
+        done, count = 0.0, CHUNK
+        while start != stop:
+            end = start + way * min(count, abs(stop - start))
+            low, high = (start, end) if way > 0 else (end + 1, start + 1)
+            total = np.cumsum(self._room(direction, drive, low, high)[::way])
+            if done + total[-1] >= size:
+                return start + way * int(np.searchsorted(total, size - done))
+            done, start, count = done + float(total[-1]), end, 4 * count
+        return None
 
     def _time(self, operator: int) -> float:
         """Returns the begin of an operator, of the next step if it is larger than the last one of this."""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_ssd.planning import HardwareProfile, ModelProfile, make_plan, simulate
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
 from lightning_ssd.planning.migration import (
     HOST,
@@ -17,6 +18,9 @@ from lightning_ssd.planning.migration import (
     wrapped,
 )
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
+from tests.support.profiles import H100, models
+from tests.support.profiles import machines as machines_of_any
+from tests.support.transformer import transformer_profile
 
 
 @st.composite
@@ -64,7 +68,7 @@ def machines(draw: st.DrawFn, profile: LifetimeProfile) -> MigrationMachine:
 
 def check_physics(machine: MigrationMachine, found: MigrationPrediction) -> None:
     """In each part of the step, no drive and no link carries more than its bandwidth."""
-    for part in found.slices:
+    for part in found.traffic:
         for carried, direction, link in ((part.out, "out", machine.link_out), (part.into, "in", machine.link_in)):
             assert sum(carried.values()) <= link * part.seconds * (1 + 1e-9) + 1e-6
             for drive, nbytes in carried.items():
@@ -199,3 +203,25 @@ def test_a_cpu_step_needs_no_states_on_the_gpu() -> None:
     assert found.excess_bytes == 0 and found.host_peak_bytes == 120
     # The optimizer's two seconds are the CPU's, which takes one for 10 parameters, and copies take 0.8.
     assert 6.0 < found.step_seconds < 8.0
+
+
+@given(models(), machines_of_any())
+@settings(deadline=None, max_examples=40)
+def test_plans_of_units_name_every_tensor_and_holistic_is_never_worse(
+    model: ModelProfile, machine: HardwareProfile
+) -> None:
+    plan = make_plan(model, machine, "teraio")
+    plan.check(model)
+    assert "recompute" not in {choice for unit in plan.units.values() for choice in unit.operators.values()}
+    teraio, best = (simulate(model, machine, one) for one in (plan, make_plan(model, machine)))
+    scores = [(one.excess_bytes(machine), one.step_seconds) for one in (teraio, best)]
+    assert scores[1][0] <= scores[0][0]
+    assert scores[1][0] < scores[0][0] or scores[1][1] <= scores[0][1] * 1.002  # of plans as fast, the calmest
+
+
+def test_a_plan_of_units_offloads_what_the_gpu_has_no_room_for() -> None:
+    model = transformer_profile(H100, hidden=4096, layers=8, heads=32, sequence=1024, batch=16, vocabulary=50304)
+    assert make_plan(model, replace(H100, gpu_bytes=10**12), "teraio").keeps_all
+    machine = replace(H100, gpu_bytes=50 * 10**9)
+    found = simulate(model, machine, make_plan(model, machine, "teraio"))
+    assert found.gpu_peak_bytes < 1.1 * machine.gpu_bytes

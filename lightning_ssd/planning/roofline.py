@@ -1,0 +1,134 @@
+"""Replays of a profiled step at other bandwidths, host memories and numbers of drives (Teraio, figures 3 and 9), and
+what the machines cost (table 2)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+
+import yaml
+
+from lightning_ssd.planning.lifetimes import LifetimeProfile
+from lightning_ssd.planning.migration import MigrationMachine, simulate_migrations
+from lightning_ssd.planning.record import as_mapping, check_not_negative, from_mapping, read_text
+from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
+
+BANDWIDTHS = (4e9, 16e9, 32e9, 48e9, 128e9)
+"""Bytes/s of a roofline's points."""
+
+Throughput = Callable[[LifetimeProfile, MigrationMachine], float]
+"""Returns the throughput of a plan, 1 where the GPU never waits and recomputes nothing; 0: the step does not fit."""
+
+
+def teraio_throughput(profile: LifetimeProfile, machine: MigrationMachine) -> float:
+    """Returns the throughput of Teraio's plan: GPU-side optimizer, no recomputation."""
+    found = simulate_migrations(profile, machine, plan_teraio(profile, machine))
+    return 0.0 if found.excess_bytes else profile.step_seconds / found.step_seconds
+
+
+def best_throughput(profile: LifetimeProfile, machine: MigrationMachine) -> float:
+    """Returns the throughput of the best plan that also recomputes, and steps units on the CPU."""
+    found = plan_migrations(profile, machine)[1]
+    return 0.0 if found.excess_bytes else profile.step_seconds / found.step_seconds
+
+
+def roofline(
+    profile: LifetimeProfile,
+    machine: MigrationMachine,
+    bandwidths: Sequence[float] = BANDWIDTHS,
+    throughput: Throughput = teraio_throughput,
+) -> list[tuple[float, float]]:
+    """Returns (bandwidth, throughput) pairs.
+
+    Args:
+        profile: measured or calculated times of the operators, and lifetimes of the tensors.
+        machine: capacity of the GPU, and host memory for CPU steps; other bandwidths are replaced.
+        bandwidths: bytes/s in each direction, of one drive and of the link to it.
+        throughput: whose plan is replayed.
+    """
+    points = []
+    for bandwidth in bandwidths:
+        at = replace(machine, link_out=bandwidth, link_in=bandwidth, drives=((bandwidth, bandwidth),))
+        points.append((bandwidth, throughput(profile, at)))
+    return points
+
+
+def by_hardware(
+    profile: LifetimeProfile, machine: MigrationMachine, host_bytes: Sequence[int], num_drives: Sequence[int]
+) -> list[list[float]]:
+    """Returns the throughput of Teraio's plan for each host memory (rows) and number of drives (columns).
+
+    Args:
+        profile: the profile.
+        machine: the machine; its first drive is multiplied.
+        host_bytes: bytes of host memory for migrated tensors.
+        num_drives: numbers of drives.
+    """
+    machines = [
+        [replace(machine, host_bytes=host, drives=machine.drives[:1] * count) for count in num_drives]
+        for host in host_bytes
+    ]
+    return [[teraio_throughput(profile, one) for one in row] for row in machines]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of a machine's parts, in any currency.
+
+    Attributes:
+        server: a server without the parts below.
+        gpu: one GPU.
+        host_gb: one GB of host memory.
+        ssd: one drive.
+    """
+
+    server: float
+    gpu: float
+    host_gb: float
+    ssd: float
+
+    def __post_init__(self) -> None:
+        for name in ("server", "gpu", "host_gb", "ssd"):
+            check_not_negative(name, getattr(self, name))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Prices":
+        """Loads prices from the YAML file `path`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is invalid; the message names the file and the field.
+        """
+        where = f"the prices {path}"
+        try:
+            content = yaml.safe_load(read_text(path, where))
+        except (yaml.YAMLError, RecursionError) as error:
+            raise ValueError(f"{where} are not YAML: {error}") from error
+        return from_mapping(cls, as_mapping(content, where), where)
+
+    def of(self, gpus: int, host_gb: float, ssds: int) -> float:
+        """Returns the price of a machine."""
+        return self.server + gpus * self.gpu + host_gb * self.host_gb + ssds * self.ssd
+
+
+def cost_table(profile: LifetimeProfile, machine: MigrationMachine, prices: Prices) -> str:
+    """Returns a table of price, throughput and price of an ideal GPU's throughput: drives alone, drives and host
+    memory, and as many GPUs as have room for all tensors, which are assumed not to wait.
+
+    Args:
+        profile: the profile.
+        machine: the machine.
+        prices: prices of its parts.
+    """
+    gpus = ceil(max(profile.total) / machine.gpu_bytes)
+    host = machine.host_bytes / 1e9
+    rows = [
+        ("drives", prices.of(1, 0.0, len(machine.drives)), teraio_throughput(profile, replace(machine, host_bytes=0))),
+        ("drives and host memory", prices.of(1, host, len(machine.drives)), teraio_throughput(profile, machine)),
+        (f"{gpus} GPUs", prices.of(gpus, 0.0, 0), float(gpus)),
+    ]
+    lines = [f"{'tensors on':<24} {'price':>12} {'throughput':>11} {'price / throughput':>19}"]
+    for name, price, throughput in rows:
+        each = f"{price / throughput:,.0f}" if throughput else "does not fit"
+        lines.append(f"{name:<24} {price:>12,.0f} {throughput:>11.3f} {each:>19}")
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""Teraio's algorithm for plans of units: lifetimes from a model's profile, and its migrations as tiers of a plan."""
+
+from lightning_ssd.planning.hardware import HardwareProfile
+from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
+from lightning_ssd.planning.migration import HOST, MigrationMachine
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.placement import INPUT, build_plan
+from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.teraio import plan_in_time
+from lightning_ssd.types import InputChoice, Tier
+
+
+def plan_units(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+    """Returns Teraio's plan: tensors with inactive periods of the best ratio migrate, and nothing is recomputed.
+
+    A unit stays on the GPU unless its weights or states migrate. Then the CPU steps it, because a training moves states
+    by units only: Teraio's own GPU steps of migrated states are predicted by `simulate_migrations`.
+
+    Args:
+        model: profile of the model.
+        hardware: profile of the machine.
+    """
+    steps = _Steps(model, hardware)
+    chosen = plan_in_time(steps.profile(), MigrationMachine.of(hardware), min_bytes=1)
+    tiers: dict[tuple[str, int, int], InputChoice] = {}
+    for migration in chosen.migrations:
+        tiers[steps.keys[migration.tensor]] = "host" if migration.drive == HOST else "ssd"
+    weights: list[Tier] = []
+    states: list[Tier] = []
+    saved: dict[tuple[int, int], InputChoice] = {}
+    for index, unit in enumerate(model.units):
+        of_weights = tiers.get(("weight", index, 0))
+        of_states = tiers.get(("optimizer state", index, 0), of_weights)
+        weights.append("gpu" if of_states is None else of_weights or of_states)  # type: ignore[arg-type]
+        states.append("gpu" if of_states is None else of_states)  # type: ignore[arg-type]
+        for position in (INPUT, *range(len(unit.operators))):
+            saved[index, position] = tiers.get(("saved tensor", index, position), "keep")
+    return build_plan(model, weights=weights, states=states, saved=saved)
+
+
+class _Steps:
+    """The operators and tensors of a step of one micro-batch, in which each unit is stepped on the GPU."""
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile) -> None:
+        self._model = model
+        self._bandwidth = hardware.gpu_memory_bandwidth
+        self.keys: list[tuple[str, int, int]] = []
+        """Class, unit and operator of each tensor."""
+        self._tensors: list[TensorLifetime] = []
+
+    def profile(self) -> LifetimeProfile:
+        """Returns the lifetimes."""
+        model = self._model
+        spans: list[OperatorSpan] = []
+        now = 0.0
+
+        def add(phase: str, seconds: float) -> None:
+            nonlocal now
+            spans.append(OperatorSpan("work", phase, now, now + seconds))
+            now += seconds
+
+        forward: dict[tuple[int, int], int] = {}
+        backward: dict[tuple[int, int], int] = {}
+        for index, unit in enumerate(model.units):
+            for position, operator in enumerate(unit.operators):
+                forward[index, position] = len(spans)
+                add("forward", operator.forward_seconds)
+        for index, unit in reversed(list(enumerate(model.units))):
+            for position, operator in reversed(list(enumerate(unit.operators))):
+                backward[index, position] = len(spans)
+                add("backward", operator.backward_seconds)
+        for index, unit in enumerate(model.units):
+            moved = unit.state_bytes_read + unit.state_bytes_written + unit.gradient_bytes + unit.weight_bytes
+            self._add_unit(index, forward, backward, len(spans))
+            add("optimizer", moved / self._bandwidth)
+        return LifetimeProfile(model.name, tuple(spans), tuple(self._tensors))
+
+    def _add_unit(
+        self, index: int, forward: dict[tuple[int, int], int], backward: dict[tuple[int, int], int], step: int
+    ) -> None:
+        unit = self._model.units[index]
+        count = len(unit.operators)
+        runs = [
+            *(forward[index, one] for one in range(count)),
+            *(backward[index, one] for one in reversed(range(count))),
+        ]
+        self._add("weight", index, 0, unit.weight_bytes, (*runs, step))
+        self._add("optimizer state", index, 0, unit.state_bytes_read, (step,))
+        self._add("gradient", index, 0, unit.gradient_bytes, (*runs[count:], step), runs[count], step)
+        first, last = forward[index, 0], backward[index, 0]
+        self._add("saved tensor", index, INPUT, unit.input_bytes, (first, last), first, last)
+        for position, operator in enumerate(unit.operators):
+            made, read = forward[index, position], backward[index, position]
+            self._add("saved tensor", index, position, operator.saved_bytes, (made, read), made, read)
+            before = max(operator.wanted_bytes, operator.backward_bytes, 0 if position else unit.backward_bytes)
+            self._add("transient", index, position, operator.forward_bytes, (made,), made, made)
+            self._add("transient", index, position, before, (read,), read, read)
+
+    def _add(
+        self,
+        kind: str,
+        unit: int,
+        position: int,
+        nbytes: int,
+        uses: tuple[int, ...],
+        allocated: int | None = None,
+        freed: int | None = None,
+    ) -> None:
+        if nbytes:
+            name = self._model.units[unit].name
+            self._tensors.append(TensorLifetime(len(self._tensors), name, kind, nbytes, uses, allocated, freed, name))
+            self.keys.append((kind, unit, position))

@@ -1,0 +1,69 @@
+"""Replays of a profiled step: throughput over bandwidth, host memory and drives, and what the machines cost."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
+from lightning_ssd.planning.migration import MigrationMachine
+from lightning_ssd.planning.roofline import Prices, best_throughput, by_hardware, cost_table, roofline
+
+GB = 10**9
+
+
+def step(layers: int = 8) -> LifetimeProfile:
+    """A step in which each layer saves 10 GB for backward, with room for three of them."""
+    spans, tensors = [], []
+    for index in range(2 * layers):
+        phase = "forward" if index < layers else "backward"
+        spans.append(OperatorSpan("work", phase, float(index), index + 1.0))
+    for layer in range(layers):
+        made, read = layer, 2 * layers - 1 - layer
+        again = None if layer % 2 else 0.25
+        tensors.append(
+            TensorLifetime(layer, "work", "saved tensor", 10 * GB, (made, read), made, read, recompute_seconds=again)
+        )
+    return LifetimeProfile("model", tuple(spans), tuple(tensors))
+
+
+MACHINE = MigrationMachine(30 * GB, 0, 64e9, 64e9, ((4e9, 4e9),))
+
+
+def test_throughput_rises_with_bandwidth_to_that_without_waiting() -> None:
+    points = roofline(step(), MACHINE, [1e9, 4e9, 16e9, 64e9, 256e9])
+    found = [throughput for _, throughput in points]
+    assert found == sorted(found)
+    assert 0 < found[0] < 0.5 and found[-1] > 0.95
+
+
+def test_recomputation_helps_where_drives_are_slow() -> None:
+    slow = [4e8]
+    ((_, teraio),) = roofline(step(), MACHINE, slow)
+    ((_, best),) = roofline(step(), MACHINE, slow, best_throughput)
+    assert best > 1.2 * teraio
+
+
+def test_more_drives_and_host_memory_never_hurt() -> None:
+    grid = by_hardware(step(), MACHINE, [0, 20 * GB, 80 * GB], [1, 2, 4])
+    assert grid[0][0] < grid[0][2] and grid[0][0] < grid[2][0]
+    assert all(0 < one <= 1 for row in grid for one in row)
+
+
+def test_the_cost_table_has_prices_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text("server: 1000\ngpu: 30000\nhost_gb: 4\nssd: 200\n")
+    prices = Prices.load(path)
+    assert prices.of(1, 10.0, 2) == 31440
+    printed = cost_table(step(), MACHINE, prices)
+    assert "31,200" in printed  # the server, a GPU and a drive
+    assert "3 GPUs" in printed and "91,000" in printed  # 80 GB of tensors
+
+
+@pytest.mark.parametrize(
+    "text", ["server: 1\n", "- 1\n", "server: x\n", "{", "server: -1\ngpu: 1\nhost_gb: 1\nssd: 1\n"]
+)
+def test_wrong_prices_are_one_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=str(path)):
+        Prices.load(path)
