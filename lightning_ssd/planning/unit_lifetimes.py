@@ -4,8 +4,8 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
 from lightning_ssd.planning.migration import HOST, MigrationMachine
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.placement import INPUT, build_plan
 from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.saved_groups import INPUT, build_plan
 from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
 
