@@ -145,7 +145,7 @@ def table(rows: dict[str, Any]) -> str:
     ]
     for name, row in rows.items():
         lines.append(
-            f"| {name} | {row['step_seconds']:.2f} s | {row['peak_bytes'] / 1e9:.0f} GB | {row['active_mean']:.1%} | "
+            f"| {name} | {row['step_seconds']:.2f} s | {row['peak_bytes'] / 1e9:.0f} GB | {row['active_mean']:.2%} | "
             f"{row['active_most']:.1%} | {row['migratable']:.0%} | {1e3 * row['median_inactive']:.1f} ms |"
         )
     lines += ["", "Teraio's paper: 1.7 % and under 14 % active, more than 40 % of the periods longer.", ""]
