@@ -221,9 +221,9 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Whether states are or were offloaded in the last training: checkpoints may have lazy tensors."""
         self._restore_callbacks: list[Callable[[], None]] = []
         self._default_callbacks: list[pl.Callback] = []
+        """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
         self._restore_allocator: Callable[[], None] | None = None
         """Restores the settings of torch's CUDA allocator; `None`: they were not changed."""
-        """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
         self._recovery: Recovery | None = None
         self._retry: MicroBatchRetry | None = None
         """Runs the present micro-batch; `None`: it is not prepared to run out of memory, or its backward has begun."""

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer states out of the device's memory. Knows torch and `storage`, not Lightning."""
+"""Model states off the device: weights, gradients, master weights, optimizer states. Imports torch, not Lightning."""
 
 from lightning_ssd.model_states.build import make_model_states
 from lightning_ssd.model_states.compile import is_compiled

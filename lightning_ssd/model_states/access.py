@@ -194,7 +194,7 @@ class Access:
                 self._versions[flat] = flat.versions()
 
     def end_forward(self, flat_params: Iterable[FlatParameter]) -> None:
-        """Adopts what the forward has written to views of the compute weights of `flat_params`.
+        """Stores the writes of a forward to views of the compute weights of `flat_params`.
 
         Such views are ordinary tensors, if autograd follows them. Those that outlive the forward share memory with
         their parameters from now on; a recomputation in backward has others, which autograd unpacks and drops.
@@ -215,7 +215,7 @@ class Access:
                 for index in range(len(flat.param_views)):
                     if flat.memory(index) is None:
                         flat.shared[index] = SharedMemory(flat.view(index))
-                self.prefetcher.evict(flat)  # the storage is left to the views
+                self.prefetcher.evict(flat)  # the views own the storage from now on
 
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.
@@ -408,11 +408,11 @@ class Access:
         found: "Mapping[int, OffloadedParameter | OffloadedView]",
         in_forward: Sequence[int],
     ) -> Any:
-        """Returns `result` with offloaded tensors in place of those that stood for them, and of views of them.
+        """Returns `result` with offloaded tensors in place of their substitutes, and of views of these.
 
         Args:
             result: of the operator.
-            values: what stood for the offloaded tensors.
+            values: substitutes of the offloaded tensors.
             found: the offloaded tensors.
             in_forward: keys of the parameters whose unit runs its forward, where views are ordinary tensors: kernels of
                 user code may want their addresses.
@@ -645,7 +645,7 @@ def _alias(tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> 
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Applies a function to the tensors of a result; a list or tuple stays the same object if all its items do.
+    """Applies a function to the tensors of a result; a list or tuple is returned itself if no item changes.
 
     The recursion is here: in a nested function it would be a reference cycle, which keeps weights on the device.
     """

@@ -3,9 +3,9 @@
    The arithmetic is torch's on a CPU, operation by operation, so that both give the same bits; compile with
    -ffp-contract=off, or that is lost. torch has two kinds of roundings:
 
-   - the for-loop and foreach implementations (torch/optim/adam.py) take square roots with MKL, whose results are not
+   - the for-loop and foreach implementations (torch/optim/adam.py) compute square roots with MKL, whose results are not
      always the nearest number: `Settings.root` is that function;
-   - the fused kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) takes the nearest number, and the elements of a
+   - the fused kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) rounds to the nearest number, and the elements of a
      parameter that fill no whole vector are stepped by a scalar loop, in which the compiler has fused another product
      and sum into one operation: `tailed` below.
 
@@ -22,7 +22,7 @@
 
 typedef struct {
     float scale;           /* of the gradient in fp32; negative to maximize */
-    float decay;           /* decoupled: what weights are multiplied with; else what is added of them to the gradient */
+    float decay;           /* decoupled: factor of the weights; else their factor when they are added to the gradient */
     float lerp;            /* 1 - beta1, below 0.5 */
     float beta2;
     float one_minus_beta2;
@@ -59,7 +59,7 @@ INLINE uint32_t as_bits(float value) {
 
 INLINE float bf16_as_float(uint16_t value) { return as_float((uint32_t)value << 16); }
 
-/* To nearest, ties to even; a NaN stays one. */
+/* To nearest, ties to even; a NaN remains one. */
 INLINE uint16_t as_bf16(float value) {
     uint32_t bits = as_bits(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -98,7 +98,7 @@ INLINE float stepped(float p, float m, float root, const Settings *s, int decoup
     return p + s->step_size * m / (root / s->correction + s->eps);
 }
 
-enum { BLOCK = 1 << 10 };               /* elements whose roots are taken in one call: they stay in the first cache */
+enum { BLOCK = 1 << 10 };               /* elements of one call of `root`, which fit into the first cache */
 static const long long MKL_MODE = 0x140102; /* torch's: VML_HA | VML_FTZDAZ_OFF | VML_ERRMODE_IGNORE */
 
 /* Copies new values to memory. Past the caches it reads no line of `to`, as ordinary stores do. */
@@ -124,9 +124,9 @@ INLINE void fence(void) {
 #endif
 }
 
-/* Defines a function over `count` items: threads take items, and an item is one vectorised loop, or two with a call of
+/* Defines a function over `count` items: threads share the items, and an item is one vectorised loop, or two with a call of
    `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by ordinary
-   stores; or, past the caches or of some arrays only, one block at a time by way of memory that stays in the first
+   stores; or, past the caches or of some arrays only, one block at a time through a buffer that fits into the first
    cache. */
 #define ARRAYS(WEIGHT, MASTER, GRADIENT)                                                                       \
     const WEIGHT *weights_in, const MASTER *master_in, const float *m_in, const float *v_in, WEIGHT *weights,    \

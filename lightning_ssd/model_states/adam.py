@@ -2,8 +2,8 @@
 
 torch has three implementations: a for-loop over parameters, foreach, and a fused kernel. On a CPU the first two call
 the same operators. Which roundings an operator has depends on the build of torch and on the processor (vector width,
-fused multiply-add, MKL's square root). Therefore a kernel is taken only after it has given the bits of torch's own
-function on this machine; else torch's function is called.
+fused multiply-add, MKL's square root). Therefore a kernel is used only if it
+reproduces the bits of torch's own function on this machine; else torch's function is called.
 """
 
 import ctypes
@@ -57,8 +57,8 @@ class Parts(IntFlag):
 class Stores:
     """Chooses the stores of steps that write to a second version: ordinary ones, or those past the caches.
 
-    Which are faster depends on the processor and on the number of threads: the first steps try both in turn, beside
-    whatever else uses the memory. The bits are the same.
+    Which are faster depends on the processor and on the number of threads: the first steps alternate between both,
+    under the memory traffic of the training. The bits are the same.
 
     Threads: any; a choice from an incomplete trial is a slower step at most.
     """
@@ -99,7 +99,7 @@ class AdamKernel:
 
     Attributes:
         library: the functions.
-        root: address of the function that takes square roots; None: the nearest number.
+        root: address of the square-root function; None: roots are rounded to the nearest number.
         width: elements of a vector of torch's fused kernel; elements of a parameter that fill none are its tail.
     """
 
@@ -130,7 +130,7 @@ class AdamKernel:
         Args:
             name: of the function in adam.c.
             items: as `items` returns them.
-            arrays: those that the function takes, in order.
+            arrays: array arguments of the function, in order.
             settings: as `settings_of` returns them.
             parts: arrays that are stored; None: all.
         """
@@ -155,7 +155,7 @@ def settings_of(options: Mapping[str, Any], implementation: Implementation, step
         options: the settings of the group.
         implementation: torch's.
         step: steps of the parameters after this one.
-        scale: what the gradient is multiplied with.
+        scale: factor of the gradient.
     """
     (beta1, beta2), lr, decay = options["betas"], options["lr"], options["weight_decay"]
     if options["amsgrad"] or any(isinstance(value, Tensor) for value in (beta1, beta2, decay)):

@@ -1,4 +1,4 @@
-"""Tiers of flat parameters: which values go to host memory and which to SSDs, within a budget of bytes."""
+"""Plans the tiers of flat parameters, host memory or SSDs, within a budget of bytes."""
 
 import logging
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ GRADIENT_SHARE = 16
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Tiers of flat parameters, and the memory that they take.
+    """Tiers of flat parameters, and their bytes in each tier.
 
     Attributes:
         weights: tier of the compute weights of each flat parameter.
@@ -65,8 +65,8 @@ def plan_memory(
         layouts: layouts of the flat parameters, in the order of the forward.
         states: "host" and "ssd": all of them are there; "auto": as above.
         budget: bytes of host memory, gradients and staging included; None: unlimited.
-        shared: whether flat parameters may share the memory that gradients are copied to. They do if any is on SSDs:
-            backward then waits for steps, and those for drives, which take longest.
+        shared: whether flat parameters may share the memory that gradients are copied to. They do if any is on SSDs: a
+            backward that waits for memory waits for steps, and these wait for the drives anyway.
         tiers: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
         lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned:
             they are allocated when steps need them, from memory that is left.

@@ -48,7 +48,7 @@ class StateBuffer(ABC):
 
     @abstractmethod
     def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
-        """Brings the committed bytes to the host.
+        """Stages the committed bytes on the host.
 
         Args:
             memory: `staging_bytes` bytes, which belong to the reads until the future is done.
@@ -227,15 +227,15 @@ class SSDBuffer(StateBuffer):
 
 
 class SpareMemory:
-    """Host memory that second versions may take: those of flat parameters that are in host memory as a whole.
+    """Budget of host memory for second versions of flat parameters that are in host memory as a whole.
 
     Threads: any; the lock guards `reserved`.
 
     Args:
-        nbytes: bytes that they may take together.
+        nbytes: bytes of all second versions together.
 
     Attributes:
-        taken: bytes that they take.
+        reserved: bytes of the allocated second versions.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -244,14 +244,14 @@ class SpareMemory:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> bool:
-        """Takes bytes, and returns whether there were as many."""
+        """Reserves bytes and returns True, or returns False if fewer are left."""
         with self._lock:
             enough = self.reserved + nbytes <= self.nbytes
             self.reserved += nbytes * enough
             return enough
 
     def release(self, nbytes: int) -> None:
-        """Returns bytes that were taken."""
+        """Releases reserved bytes."""
         with self._lock:
             self.reserved -= nbytes
 

@@ -22,7 +22,7 @@ from lightning_ssd.types import Clip, Overlap
 log = logging.getLogger(__name__)
 
 GPU_SHARE = 0.65
-"""Share of the usable GPU memory that states may take with `states="auto"` before any is offloaded: activations need
+"""Largest share of the usable GPU memory for states that are not offloaded, with `states="auto"`: activations need
 the rest."""
 
 GPU_MEMORY = SizeArgument("gpu_memory", ("auto",), share_of="the GPU's memory", least=LEAST_BUDGET)
@@ -54,7 +54,7 @@ class StatesConfig:
         GPU_MEMORY.parse(self.gpu_memory)
         if self.recover and self.states in ("gpu", "host"):
             raise ValueError(
-                f"`recover=True` takes up what a killed run has on SSDs, and `states={self.states!r}` puts nothing "
+                f"`recover=True` resumes from states on SSDs, and `states={self.states!r}` puts none "
                 "there. Set `states='ssd'`, or `recover=False`."
             )
 
@@ -83,7 +83,7 @@ class StatesConfig:
         return True
 
     def budget(self, device: torch.device) -> int:
-        """Returns the bytes of `device` that resident and prefetched states may take once states are offloaded."""
+        """Returns the budget of `device` for resident and prefetched states, once states are offloaded, in bytes."""
         if self.gpu_memory != "auto":
             return _gpu_bytes(self.gpu_memory, device)
         if device.type == "cuda":
@@ -155,7 +155,7 @@ class Setup:
         return self.config.clip == "auto"
 
     def spare_memory(self, memory_plan: MemoryPlan, budget: int | None) -> SpareMemory:
-        """Returns the host memory for second versions that a memory plan leaves unused.
+        """Returns the budget of second versions: host memory that a memory plan does not use.
 
         Args:
             memory_plan: the memory plan.

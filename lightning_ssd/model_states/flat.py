@@ -206,7 +206,7 @@ class FlatParameter:
     def refuse_unshard(self) -> None:
         """Raises RuntimeError, because the training of the flat parameter has ended."""
         raise RuntimeError(
-            f"backward wants the weights of {self.name} after the training that they were offloaded in has ended. Call "
+            f"backward needs the weights of {self.name}, which were offloaded in a training that has ended. Call "
             "backward inside of it, or don't keep the loss after `Trainer.fit`."
         )
 

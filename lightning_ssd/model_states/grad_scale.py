@@ -113,7 +113,7 @@ class GradScaleDecision:
         """
         device = self._not_finite.device
         found[device] = found[device] + self._not_finite if device in found else self._not_finite.clone()
-        self._not_finite = found[device].reshape(1).clone()  # of the gradients that stay on the device, too
+        self._not_finite = found[device].reshape(1).clone()  # including the gradients of resident parameters
         assert scaler._scale is not None
         self._device_scale = scaler._scale.double().reciprocal().float().view(1)
 
@@ -149,7 +149,7 @@ class GradScaleDecision:
         self._device_scale = unscaled(coefficient).view(1)
 
     def decide(self) -> tuple[Tensor, Mark] | None:
-        """Has `scale` completed as soon as the device has computed it. Backward, clipping and unscaling are over.
+        """Completes `scale` as soon as the device has computed it. Backward, clipping and unscaling are over.
 
         Returns:
             Device memory that the caller keeps alive until the mark is reached; None if there is none.

@@ -86,7 +86,7 @@ class Gradient:
         arrived: for each parameter, whether `host_grad` has its gradient of the running backward.
         num_arrived: gradients that the running backward has accumulated, repeated ones included.
         has_accum: for each parameter, whether `accum` has a gradient of it.
-        accumulating: whether `accum` has gradients that no step has used, or a submitted job puts them there.
+        accumulating: whether `accum` has gradients that no step has used, or a submitted job accumulates some.
         mark: mark of the last copy from the device.
         states: for each parameter, its gradient's state.
         retained: whether `accum` has the gradients that the last step used, as `Tensor.grad` has in plain training.
@@ -141,7 +141,7 @@ class Gradient:
             self.accumulating = True
 
     def set_consumed(self, done: "Future[None]") -> None:
-        """Hands `host_grad` to a job that ends with `done`."""
+        """Passes the ownership of `host_grad` to a job that ends with `done`."""
         if self._pool is None:
             self.consumed = done
             return

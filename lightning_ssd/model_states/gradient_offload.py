@@ -23,7 +23,7 @@ from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 class GradientOffloader:
     """Offloads the gradients of the flat parameters that are stepped.
 
-    Duty: copies a gradient to the host, accumulates micro-batches, measures norms, and hands the result to a step. The
+    Duty: copies a gradient to the host, accumulates micro-batches, measures norms, and passes the result to a step. The
     step scheduler decides when a step begins.
 
     Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
@@ -123,10 +123,10 @@ class GradientOffloader:
         # Backward may need the weights of a parameter that was frozen since the forward, until its end.
         if not all(required):
             return False
-        if (flat, required) in self._expected:  # one that comes in parts is complete at the end of backward only
+        if (flat, required) in self._expected:  # a gradient in several parts is complete at the end of backward only
             return self._expected[flat, required] == sum(required)
         # In the first backward, the end of backward decides; with a shared pool that would be too late. A weight that
-        # one forward of its unit uses gets one gradient.
+        # one forward of its unit uses has one gradient.
         return self._pool is not None and self._prefetcher.has_one_forward(flat)
 
     def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
@@ -243,7 +243,7 @@ class GradientOffloader:
     # ---- towards a step, or user code ----
 
     def hand_over(self, flat: FlatParameter) -> "tuple[Future[None], list[bool] | None]":
-        """Hands the gradient of a flat parameter to a step; the caller passes the step's future to `set_consumed`.
+        """Passes the ownership of a gradient to a step; the caller passes the step's future to `set_consumed`.
 
         Returns:
             A future that is done when the gradient is on the host; and for each parameter, whether it has a gradient in

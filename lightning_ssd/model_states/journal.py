@@ -49,7 +49,7 @@ class CommitRecord:
 
     @property
     def remedy(self) -> str:
-        """Remedy for a user who does not want to resume from the record."""
+        """Remedy if the record is not to be resumed from."""
         return f"remove {self.file.removesuffix(f'/{_FILE}')} and what it holds, to begin anew"
 
 

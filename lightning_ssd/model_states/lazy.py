@@ -80,13 +80,13 @@ def _changes_nothing(tensor: Tensor, device: object = "cpu", **options: object) 
 
 
 class LazyTensors:
-    """All lazy tensors that are alive, and the context in which state dicts get lazy tensors."""
+    """All lazy tensors that are alive, and the context in which state dicts have lazy tensors."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[LazyTensor] = weakref.WeakSet()
         self._made: dict[object, LazyTensor] = {}
         self.enabled = False
-        """True if state dicts get lazy tensors now."""
+        """Whether state dicts have lazy tensors."""
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:

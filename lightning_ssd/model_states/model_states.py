@@ -5,10 +5,10 @@ A step, as FSDP names its phases:
 - pre-forward, post-forward: `ParamPrefetcher` makes a unit's weights resident around its forward (`unit_hooks`).
 - pre-backward: a saved weight that backward unpacks makes its flat parameter resident.
 - post-accumulate-grad: `GradientOffloader` copies a gradient to the host; `StepScheduler` submits the step of a flat
-  parameter whose gradients are complete, and the CPU makes it while the device goes on.
+  parameter whose gradients are complete, and the CPU makes it while the device computes.
 - end of backward, `optimizer.step`: the scale of the gradients is decided, and the remaining steps are submitted.
 
-The next forward of a unit waits for the unit's own step. Small parameters stay on the device, where the user's
+The next forward of a unit waits for the unit's own step. Small parameters are kept on the device, where the user's
 optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 """
 
@@ -239,7 +239,7 @@ class ModelStates(Uncopied):
         for flat in self.stores:  # memory that user code shares with parameters has the values of before the loading
             self._staged.push(flat)
         self._staged.unstage()
-        self._access.open()  # at the end: an error before leaves ordinary parameters behind
+        self._access.open()  # last, so that parameters are ordinary after an error
 
     def _hook_model(self, module: nn.Module) -> None:
         """Hooks forwards and gradients."""
@@ -489,12 +489,12 @@ class ModelStates(Uncopied):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are taken, those of second versions included."""
+        """Allocated bytes of host memory, including second versions."""
         return self._nbytes.host + self._nbytes.spare.reserved
 
     @property
     def host_limit(self) -> int:
-        """The most bytes of host memory that may be taken."""
+        """Most bytes of host memory that may be allocated."""
         return self._nbytes.host + self._nbytes.spare.nbytes
 
     def io_stats(self) -> IOStats | None:
@@ -631,9 +631,9 @@ class ModelStates(Uncopied):
         ending.raise_failure()
 
     def _restore_model(self, ending: Ending) -> None:
-        """Restores the parameters, hands optimizer states to the user's optimizers, and frees the stored values."""
+        """Restores the parameters, moves optimizer states to the user's optimizers, and frees the stored values."""
         # Only after the weights are restored, the journal says whether the next run needs the states.
-        self._left.restore_parameters(ending, self._steps.revert_partial_steps(), hand_over=not self.recorded)
+        self._left.restore_parameters(ending, self._steps.history.revert_partial_steps(), hand_over=not self.recorded)
         kept = self.recorded and self._steps.end_record(ending)
         if self.recorded:
             self._left.hand_over(kept=kept)

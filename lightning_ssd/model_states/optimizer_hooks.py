@@ -58,7 +58,7 @@ def hook_zero_grad(
 ) -> list[Callable[[], None]]:
     """Makes torch's own `zero_grad` drop the gradients of a flat parameter together.
 
-    A `zero_grad` that other code has put in its place drops them where it sets `Tensor.grad`, and only those.
+    If other code has replaced `zero_grad`, nothing is hooked: each `Tensor.grad` that it sets drops that gradient.
 
     Args:
         optimizer: the user's.

@@ -86,7 +86,7 @@ class FlatOptimizer(ABC):
 
         Args:
             given: the input; neither it nor its gradient is changed, since a step may be made again.
-            staged: values of the flat parameter; new values are put in `staged.out`.
+            staged: values of the flat parameter; new values are written to `staged.out`.
             part: "whole", or where `has_parts`, "weights" and then "opt_state", with the same input.
         """
 
@@ -377,13 +377,13 @@ _SGD_OPTIONS = ("foreach", "fused", "weight_decay", "momentum", "lr", "dampening
 class GenericOptimizer(FlatOptimizer):
     """Any other optimizer that steps each parameter on its own: its own `step`, on tensors in host memory.
 
-    Its states, of any kind, stay in host memory, and a step can't be rolled back.
+    Its states, of any kind, are kept in host memory, and a step can't be rolled back.
     """
 
     def __init__(self, flat: FlatParameter, optimizer: Optimizer) -> None:
         super().__init__(flat)
         self._parameters = [nn.Parameter(torch.empty(0, dtype=torch.float32)) for _ in flat.param_views]
-        # Not a copy: `Optimizer.__getstate__` would leave out what subclasses keep.
+        # Not a copy: `Optimizer.__getstate__` omits attributes of subclasses.
         self._optimizer: Optimizer = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(optimizer.__dict__)
         self._optimizer.__dict__.pop("zero_grad", None)  # that of model states

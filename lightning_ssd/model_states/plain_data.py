@@ -80,7 +80,7 @@ def decode(data: PlainData) -> Any:
     try:
         return _decode(data.tree, data.arrays)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"it holds what was never written: {error!r}") from error
+        raise DamagedError(f"it has values that are never written: {error!r}") from error
 
 
 def to_bytes(parts: Mapping[str, PlainData]) -> bytes:

@@ -5,8 +5,8 @@ those of this one: from the present use on, as many units as fit into the budget
 are evicted (Fuyou's GPU-memory-aware prefetch). Wrong predictions cost time and do not change results.
 
 Threads: the training thread and, in backward, autograd's thread of the device. Both may call at once, since the
-training thread runs operations on the CPU that have saved weights: every public method takes the lock. Its holder waits
-only for steps, reads and copies, whose threads never take it.
+training thread runs operations on the CPU that have saved weights: every public method acquires the lock. Its holder
+waits only for steps, reads and copies, whose threads never acquire it.
 
 Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
 which the compute stream waits for before a use; then to the running operations, which `users` and `_nodes` count;
@@ -268,7 +268,7 @@ class ParamPrefetcher:
     def _is_evictable(self, flat: FlatParameter, expected: Sequence[int]) -> bool:
         unit = self._unit_of[flat]
         in_use = flat.users or any(unit in running.units for running in self._nodes.values())
-        # A load that is not issued yet would write the memory after another owner has got it.
+        # A load that is not issued yet would write to memory of its next owner.
         return not in_use and unit not in expected and self._loads[flat].issued
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelRestorer:
-    """Restores the parameters, and hands the states of offloaded parameters to the user's optimizers.
+    """Restores the parameters, and moves the states of offloaded parameters to the user's optimizers.
 
     Threads: the training thread; states on SSDs are read on the thread that accesses them.
 
@@ -57,7 +57,7 @@ class ModelRestorer:
         """Makes the parameters whole on the CPU, with the weights of the last completed step.
 
         Args:
-            ending: its failure gets a note if the weights are not those of one step.
+            ending: a note is added to its failure if the weights are not those of one step.
             ahead: names of flat parameters that are one step ahead of the others.
             hand_over: whether optimizer states are handed over, too: one flat parameter after the other, since host
                 memory may not have room for all of them twice.
@@ -83,7 +83,7 @@ class ModelRestorer:
                 ending.failure.add_note(f"After that, {note}.")
 
     def hand_over(self, *, kept: bool) -> None:
-        """Puts all states in `optimizer.state`, or states that raise an error when they are read.
+        """Moves all states to `optimizer.state`, or states that raise an error when they are read.
 
         Args:
             kept: whether the states are kept on SSDs for the next run.
@@ -92,7 +92,7 @@ class ModelRestorer:
             self._hand_over(flat, kept=kept)
 
     def _hand_over(self, flat: FlatParameter, *, kept: bool) -> None:
-        """Hands over the states of one flat parameter, which must not be staged, nor be stepped."""
+        """Moves the states of one flat parameter, which is not staged or stepped."""
         flat_optimizer, store = self._flat_optimizers.get(flat), self._stores[flat]
         if flat_optimizer is None or isinstance(flat_optimizer, WholeOptimizer):
             return
@@ -100,7 +100,7 @@ class ModelRestorer:
         if (failed := self._failed.get(flat)) is not None:
             self._refuse(store, optimizer, f"a step of it failed ({failed}). Save before that happens.")
         elif kept:
-            self._refuse(store, optimizer, "they are kept for the next run, which goes on from them by itself")
+            self._refuse(store, optimizer, "they are kept for the next run, which resumes from them")
         else:
             try:
                 self._put(store, flat_optimizer, optimizer)
@@ -135,7 +135,7 @@ class ModelRestorer:
 
     @staticmethod
     def _refuse(store: StateStore, optimizer: Optimizer, why: str) -> None:
-        """Puts states in `optimizer.state` that raise an error when they are read."""
+        """Sets states in `optimizer.state` that raise an error when they are read."""
 
         def read() -> Tensor:
             raise RuntimeError(f"the optimizer states of {store.flat.name} are not available: {why}")

@@ -97,7 +97,7 @@ def _in_file(name: str) -> str:
 
 
 def _named(name: str, tensor: Tensor, tensors: dict[str, Tensor], names: dict[object, str]) -> dict[str, str]:
-    # What is tied is one object, or one piece of memory: written once, under its first name.
+    # Tied tensors are one object, or one piece of memory: they are written once, under the first name.
     first = names.setdefault(_identity(tensor), name)
     if first == name:
         tensors[name] = tensor

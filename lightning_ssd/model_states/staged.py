@@ -93,7 +93,7 @@ class StagedFlats:
         if not flat.shared:
             return
         last = [index for index, memory in flat.shared.items() if not (memory.referenced or memory.foreign)]
-        """Parameters whose memory user code no longer refers to; what it has written there before counts."""
+        """Parameters whose memory user code no longer references; its earlier writes count."""
         self._pulling = True
         try:
             if changed := self.differing(flat, keep=keep):

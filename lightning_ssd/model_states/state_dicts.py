@@ -143,7 +143,7 @@ class StateDicts:
             return
         if self.protected and any(prefix + name in state for name, _ in self._offloaded(owner)):  # type: ignore[operator]
             raise RuntimeError(
-                "a run that was killed goes on, and `load_state_dict` would overwrite its weights before it does. Load "
+                "a killed run is being resumed, and `load_state_dict` would overwrite its restored weights. Load "
                 "them before `fit`, in `setup` or in `configure_model`."
             )
         if self._mastered(owner):

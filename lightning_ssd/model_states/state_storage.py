@@ -112,7 +112,7 @@ def make_store(
         staging: scratch space.
         copies: copies of the device.
         undo: frees the buffers.
-        blobs: blobs of a killed run, which are taken in order and have values.
+        blobs: blobs of a killed run, with values, which are used in order.
 
     Raises:
         StorageError: host memory or scratch space can't be had.

@@ -158,7 +158,7 @@ class StateStore:
     Duty: prefetches the compute weights to the device, stages all values for a step or for user code, writes them back,
     and commits or reverts a step.
 
-    Threads: `prefetch_to` and `stage` may be called on any thread; what they return completes on the `h2d-done`, reader
+    Threads: `prefetch_to` and `stage` may be called on any thread; their futures complete on the `h2d-done`, reader
     and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step,
     `add_second` and `drop_second` on that of the step's job (see `OptimizerStep`). All others run on the training
     thread, or on autograd's while that waits. No lock: the futures below determine the owner of the values.
@@ -181,7 +181,7 @@ class StateStore:
     Attributes:
         steps: steps that were committed.
         revertible: whether the last commit can be rolled back.
-        spare: memory that the second version is taken from; None: as much as it needs.
+        spare: budget of host memory for the second version; None: unlimited.
 
     Raises:
         StorageError: there is no memory for a second version that must exist.
@@ -247,7 +247,7 @@ class StateStore:
         """Stages the values on the host.
 
         Args:
-            step: new values are put in the uncommitted version, if it is allocated, until `commit`; else values are
+            step: new values are written to the uncommitted version, if it is allocated, until `commit`; else values are
                 changed in place.
             priority: of requests that wait for staging memory, the lowest goes first.
         """
@@ -418,7 +418,7 @@ class StateStore:
         self.unstage(staged, changed=False)
         return same
 
-    # ---- where the values come from, and where they go ----
+    # ---- initial values, moves, and the end ----
 
     def fill(self, loaded: Loaded) -> None:
         """Stores the values of the parameters, frees the parameters' memory, and makes them views of the flat.

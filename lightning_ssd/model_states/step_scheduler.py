@@ -1,4 +1,4 @@
-"""The step scheduler: when the optimizer step of a flat parameter begins, and what waits for it.
+"""The step scheduler: when the optimizer step of a flat parameter begins, and which futures wait for it.
 
 With `overlap="optimized"`, the step of a flat parameter is submitted during backward, when its last gradient was
 offloaded; the next forward of its unit waits for that step alone. If user code may read gradients before
@@ -7,16 +7,15 @@ offloaded; the next forward of its unit waits for that step alone. If user code 
 
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ssd.device import WorkCounter, Worker, all_of, error_of, finished, then
+from lightning_ssd.device import WorkCounter, Worker, all_of, finished, then
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
@@ -32,6 +31,7 @@ from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step import OptimizerStep
+from lightning_ssd.model_states.step_history import StepHistory
 from lightning_ssd.model_states.weights_first import WeightsFirst
 from lightning_ssd.spans import wait_for
 
@@ -40,7 +40,7 @@ class StepScheduler:
     """Submits the optimizer steps of flat parameters, and owns their futures.
 
     Duty: one step of one optimizer, from `begin` to `end`: which flat parameters are stepped when, with which scale;
-    which future the next step, the journal and `revert_partial_step` wait for.
+    which future the next step, the journal and the history wait for.
 
     Threads: all methods run on the training thread, or on autograd's thread while the training thread waits in
     `backward`. Callbacks run on other threads: `_count` on that of a job; those of a step's own futures where
@@ -48,11 +48,11 @@ class StepScheduler:
     of this class.
 
     Lock: `_lock` guards the fields below it, which the worker's thread and those of callers share. It is held for
-    look-ups and assignments only: never while a future is waited for or completed, or gets a callback.
+    look-ups and assignments only: never while a future is waited for, completed, or given a callback.
 
     Ownership: the gradient and the stored values of a flat parameter belong to its step from `submit` until the step's
-    future is done. Values of the version that was committed last stay until `_committed` and `_recorded` are done: the
-    next step, which overwrites the version before, waits for both.
+    future is done. Values of the version that was committed last are kept until `_committed` and `_recorded` are done:
+    the next step, which overwrites the version before, waits for both.
 
     Args:
         stores: where each flat parameter's values are stored.
@@ -105,17 +105,12 @@ class StepScheduler:
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
+        self.history = StepHistory(stores, flat_optimizers, groups)
         self._lock = threading.Lock()
         self._submitted: dict[FlatParameter, Future[None]] = {}
         """Steps that were submitted since the last `end`."""
         self._accumulations: dict[FlatParameter, Future[None]] = {}
         """Accumulations that those steps use; their norms are known when they are done."""
-        self._steps_before: dict[FlatParameter, int] = {}
-        """Number of committed steps of the flat parameters in `_submitted` when they were submitted."""
-        self._ended_steps_before: deque[tuple[dict[FlatParameter, int], Future[None]]] = deque()
-        """For each of the last two ended optimizer steps, and any earlier one that may still fail: `_steps_before`, and
-        a future that is done when the step is committed and written. Steps of several optimizers end one after
-        the other without waiting."""
         self._committed: Future[None] = finished(None)
         """Done when the last optimizer step is committed and written in all flat parameters with two versions."""
         self._recorded: Future[None] = finished(None)
@@ -210,10 +205,9 @@ class StepScheduler:
             opt_state_priority=2 * len(self._priorities) - self._priorities[flat],
         )
         speculated = self._decision.speculated
-        # A step that is not committed must leave the values, and the gradient, as they are.
+        # A step that is not committed must not change the values or the gradient.
         revertible = self._decision.scale.done() or (store.layout.versions == 2 and arrived is not None)
-        with self._lock:
-            self._steps_before[flat] = store.steps
+        self.history.submit(flat)
         stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
         if self._overlap == "naive":
             weights, done = step.serial([on_host, *ready])
@@ -297,25 +291,18 @@ class StepScheduler:
                 self.submit(flat)
 
     def _finish_step(self) -> Mapping[FlatParameter, "Future[None]"]:
-        """Closes the books of the step that ends, and returns the futures of its jobs."""
+        """Passes the step's futures to the next step, the journal and the history, and returns those of its jobs."""
         with self._lock:
             submitted, self._submitted = self._submitted, {}
-            steps_before, self._steps_before = self._steps_before, {}
             self._accumulations = {}
             if self._journal is not None:
                 self._unrecorded |= submitted
         stores = {flat: store for flat in submitted if (store := self._stores[flat]).layout.versions == 2}
-        committed = all_of(then(submitted[flat], store.written) for flat, store in stores.items())
-        done = committed if stores else all_of(submitted.values())
-        with self._lock:
-            if stores:
+        if stores:
+            committed = all_of(then(submitted[flat], store.written) for flat, store in stores.items())
+            with self._lock:
                 self._committed = committed
-            if steps_before:
-                self._ended_steps_before.append((steps_before, done))
-            while (
-                len(before := self._ended_steps_before) > 2 and before[0][1].done() and error_of(before[0][1]) is None
-            ):
-                before.popleft()
+        self.history.end(committed if stores else all_of(submitted.values()))
         return submitted
 
     def _options(self, flat: FlatParameter) -> Options:
@@ -450,54 +437,6 @@ class StepScheduler:
             wait([recorded])
             self._journal.forget()
 
-    def revert_partial_steps(self) -> list[str]:
-        """Rolls back the steps that are committed in some flat parameters only. All jobs have ended.
-
-        Returns:
-            Names of flat parameters that are one step ahead of the others, since their step was made in place.
-        """
-        with self._lock:
-            begun, ended = self._steps_before, list(self._ended_steps_before)
-        ahead = self._revert(begun, ended=False)
-        for steps_before, _ in reversed(ended):
-            ahead += self._revert(steps_before, ended=True)
-        return list(dict.fromkeys(ahead))
-
-    def _revert(self, steps_before: Mapping[FlatParameter, int], *, ended: bool) -> list[str]:
-        """Rolls back one optimizer step unless it is committed everywhere.
-
-        Args:
-            steps_before: committed steps of its flat parameters when it was submitted.
-            ended: whether the user's optimizer has stepped the parameters on the device.
-        """
-        stores = {flat: self._stores[flat] for flat in steps_before}
-        committed = [flat for flat, store in stores.items() if store.steps > steps_before[flat]]
-        if not committed:
-            return []
-        if ended and len(committed) == len(steps_before) and not any(h.written().exception() for h in stores.values()):
-            return []
-        ahead = [flat for flat in committed if not stores[flat].revertible]
-        for flat in committed:
-            if flat not in ahead:
-                stores[flat].revert()
-                self._flat_optimizers[flat].revert()
-        on_device = self._steps_on_device()
-        if len(ahead) == (len(steps_before) if ended else len(self._flat_optimizers)) and on_device == (
-            ended and on_device
-        ):
-            return []  # committed everywhere; values that could not be written are lost
-        return [flat.name for flat in ahead] + ["parameters that stay on the device"] * (ended and on_device)
-
-    def _steps_on_device(self) -> bool:
-        """Whether the user's optimizers step parameters on the device."""
-        offloaded: Collection[nn.Parameter] = {item.parameter for flat in self._stores for item in flat.param_views}
-        optimizers = {id(optimizer): optimizer for optimizer, _ in self._groups.values()}.values()
-        return any(
-            parameter.requires_grad and parameter not in offloaded
-            for optimizer in optimizers
-            for parameter in parameters_of(optimizer)
-        )
-
     def close_journal(self) -> None:
         """Ends the journal's thread after its last record."""
         if self._journal is not None:
@@ -513,7 +452,7 @@ class StepScheduler:
             ending: the end of training.
 
         Returns:
-            Whether a record stays for the next run.
+            Whether a record is kept for the next run.
         """
         assert self._journal is not None
         if ending.failure is None:

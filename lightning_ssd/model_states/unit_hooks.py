@@ -29,7 +29,7 @@ def hook_unit(
         modules: modules whose forward needs its weights.
         flat_params: its flat parameters.
         prefetcher: makes them resident.
-        access: adopts what a forward has written to views of the weights.
+        access: stores the writes of a forward to views of the weights.
         summoned: returns whether all parameters are whole tensors at present, so that no weights are prefetched.
 
     Returns:

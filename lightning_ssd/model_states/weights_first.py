@@ -7,7 +7,7 @@ class WeightsFirst:
     """Chooses the share of units whose deferred steps are made in two parts.
 
     The next forward waits for the first parts only, so that the more units have two, the sooner it begins; but the
-    second parts take more of the CPU's time, and a backward waits for those that are not made when its gradients
+    second parts cost CPU time, and a backward waits for those that are not made when its gradients
     arrive. Other code waits for whole steps, too, such as a callback that reads the weights after every step. The share
     is therefore reduced when training waited, and raised when it did not. It never changes numbers.
     The first units of the forward have two parts before others do: the gradients of the last units arrive first.

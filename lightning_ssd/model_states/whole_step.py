@@ -1,7 +1,7 @@
 """Optimizers whose parameters may depend on each other are stepped whole: once, by their own `step`, on the CPU.
 
-`step` sees what it sees in plain training: all parameters of the optimizer with whole fp32 weights and gradients, its
-own `state`, its attributes and hooks, and a closure that it may call more than once. Weights are offloaded while a
+`step` has the same view as in plain training: all parameters of the optimizer with whole fp32 weights and gradients,
+its own `state`, its attributes and hooks, and a closure that it may call more than once. Weights are offloaded while a
 closure runs. Nothing overlaps with backward.
 """
 
@@ -90,7 +90,7 @@ def _on_cpu(optimizer: Optimizer) -> Iterator[None]:
             parameter.grad = None if grad is None else grad.cpu()
             moved.append((parameter, resident))
     for owner, state in optimizer.state.items():
-        # Loading a checkpoint puts states on the parameter's device.
+        # Loading a checkpoint moves states to the parameter's device.
         if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in tree_leaves(state)):
             optimizer.state[owner] = tree_map_only(Tensor, Tensor.cpu, state)
     try:
