@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import logging
-import zipfile
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from lightning_ssd.activations.config import SMALLEST_TIER
 from lightning_ssd.callbacks import AutoPlanner, SwapPlanner, add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
 from lightning_ssd.callbacks.offloader import trainer_callbacks
+from lightning_ssd.checkpoints import can_write, is_local, read_checkpoint
 from lightning_ssd.device import expand_segments
 from lightning_ssd.micro_batch_retry import MicroBatchRetry
 from lightning_ssd.model_states import (
@@ -32,9 +32,7 @@ from lightning_ssd.model_states import (
     StatesConfig,
     bytes_on_device,
     find_replaced,
-    is_sharded,
     load_lazy,
-    load_sharded,
     loading_to_meta,
     make_model_states,
     materialize_on,
@@ -58,10 +56,9 @@ from lightning_ssd.sizes import check_choice, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName, Tier
+from lightning_ssd.user_hooks import user_sees_gradients
 
 log = logging.getLogger(__name__)
-
-_save_checkpoint = fabric.plugins.TorchCheckpointIO.save_checkpoint  # as Lightning has it
 
 
 class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
@@ -368,7 +365,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
                 gc.collect()  # optimizers of an earlier fit, in cycles with their schedulers, still own SSD space
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
             whole = self._optimizers_stepped_whole() if fitting else []
-            defer_to_user_hooks = not trainer.lightning_module.automatic_optimization or _user_sees_gradients(trainer)
+            defer_to_user_hooks = not trainer.lightning_module.automatic_optimization or user_sees_gradients(trainer)
             self._setup = Setup(
                 config=config,
                 storage=self._budgets,
@@ -583,7 +580,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     ) -> None:
         if not self._has_offloaded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif storage_options is None and self._owns_files(filepath) and not self._saving_is_replaced():
+        elif storage_options is None and can_write(self.checkpoint_io, filepath):
             self._save(checkpoint, filepath)
         else:
             super().save_checkpoint(load_lazy(checkpoint), filepath, storage_options)
@@ -591,25 +588,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._starts_from_checkpoint = self.model_states is None
-        if not self._owns_files(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        torch.cuda.empty_cache()
-        checkpoint_path = find_replaced(Path(checkpoint_path))
-        if is_sharded(checkpoint_path):
-            return load_sharded(checkpoint_path, weights_only=weights_only)
-        if self.states_config.states == "gpu" or not zipfile.is_zipfile(checkpoint_path):  # or it is missing
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        loaded: dict[str, Any] = torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only, mmap=True)
-        return loaded
-
-    def _owns_files(self, path: str | Path) -> bool:
-        """Returns True if `path` is local, and the user has set no `checkpoint_io` of another class."""
-        return type(self.checkpoint_io) is fabric.plugins.TorchCheckpointIO and "://" not in str(path)
-
-    def _saving_is_replaced(self) -> bool:
-        """Returns True if other code has replaced a saving function, which must get ordinary tensors then."""
-        method = getattr(self.checkpoint_io.save_checkpoint, "__func__", None)
-        return method is not _save_checkpoint or torch.save is not torch.serialization.save
+        if is_local(self.checkpoint_io, checkpoint_path):
+            checkpoint_path = find_replaced(Path(checkpoint_path))
+        mapped = self.states_config.states != "gpu"
+        loaded = read_checkpoint(self.checkpoint_io, checkpoint_path, weights_only=weights_only, mapped=mapped)
+        return super().load_checkpoint(checkpoint_path, weights_only) if loaded is None else loaded
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -849,31 +832,3 @@ def _planned_tiers(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
 def _has_planner(trainer: pl.Trainer) -> bool:
     """Returns whether a `SwapPlanner` decides about activations."""
     return any(isinstance(callback, SwapPlanner) for callback in trainer_callbacks(trainer))
-
-
-def _user_sees_gradients(trainer: pl.Trainer) -> bool:
-    """Returns True if user code may read or change gradients between backward and step, or keep them after it."""
-    module = trainer.lightning_module
-    hooks = ("on_after_backward", "on_before_optimizer_step")
-    own = (*hooks, "configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad")
-    if any(_overridden(hook, module, pl.LightningModule) for hook in own):
-        return True
-    if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
-        return True
-    for parameter in module.parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return True
-    return any(
-        _overridden(hook, callback, pl.Callback) and not _is_ours(getattr(callback, hook, None))
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        for hook in hooks
-    )
-
-
-def _is_ours(function: object) -> bool:
-    return str(getattr(function, "__module__", None)).startswith("lightning_ssd.")
-
-
-def _overridden(hook: str, what: object, base: type) -> bool:
-    # An instance may have hooks of its own, such as a LambdaCallback. The class of a mock has none.
-    return hook in vars(what) or getattr(type(what), hook, None) is not getattr(base, hook)

@@ -100,6 +100,9 @@ class StateBytes:
 class ModelStates(Uncopied):
     """Trains one model whose states are offloaded: the facade over all that moves and steps its flat parameters.
 
+    It is large because each event of Lightning, of modules and of the user's optimizers has a method here, which calls
+    the pieces in the right order. The state and the decisions are in the pieces.
+
     Duty: hooks the model and its optimizers, passes each event to the piece that has the state for it, and restores the
     model at the end. The pieces: `ParamPrefetcher` (weights on the device), `GradientOffloader` (gradients to the
     host), `StepScheduler` (optimizer steps), `Access` and `GradientAccess` (operators of user code), `StateDicts`

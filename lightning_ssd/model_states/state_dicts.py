@@ -143,7 +143,7 @@ class StateDicts:
             return
         if self.protected and any(prefix + name in state for name, _ in self._offloaded(owner)):  # type: ignore[operator]
             raise RuntimeError(
-                "a killed run is being resumed, and `load_state_dict` would overwrite its restored weights. Load "
+                "a killed run is being resumed, and `load_state_dict` would overwrite its weights. Load "
                 "them before `fit`, in `setup` or in `configure_model`."
             )
         if self._mastered(owner):
