@@ -21,6 +21,7 @@ from lightning_ssd.callbacks.averaging import average_of, averages_weights, summ
 from lightning_ssd.callbacks.offloader import trainer_callbacks
 from lightning_ssd.checkpoints import can_write, is_local, read_checkpoint
 from lightning_ssd.device import expand_segments
+from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.micro_batch_retry import MicroBatchRetry
 from lightning_ssd.model_states import (
     Ending,
@@ -786,6 +787,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         return super().predict_step(*args, **kwargs)
 
     @override
+    @uninterrupted
     def teardown(self) -> None:
         offloader, self.offloader = self.offloader, None
         states, self.model_states = self.model_states, None

@@ -167,7 +167,8 @@ def save(checkpoint: Any, path: str | Path) -> None:
                 torch.save(apply_to_collection(checkpoint, LazyTensor, marked), cast(IO[bytes], filling))
             except BaseException as error:
                 # torch closes its file after an error, and raises an error about that instead of the first one.
-                raise (filling.error or error) from None
+                interrupt = error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else None
+                raise (filling.error or interrupt or error) from None
             assert not marks, "a tensor was not written in one piece"
     finally:
         torch.serialization.set_crc32_options(checked)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.device import CopyEngine, WorkCounter, Worker
+from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
 from lightning_ssd.model_states.compile import compiled_regions, is_compiled
@@ -293,6 +294,7 @@ class ModelStates(Uncopied):
         self._prefetcher.begin(kind)
         self._access.begin_micro_batch()
 
+    @uninterrupted
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -336,6 +338,7 @@ class ModelStates(Uncopied):
         """Whether the present micro-batch may be run again: it has offloaded no gradient, and changed no weight."""
         return not (self._changed or self._gradients.arriving or self._access.summed_on_host)
 
+    @uninterrupted
     def end_backward(self) -> None:
         """Ends a backward: the gradients that it has offloaded are stepped, or accumulated."""
         self._steps.end_backward()
@@ -352,6 +355,7 @@ class ModelStates(Uncopied):
         """Whether an optimizer's step has begun and not ended."""
         return self._steps.optimizer is not None
 
+    @uninterrupted
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless one has begun: flat parameters that backward completes are stepped."""
         if not self.stepping:
@@ -359,6 +363,7 @@ class ModelStates(Uncopied):
             self.state_dicts.before_change()
             self._steps.begin(optimizer)
 
+    @uninterrupted
     def end_step(self, optimizer: Optimizer) -> None:
         """Ends the step of `optimizer` on the device. Jobs on the CPU continue."""
         if self._steps.optimizer is optimizer:
@@ -523,6 +528,7 @@ class ModelStates(Uncopied):
         """Whether a step was made that no record names, and steps are recorded."""
         return self._steps.unrecorded
 
+    @uninterrupted
     def record(self, training_state: Callable[[], PlainData]) -> None:
         """Submits a record of the steps made so far; the next steps wait for it.
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_ssd.device import CopyEngine, Mark
+from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.spans import wait_for
@@ -256,6 +257,7 @@ class ParamPrefetcher:
         for unit in expected:
             self._prefetch_unit(unit)
 
+    @uninterrupted
     def _prefetch_unit(self, unit: int) -> None:
         for flat in self._units[unit]:
             if flat not in self._loads and flat not in self._retired:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -124,19 +125,25 @@ class FailingAtBackend(WrappingBackend):
         operation: transfers that count.
         dead: whether all those after it fail, too.
         armed: whether transfers count from the start.
+        number: of the error; None: there is no error, and less than half of the bytes are moved.
 
     Attributes:
+        counted: transfers that counted.
         failed: transfers that failed.
     """
 
     name = "failing"
 
-    def __init__(self, at: int, operation: Operation, *, dead: bool = False, armed: bool = True) -> None:
+    def __init__(
+        self, at: int, operation: Operation, *, dead: bool = False, armed: bool = True, number: int | None = errno.EIO
+    ) -> None:
         super().__init__()
-        self._left = at
+        self._at = at
         self._operation = operation
         self._dead = dead
         self._armed = armed
+        self._number = number
+        self.counted = 0
         self._lock = threading.Lock()
         self.failed = 0
 
@@ -146,12 +153,14 @@ class FailingAtBackend(WrappingBackend):
 
     def transfer(self, operation: Operation, call: Move, buffer: torch.Tensor, offset: int) -> int:
         with self._lock:
+            fails = False
             if self._armed and operation == self._operation:
-                self._left -= 1
-                if self._left == -1 or (self._left < -1 and self._dead):
-                    self.failed += 1
-                    raise OSError(errno.EIO, "Input/output error")
-        return call(buffer, offset)
+                fails = self.counted == self._at or (self.counted > self._at and self._dead)
+                self.counted += 1
+                self.failed += fails
+        if fails and self._number is not None:
+            raise OSError(self._number, os.strerror(self._number))
+        return call(buffer[: buffer.numel() // 8192 * 4096] if fails else buffer, offset)
 
 
 class GatedBackend(WrappingBackend):

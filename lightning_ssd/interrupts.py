@@ -1,0 +1,61 @@
+"""Ctrl-C, which Python raises between any two bytecodes of the main thread, in code that must not end halfway."""
+
+import functools
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function: a Ctrl-C that comes while it runs takes effect when it returns, a second one at once.
+
+    Futures have callbacks on the training thread: if one ended halfway, jobs would never begin, and the end of training
+    would wait for them. If the end of training ended halfway, parameters would have no memory.
+
+    Threads: any. Python delivers signals to the main thread; on others, the function is called as it is.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler) or isinstance(handler, _Deferring):
+            return function(*args, **kwargs)
+        deferring = _Deferring(handler)
+        signal.signal(signal.SIGINT, deferring)
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            if signal.getsignal(signal.SIGINT) is deferring:  # else other code has set its own
+                signal.signal(signal.SIGINT, handler)
+        if deferring.came:
+            handler(signal.SIGINT, None)
+        return result
+
+    return run
+
+
+class _Deferring:
+    """A handler of SIGINT that notes the first signal, and passes later ones to another handler.
+
+    Args:
+        handler: the other handler.
+
+    Attributes:
+        came: whether there was a signal.
+    """
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
+        self._handler = handler
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            self._handler(number, frame)
+        self.came = True

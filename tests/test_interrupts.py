@@ -1,0 +1,95 @@
+"""Ctrl-C amid code that must not end halfway."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ssd.interrupts import uninterrupted
+from lightning_ssd.model_states.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.state_store import StateStore
+from tests.support.states import offloading
+from tests.support.trainings import batches, make_trainer, nothing_left, small_model  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def own_handler() -> Iterator[None]:
+    """Python's own handler, which Lightning and shells may have replaced."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_the_first_interrupt_waits_and_the_second_does_not() -> None:
+    done: list[str] = []
+
+    @uninterrupted
+    def inner() -> None:
+        press()
+        done.append("inner")
+
+    @uninterrupted
+    def outer(times: int) -> None:
+        for _ in range(times):
+            inner()
+        done.append("outer")
+
+    outer(0)
+    with pytest.raises(KeyboardInterrupt):
+        outer(1)
+    assert done == ["outer", "inner", "outer"]
+    with pytest.raises(KeyboardInterrupt):
+        outer(2)
+    assert done == ["outer", "inner", "outer", "inner"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_has_priority_and_other_handlers_are_kept() -> None:
+    @uninterrupted
+    def fail() -> None:
+        press()
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with pytest.raises(ValueError):
+        fail()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    thread = threading.Thread(target=uninterrupted(lambda: None))  # which may set no handler
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("owner, method", [(StateStore, "restore_to_cpu"), (GradientOffloader, "hand_over")])
+def test_an_interrupt_leaves_whole_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+) -> None:
+    """In the end of training, and as a step is submitted: `fit` ends by it, and no parameter is without memory."""
+    called = getattr(owner, method)
+    pressed: list[bool] = []
+
+    def interrupted(*args: Any) -> Any:
+        if not pressed:
+            pressed.append(True)
+            press()
+        return called(*args)
+
+    monkeypatch.setattr(owner, method, interrupted)
+    module, plain = small_model(), small_model()
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path, offloading(states="host")).fit(module, batches(2))
+    make_trainer(tmp_path).fit(plain, batches(1 if method == "hand_over" else 2))
+    steps = len(module.losses)
+    assert pressed and steps == (1 if method == "hand_over" else 2)
+    for name, value in module.state_dict().items():
+        assert value.untyped_storage().nbytes() and torch.isfinite(value).all(), name
+        assert method == "hand_over" or torch.equal(value, plain.state_dict()[name]), name
