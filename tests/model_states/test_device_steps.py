@@ -76,6 +76,8 @@ def test_numbers_are_plain_lightnings(
     clip: Any,
 ) -> None:
     """Weights, losses and optimizer states, bit for bit; other units are stepped by the device in each step."""
+    if optimizer is fused and precision == "bf16-mixed" and clip is not None:
+        pytest.skip("Lightning refuses to clip for a fused optimizer there")
     how: dict[str, Any] = dict(precision=precision, accumulate_grad_batches=accumulate)
     if clip is not None:
         how |= {"gradient_clip_val": 0.5 if clip[1] == "norm" else 1e-3, "gradient_clip_algorithm": clip[1]}
