@@ -53,6 +53,9 @@ class ShareTrial:
     The rates of CPU and copies give a first idea of the share. But both sides use the bandwidth of host memory, and
     copies of weights and gradients are under way at the same time, so that the seconds of training steps decide.
 
+    Other programs of the machine change these seconds, too. So the fastest share is measured again, right after steps
+    that the CPU makes alone, and the device makes steps only if they were faster both times.
+
     Threads: the training thread.
 
     Args:
@@ -74,7 +77,7 @@ class ShareTrial:
     """Tried rates of the device / rate by the bandwidth that other copies leave."""
     BUSY = 0.6
     """Least share of the time that the CPU makes steps in for shares to be tried."""
-    GAIN = 0.015
+    GAIN = 0.02
     """Least share of a step's time that the device must save."""
 
     def __init__(self, parameters: Sequence[int], nbytes: int, select: Callable[[Collection[int]], bool]) -> None:
@@ -96,40 +99,45 @@ class ShareTrial:
 
     def _try_shares(self) -> Generator[None, StepEnd, float]:
         """Receives the ends of steps, and returns the share."""
-        for _ in range(self.WARM_UP):
-            end = yield
-        first = end
-        seconds: dict[float, float] = {}
-        seconds[0.0], end = yield from self._measure(end)
-        rates = self._rates(first, end)
+        ends = yield from self._measure(self.WARM_UP)
+        rates = self._rates(ends[0], ends[-1])
         if rates is None:
             return 0.0
-        selections: dict[float, set[int]] = {0.0: set()}
+        none: frozenset[int] = frozenset()
+        seconds = {none: [_median(ends)]}
         for factor in self.FACTORS:
             chosen = choose_for_device(self._parameters, rates[0], factor * rates[1])
-            selections[factor] = {index for index, on_device in enumerate(chosen) if on_device}
-            if not self._select(selections[factor]):
-                break
-            for _ in range(self.WARMUP_AFTER_CHANGE):
-                end = yield
-            seconds[factor], end = yield from self._measure(end)
-        best = min(seconds, key=lambda factor: seconds[factor] * (1.0 if factor else 1 - self.GAIN))
-        self._select(selections[best])
-        shares = {factor: self._share_of(selections[factor]) for factor in seconds}
+            selection = frozenset(index for index, on_device in enumerate(chosen) if on_device)
+            if selection not in seconds:
+                if not self._select(selection):
+                    break
+                seconds[selection] = [_median((yield from self._measure(self.WARMUP_AFTER_CHANGE)))]
+        best = min(seconds, key=lambda selection: seconds[selection][0])
+        if best:
+            for selection in (none, best):
+                self._select(selection)
+                seconds[selection].append(_median((yield from self._measure(self.WARMUP_AFTER_CHANGE))))
+        pairs = zip(seconds[none], seconds[best], strict=True)
+        if any(on_device > (1 - self.GAIN) * on_cpu for on_cpu, on_device in pairs):
+            best = none
+            self._select(none)
         log.info(
             "the GPU makes %.0f %% of the optimizer steps of values in host memory; seconds of a training step: %s",
-            100 * shares[best],
-            ", ".join(f"{seconds[factor]:.3f} with {100 * share:.0f} %" for factor, share in shares.items()),
+            100 * self._share_of(best),
+            ", ".join(
+                f"{' and '.join(f'{one:.3f}' for one in measured)} with {100 * self._share_of(selection):.0f} %"
+                for selection, measured in seconds.items()
+            ),
         )
-        return shares[best]
+        return self._share_of(best)
 
-    def _measure(self, begin: StepEnd) -> "Generator[None, StepEnd, tuple[float, StepEnd]]":
-        """Returns the median of the seconds of the next steps, and the last end."""
-        ends = [begin]
-        for _ in range(self.MEASURED):
+    def _measure(self, warm_up: int) -> Generator[None, StepEnd, list[StepEnd]]:
+        """Returns the ends of the last of `warm_up` steps, and of the measured ones after them."""
+        ends: list[StepEnd] = []
+        for _ in range(warm_up + self.MEASURED):
             end = yield
             ends.append(end)
-        return statistics.median(after.seconds - before.seconds for before, after in pairwise(ends)), ends[-1]
+        return ends[warm_up - 1 :]
 
     def _rates(self, first: StepEnd, last: StepEnd) -> tuple[float, float] | None:
         """Returns the parameters per second of CPU and device; None: unknown, or the CPU is not busy."""
@@ -144,3 +152,8 @@ class ShareTrial:
 
     def _share_of(self, selection: Collection[int]) -> float:
         return sum(self._parameters[index] for index in selection) / sum(self._parameters)
+
+
+def _median(ends: Sequence[StepEnd]) -> float:
+    """Returns the median of the seconds between neighbouring ends."""
+    return statistics.median(after.seconds - before.seconds for before, after in pairwise(ends))
