@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_ssd.planning.record import as_mapping, check_not_negative, from_mapping, load_json
+from lightning_ssd.planning.record import as_mapping, check_not_negative, check_positive, from_mapping, load_json
 from lightning_ssd.sizes import check_choice, format_bytes, format_seconds, show_value
 
 VERSION = 1
@@ -63,6 +63,7 @@ class TensorLifetime:
         unit: name of the unit of a weight, gradient or optimizer state; "" for others.
         recompute_seconds: seconds to recompute a saved tensor in backward; None: it can't be recomputed.
         sources: ids of the tensors from which it is recomputed, without weights.
+        itemsize: bytes of an element of a weight.
     """
 
     id: int
@@ -75,10 +76,12 @@ class TensorLifetime:
     unit: str = ""
     recompute_seconds: float | None = None
     sources: tuple[int, ...] = ()
+    itemsize: int = 4
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, CLASSES)
         check_not_negative("nbytes", self.nbytes)
+        check_positive("itemsize", self.itemsize)
         check_not_negative("recompute_seconds", self.recompute_seconds or 0.0)
         bounds = (0 if self.allocated is None else self.allocated, *self.uses)
         bounds = bounds if self.freed is None else (*bounds, self.freed)

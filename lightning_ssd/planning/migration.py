@@ -270,9 +270,9 @@ class GPUStep:
                 self.absent.add(index)
                 job.ready = max(job.ready, uses[-1])
                 job.gradients += tensor.nbytes
-            elif tensor.kind == "weight" and uses:
+            elif tensor.kind == "weight" and 0 < len(uses) < len(tensor.uses):  # frozen weights are not stepped
                 job.weights += tensor.nbytes
-                job.parameters += tensor.nbytes // 4
+                job.parameters += tensor.nbytes // tensor.itemsize
                 job.before = min(job.before, uses[0])
         self.host_bytes += job.gradients
         if not gradients:

@@ -31,6 +31,7 @@ class _Lifetime:
         allocated: operator that allocated it; None: it existed before the first.
         freed: the last operator before it was freed; None: it is alive.
         communicates: whether a collective operator uses it.
+        itemsize: bytes of an element of a registered tensor.
     """
 
     name: str
@@ -41,6 +42,7 @@ class _Lifetime:
     allocated: int | None = None
     freed: int | None = None
     communicates: bool = False
+    itemsize: int = 4
 
 
 class LifetimeRecorder:
@@ -71,6 +73,7 @@ class LifetimeRecorder:
             lifetime = self._lifetimes[self._number(tensor.untyped_storage(), name, allocated=False)]
             if lifetime.kind is None:
                 lifetime.kind, lifetime.unit, lifetime.name = kind, unit, name
+                lifetime.itemsize = tensor.itemsize
 
     def register_model(
         self, units: Sequence[Unit], module: nn.Module | None, optimizers: Iterable[torch.optim.Optimizer]
@@ -223,5 +226,13 @@ def _tensor(number: int, lifetime: _Lifetime, backward_start: int, last: int) ->
         freed = max(freed, lifetime.uses[-1])
     allocated = None if kind in ("weight", "optimizer state") and freed is None else lifetime.allocated
     return TensorLifetime(
-        number, lifetime.name, kind, lifetime.nbytes, tuple(lifetime.uses), allocated, freed, lifetime.unit
+        number,
+        lifetime.name,
+        kind,
+        lifetime.nbytes,
+        tuple(lifetime.uses),
+        allocated,
+        freed,
+        lifetime.unit,
+        itemsize=lifetime.itemsize,
     )

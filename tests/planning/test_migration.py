@@ -205,6 +205,24 @@ def test_a_cpu_step_needs_no_states_on_the_gpu() -> None:
     assert 6.0 < found.step_seconds < 8.0
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_cpu_steps_the_elements_of_weights_that_are_not_frozen(itemsize: int) -> None:
+    operators = tuple(
+        OperatorSpan("work", phase, float(index), index + 1.0)
+        for index, phase in enumerate(["forward", "backward", "optimizer"])
+    )
+    tensors = (
+        TensorLifetime(0, "w", "weight", 40, (0, 1, 2), unit="unit", itemsize=itemsize),
+        TensorLifetime(1, "frozen", "weight", 400, (0, 1), unit="unit", itemsize=itemsize),
+        TensorLifetime(2, "g", "gradient", 40, (1, 2), 1, 2, "unit"),
+    )
+    machine = MigrationMachine(1000, 1000, 1e9, 1e9, (), 1.0)
+    plan = MigrationPlan((), frozenset({"unit"}))
+    found = simulate_migrations(LifetimeProfile("model", operators, tensors), machine, plan)
+    # Forward and backward take 2 seconds, and the weights come back when the CPU has stepped an element a second.
+    assert found.step_seconds == pytest.approx(2 + 40 / itemsize, abs=1e-3)
+
+
 @given(models(), machines_of_any())
 @settings(deadline=None, max_examples=40)
 def test_plans_of_units_name_every_tensor_and_holistic_is_never_worse(
