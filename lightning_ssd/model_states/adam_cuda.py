@@ -74,11 +74,12 @@ def cuda_kernel(device: torch.device, cpu: AdamKernel) -> CUDAAdamKernel | None:
     with torch.cuda.device(device):
         try:
             kernel = CUDAAdamKernel(device)
+            exact = all(gives_bits_of(kernel, cpu, name, device) for name in FUNCTIONS)
         except (OSError, RuntimeError, AttributeError) as error:
-            log.info("the CPU makes all steps of offloaded values: the GPU's kernel can't be compiled. %s", error)
+            log.info("the CPU makes all steps of offloaded values: the GPU's kernel can't be used. %s", error)
             return None
-        if all(gives_bits_of(kernel, cpu, name, device) for name in FUNCTIONS):
-            return kernel
+    if exact:
+        return kernel
     log.warning("adam.cu does not give the bits of adam.c on this machine: the CPU makes all steps of offloaded values")
     return None
 

@@ -85,7 +85,8 @@ class DeviceShare:
         if chosen and not self._make_stepper():
             return False
         try:
-            if self._copies.device.type == "cuda":
+            if chosen and self._copies.device.type == "cuda":
+                self._drain()  # steps of the CPU allocate and free second versions, which are page-locked, too
                 for flat in chosen:
                     self._stores[flat].pin()
         except StorageError as error:

@@ -164,7 +164,8 @@ class DeviceStepper:
         copies.wait(copies.h2d(_bytes(host_gradient), _bytes(gradient), mark))
         scale = step.scale
         if step.limit is not None:
-            gradient, scale = (gradient.float() * scale).clamp_(-step.limit, step.limit), 1.0
+            # The copy in the memory of the piece may change: clipping allocates for 16-bit gradients alone.
+            gradient, scale = gradient.float().mul_(scale).clamp_(-step.limit, step.limit), 1.0
         within = [(low - start, numel) for low, numel in spans]
         has_grad = [True] * len(step.store.flat.param_views)
         step.flat_optimizer.step_piece(StepInput(step.options, gradient, has_grad, scale), values, within)

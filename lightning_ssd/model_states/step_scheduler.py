@@ -101,6 +101,8 @@ class StepScheduler:
         self._defer_next = setup.defer_to_user_hooks
         self._share = WeightsFirst(len(set(priorities.values())))
         self._device_share = device_share
+        self._timed = next((optimizer for optimizer, _ in groups.values()), None)
+        """The optimizer from whose steps the device's share is chosen: steps of several differ, and alternate."""
         self._waited = 0.0
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self.optimizer: Optimizer | None = None
@@ -267,7 +269,6 @@ class StepScheduler:
         self._submit_remaining(optimizer)
         self._share.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
-        self._device_share.note(self.work())
         submitted = self._finish_step()
         self.optimizer = None
         self._gradients.reset_norms()
@@ -281,6 +282,8 @@ class StepScheduler:
                 self._staged.push(flat)
         if submitted:
             self._prefetcher.prefetch()
+        if optimizer is self._timed:
+            self._device_share.note(self.work())
 
     def _submit_remaining(self, optimizer: Optimizer) -> None:
         """Submits the steps of `optimizer` that could not begin in backward."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStepper, pieces
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import Layout, StateStore
+from lightning_ssd.model_states.step_scheduler import StepScheduler
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
 from tests.support.late_device import LateCopies
@@ -99,6 +101,53 @@ def test_pieces_take_memory_of_prefetched_weights(
     monkeypatch.setattr(DeviceShare, "note", lambda share, work: found.append(share.select(share._order)))
     train(tmp_path, offloading(gpu_memory=gpu_memory), Model(), max_epochs=1)
     assert found and set(found) == {selected}
+
+
+def test_no_step_runs_while_values_are_page_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the CPU may allocate or free a second version, and pages that are freed can't be locked."""
+    calls: list[str] = []
+    monkeypatch.setattr(StateStore, "pin", lambda store: calls.append("pin"))
+    copies: Any = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(DeviceShare, "_make_stepper", lambda share: True)
+    layout = Layout(
+        FlatParameter("flat", [("w", nn.Parameter(torch.zeros(5)))], torch.float32, CPU), False, STATES, True, 1
+    )
+    with open_store(tmp_path, ("host", "host"), layout) as (store, _):
+        stores = {layout.flat: store}
+        share = DeviceShare(stores, [layout.flat], copies, SimpleNamespace(), lambda: calls.append("drain"))  # type: ignore[arg-type]
+        assert share.select([layout.flat])
+    assert calls == ["drain", "pin"]
+
+
+class InTurns(Model):
+    """Two optimizers, of a half of the units each, which are stepped one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        half = len(parameters) // 2
+        return [torch.optim.AdamW(own, lr=1e-2) for own in (parameters[:half], parameters[half:])]
+
+    def training_step(self, *arguments: Any) -> None:
+        loss: Any = super().training_step(*arguments)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_share_is_chosen_by_the_steps_of_one_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times between steps of several ones alternate."""
+    notes: list[object] = []
+    ends: list[object] = []
+    end = StepScheduler.end
+    monkeypatch.setattr(DeviceShare, "note", lambda share, work: notes.append(work))
+    monkeypatch.setattr(StepScheduler, "end", lambda scheduler: ends.append(end(scheduler)))
+    train(tmp_path, offloading(), InTurns(), max_epochs=1)
+    assert 2 * len(notes) == len(ends) > 2
 
 
 class Engines(LateCopies):
