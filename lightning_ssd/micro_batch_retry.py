@@ -6,8 +6,8 @@ dropped, the state that `training_step` may have changed is restored (`StepState
 the same random numbers. Hooks between forward and backward have run and are not repeated.
 
 The micro-batch is not run again where user code could tell the difference: where hooks of the module run between
-forward and backward, where hooks of modules or parameters run in backward, where parameters or the batch were changed
-in place. Then the error is raised as before, with a note of the reason.
+forward and backward or callbacks set its attributes there, where hooks of modules or parameters run in backward, where
+parameters or the batch were changed in place. Then the error is raised as before, with a note of the reason.
 """
 
 import contextlib
@@ -60,9 +60,12 @@ class MicroBatchRetry:
         self._forward = forward
         self._save_memory = save_memory
         self._states = states
-        self._offloaded = set() if states is None else states.parameters
-        self._state: StepState | None = StepState(self._module, inputs, trainer._results, self._offloaded)
-        self._gradients = _Gradients(self._resident())
+        offloaded = set() if states is None else states.parameters
+        self._state: StepState | None = StepState(self._module, inputs, trainer._results, offloaded)
+        self._leaves = self._state.leaves
+        self._gradients = _Gradients(self._leaves)
+        self._attributes: dict[str, Any] = {}
+        """Attributes of the module after the first `training_step`."""
         self._output: Any = None
         """Result of `training_step`, whose graph is dropped before a second attempt."""
 
@@ -71,6 +74,7 @@ class MicroBatchRetry:
         assert self._state is not None
         try:
             self._output = self._forward()
+            self._attributes = dict(vars(self._module))
             return self._output
         except torch.OutOfMemoryError as error:
             obstacle = self._gradients.obstacle() or self._obstacle()
@@ -94,12 +98,15 @@ class MicroBatchRetry:
             scale: returns a scaled loss.
         """
         random = RandomState()
-        self._gradients = _Gradients(self._resident())
+        self._gradients = _Gradients(self._leaves)
+        changed = self._attribute_set_since_forward()
         try:
             run(losses[1])
             return
         except torch.OutOfMemoryError as error:
             obstacle = self._obstacle_in_backward(losses[1])
+            if changed is not None and obstacle is None:
+                obstacle = f"a hook before backward has set `{changed}` of the module"
             if obstacle is not None:
                 _refuse(error, obstacle)
                 raise
@@ -151,11 +158,19 @@ class MicroBatchRetry:
                 return f"`{name}` of the module can't be run again"
         if any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
             return "hooks of modules have run in backward"
-        if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._resident()):
+        if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in self._leaves):
             return "hooks of parameters have run in backward"
         if self._gradients.accumulated() and _has_nested_backward(loss):
             return "gradients of a backward within backward were accumulated"
         return self._obstacle()
+
+    def _attribute_set_since_forward(self) -> str | None:
+        """Returns an attribute of the module that callbacks have set, and that a second attempt would reset, if any."""
+        before, self._attributes = self._attributes, {}  # its tensors may keep the graph alive
+        for name, value in vars(self._module).items():
+            if value is not before.get(name) and name != "_current_fx_name":  # Lightning sets it for each hook
+                return name
+        return None
 
     def _obstacle(self) -> str | None:
         """Returns why the state before the micro-batch can't be restored; `None`: it can."""
@@ -164,16 +179,12 @@ class MicroBatchRetry:
             return "gradients or weights of offloaded parameters have changed"
         return self._state.obstacle()
 
-    def _resident(self) -> list[nn.Parameter]:
-        """Returns the parameters that are not offloaded, which alone may be read here."""
-        return [parameter for parameter in self._module.parameters() if parameter not in self._offloaded]
-
 
 class _Gradients:
-    """The gradients of parameters before a backward."""
+    """The gradients of parameters, and of other leaves of graphs, before a backward."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
         self._before = [(one, one.grad, 0 if one.grad is None else one.grad._version) for one in trained]
         self._complete: list[tuple[Tensor, Tensor]] = []
         """Parameters, and their gradients to which the failed backward has added its own."""

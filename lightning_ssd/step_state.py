@@ -3,16 +3,24 @@
 It consists of the states of random number generators, and of everything that is reachable from the module and from the
 batch: attributes, buffers, states of metrics, and the containers and objects that attributes refer to. Lightning's
 logged values are recorded, too. Tensors are copied to the host. Large tensors, the batch's and parameters are not
-copied: their version counters tell whether they were changed, and then the state can't be restored. Global variables,
-files and loggers are not recorded.
+copied: their version counters tell whether they were changed, and then the state can't be restored. Nor can it with
+large NumPy arrays that may be written, which have no counters. Global variables, files and loggers are not recorded.
 """
 
+import argparse
 import io
 import random
 import sys
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -22,7 +30,10 @@ from torch import Tensor, nn
 from lightning_ssd._lightning import fabric, pl
 
 COPIED = 2**24
-"""Bytes of the largest tensor that is copied."""
+"""Bytes of the largest tensor or array that is copied."""
+
+COPIED_IN_ALL = 2**26
+"""Most bytes of tensors and arrays that are copied."""
 
 _LOGGED_BY = "training_step."
 """Prefix of the keys of values that a `training_step` has logged."""
@@ -37,6 +48,9 @@ _ATOMS = (
 )  # fmt: skip
 """Types of objects that have no state, or whose state no `training_step` changes."""
 
+_HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
+"""Python's own classes whose attributes are a user's values."""
+
 
 class StepState:
     """The present state of a training.
@@ -46,6 +60,10 @@ class StepState:
         inputs: arguments of its `training_step`.
         logged: values that were logged, by their key.
         offloaded: offloaded parameters, which are not recorded.
+
+    Attributes:
+        leaves: tensors whose gradients a backward may accumulate, without the offloaded ones. Gradients are not
+            recorded here, as they are dropped between forward and backward.
     """
 
     def __init__(
@@ -53,18 +71,22 @@ class StepState:
     ) -> None:
         self.random = RandomState()
         self._logged = logged
+        self.leaves: list[Tensor] = []
         self._keys = {} if logged is None else {k: v for k, v in logged.items() if k.startswith(_LOGGED_BY)}
         self._restores: list[Callable[[], None]] = []
         self._compared: list[tuple[Tensor, int]] = []
         """Tensors that are not copied, and their versions."""
         self._opaque: type | None = None
-        """Class of an iterator or file, whose position can't be restored; `None`: there is none."""
+        """Class of an iterator, file or large array, which can't be restored; `None`: there is none."""
+        self._copied = 0
+        """Bytes that were copied."""
         self._seen: dict[int, object] = {}
         """Recorded objects by their identity; the values keep them alive."""
         for parameter in module.parameters():
             self._seen[id(parameter)] = parameter
             if parameter not in offloaded:
                 self._compared.append((parameter, parameter._version))
+                self.leaves.append(parameter)
         with torch._C._DisableTorchDispatch():  # modes of the user see no copies
             self._record([module, *self._keys.values()], copy=True)
             self._record([inputs], copy=False)
@@ -101,8 +123,8 @@ class StepState:
             self._record_tensor(value, copy=copy)
             return ()
         if isinstance(value, np.ndarray):
-            array = value.copy()
-            self._restores.append(lambda: np.copyto(value, array))
+            if value.flags.writeable:  # others may be mapped files
+                self._record_array(value)
             return ()
         if (restore := _restore_generator(value)) is not None:
             self._restores.append(restore)
@@ -129,13 +151,34 @@ class StepState:
             self._restores.append(lambda: _refill(attributes, before))
             module = isinstance(value, nn.Module)
             referred += [each for name, each in before.items() if not (module and name.endswith("_hooks"))]
+        if slots := _slots(type(value)):
+            given = {slot: slot.__get__(value) for slot in slots if _is_set(slot, value)}
+            self._restores.append(lambda: _refill_slots(value, slots, given))
+            referred += given.values()
         return referred
 
+    def _may_copy(self, nbytes: int) -> bool:
+        """Returns whether a tensor or array of `nbytes` may be copied, and if so, counts it."""
+        if nbytes > COPIED or self._copied + nbytes > COPIED_IN_ALL:
+            return False
+        self._copied += nbytes
+        return True
+
+    def _record_array(self, array: Any) -> None:
+        if not self._may_copy(array.nbytes):
+            self._opaque = type(array)
+            return
+        before = array.copy()
+        self._restores.append(lambda: np.copyto(array, before))
+
     def _record_tensor(self, tensor: Tensor, *, copy: bool) -> None:
+        if tensor.is_inference():
+            return
+        if tensor.is_leaf:
+            self.leaves.append(tensor)
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.grad_fn is None
-        if not (copy and plain and not tensor.is_inference() and tensor.nbytes <= COPIED):
-            if not tensor.is_inference():
-                self._compared.append((tensor, tensor._version))
+        if not (copy and plain and self._may_copy(tensor.nbytes)):
+            self._compared.append((tensor, tensor._version))
             return
         data = tensor.data
         before = data.cpu() if data.device.type != "cpu" else data.clone()
@@ -158,16 +201,47 @@ class RandomState:
         fabric.utilities.seed._set_rng_states(dict(self._states))
 
 
-def _attributes(value: object) -> dict[str, Any] | None:
-    """Returns the attributes of an object that are recorded; `None`: none are.
+def _is_recorded(kind: type) -> bool:
+    """Returns whether attributes of objects of a class are recorded.
 
-    Objects of Python's own classes, such as threads and locks, are not recorded, nor are those of this package.
+    Those of Python's own classes, such as threads and locks, are not, nor are those of this package.
     """
-    package = type(value).__module__.partition(".")[0]
-    if package in sys.stdlib_module_names or (package == "lightning_ssd" and not isinstance(value, nn.Module)):
-        return None
+    package = kind.__module__.partition(".")[0]
+    if package == "lightning_ssd":
+        return issubclass(kind, nn.Module)
+    return package not in sys.stdlib_module_names or kind in _HOLDERS
+
+
+def _attributes(value: object) -> dict[str, Any] | None:
+    """Returns the attributes of an object that are recorded; `None`: none are."""
     attributes = getattr(value, "__dict__", None)
-    return attributes if isinstance(attributes, dict) else None
+    return attributes if isinstance(attributes, dict) and _is_recorded(type(value)) else None
+
+
+def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
+    """Returns the `__slots__` of a class that are recorded."""
+    if not _is_recorded(kind):
+        return ()
+    owners = [vars(owner) for owner in kind.__mro__ if "__slots__" in vars(owner)]
+    return tuple(each for owner in owners for each in owner.values() if isinstance(each, MemberDescriptorType))
+
+
+def _is_set(slot: MemberDescriptorType, value: object) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
+
+
+def _refill_slots(
+    value: object, slots: tuple[MemberDescriptorType, ...], given: dict[MemberDescriptorType, Any]
+) -> None:
+    for slot in slots:
+        if slot in given:
+            slot.__set__(value, given[slot])
+        elif _is_set(slot, value):
+            slot.__delete__(value)
 
 
 def _restore_generator(value: Any) -> Callable[[], None] | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +22,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
+from lightning_ssd.callbacks import auto_planner
+from lightning_ssd.step_state import COPIED
 from tests.support.compare import assert_same
 from tests.support.limited_memory import LimitedMemory
 from tests.support.meter import Meter, use
@@ -180,6 +183,39 @@ def test_numbers_logs_and_hooks_are_those_of_a_training_with_enough_memory(
     assert_equal(train("auto", **how), run)
 
 
+@dataclass(slots=True)
+class Slots:
+    calls: int = 0
+
+
+class OtherState(Stateful):
+    """State in slots and in a namespace, an array that may only be read, and a trained tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots, self.names, self.tokens = Slots(), SimpleNamespace(calls=0), np.ones(4)
+        self.tokens.flags.writeable = False
+        self.prompt = torch.ones(WIDTH, requires_grad=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.slots.calls += 1
+        self.names.calls += 1
+        output = super().training_step(batch, batch_idx)
+        output["loss"] = output["loss"] + (self.prompt * batch).square().mean()
+        self.seen += [self.slots.calls, self.names.calls, *self.prompt.tolist()]
+        return output
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*self.parameters(), self.prompt], lr=1e-2)
+
+
+@pytest.mark.parametrize("allocation", [10, 50])
+def test_state_of_slots_and_namespaces_and_gradients_of_other_tensors_are_restored(allocation: int) -> None:
+    run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), module=OtherState, batches=3)
+    assert run.failures == 1
+    assert_equal(train("auto", module=OtherState, batches=3), run)
+
+
 @pytest.mark.thorough
 @settings(max_examples=40, deadline=None)
 @given(
@@ -192,12 +228,14 @@ def test_numbers_logs_and_hooks_are_those_of_a_training_with_enough_memory(
 def test_any_allocation_may_fail(
     failures: dict[int, int], accumulate: int, meter: Meter, checkpointing: bool | None, precision: str
 ) -> None:
-    """At most one of each micro-batch: a second failure is an error."""
+    """At most one of each micro-batch: a second failure is an error. All micro-batches are prepared for one."""
     how: dict[str, Any] = {"accumulate": accumulate, "module": lambda: Stateful(checkpointing), "precision": precision}
     how["batches"] = 12
     run = None
     try:
-        run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(auto_planner, "PROVEN", 2 * how["batches"])
+            run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
     except torch.OutOfMemoryError as error:
         # Reentrant checkpointing accumulates gradients in several backwards.
         assert checkpointing and accumulate > 1 and "could not be run again" in str(error.__notes__)
@@ -300,6 +338,13 @@ class SeesBackward(Stateful):
         self.number += 1
 
 
+class CalledBeforeBackward(Stateful):
+    """A callback sets an attribute before backward."""
+
+    def configure_callbacks(self) -> pl.Callback:
+        return pl.callbacks.LambdaCallback(on_before_backward=lambda _, module, loss: setattr(module, "number", 1))
+
+
 class ChangesParameters(Stateful):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -313,12 +358,20 @@ class Reads(Stateful):
         self.more = iter(range(100))
 
 
+class WritesLargeArray(Stateful):
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = np.zeros(COPIED // 8 + 1)
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
         (SeesBackward, "`on_before_backward` of the module"),
+        (CalledBeforeBackward, "set `number` of the module"),
         (ChangesParameters, "changed a parameter"),
         (Reads, "range_iterator"),
+        (WritesLargeArray, "ndarray"),
     ],
 )
 def test_what_a_user_would_see_twice_is_not_run_again(module: Any, reason: str) -> None:
