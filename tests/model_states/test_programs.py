@@ -210,6 +210,10 @@ def check(path: Path, parts: list[Build], code: Any, training: Any, places: tupl
     plain = run(path, parts, code, training, None)
     for states in places:
         found = run(path, parts, code, training, states)
+        if training["precision"] == "bf16-mixed" and "modified by an inplace operation" in str(found):
+            # Plain Lightning has saved a cast of the weight, which a write after the forward does not change.
+            assert any(hook == "on_before_zero_grad" for hook, _ in code)
+            continue
         if isinstance(plain, RuntimeError) or isinstance(found, RuntimeError):
             assert type(found) is type(plain), (found, plain)
         else:
