@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd._lightning import fabric, pl
+from lightning_ssd.interrupts import uninterrupted
 
 COPIED = 2**24
 """Bytes of the largest tensor or array that is copied."""
@@ -97,6 +98,7 @@ class StepState:
             return "`training_step` has changed a parameter, its batch, or a large tensor in place"
         return None if self._opaque is None else f"`training_step` may have read or written a {self._opaque.__name__}"
 
+    @uninterrupted  # a module with a part of its attributes could not even be saved
     def restore(self) -> None:
         """Restores the state, if there is no obstacle."""
         if self._logged is not None:

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.step_state import StepState
 from tests.support.states import offloading
 from tests.support.trainings import batches, make_trainer, nothing_left, small_model  # noqa: F401
 
@@ -67,6 +69,22 @@ def test_an_error_has_priority_and_other_handlers_are_kept() -> None:
     thread = threading.Thread(target=uninterrupted(lambda: None))  # which may set no handler
     thread.start()
     thread.join()
+
+
+class Presses(dict[str, int]):
+    def __setitem__(self, key: str, value: int) -> None:
+        press()
+        super().__setitem__(key, value)
+
+
+def test_the_state_before_a_micro_batch_is_restored_as_a_whole() -> None:
+    module = pl.LightningModule()
+    module.counts = Presses(first=1)
+    state = StepState(module, (), None, set())
+    module.counts.clear()
+    with pytest.raises(KeyboardInterrupt):
+        state.restore()
+    assert module.counts == {"first": 1}
 
 
 @pytest.mark.parametrize("owner, method", [(StateStore, "restore_to_cpu"), (GradientOffloader, "hand_over")])
