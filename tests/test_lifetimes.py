@@ -40,6 +40,16 @@ def test_weights_gradients_and_states_have_the_models_bytes(gpt: LifetimeProfile
     assert phases == {"optimizer"}
 
 
+def test_weights_of_16_bits_have_as_many_elements(gpt: LifetimeProfile) -> None:
+    config = cli._read_recipe(str(ROOT / "recipes/gpt.yaml"), ["--trainer.precision=bf16-true"], run=False)
+    found = dry_run.profile_lifetimes(config, H100, [BATCH])
+    nbytes, numel = (
+        [sum(one.nbytes // size(one) for one in profile.tensors if one.kind == "weight") for profile in (gpt, found)]
+        for size in (lambda one: 1, lambda one: one.itemsize)
+    )
+    assert nbytes[0] > 1.9 * nbytes[1] and numel[0] == numel[1]
+
+
 def test_lifetimes_follow_the_step(gpt: LifetimeProfile) -> None:
     """Gradients are allocated in backward, saved tensors in forward; a weight is used in all three phases."""
     phase = [one.phase for one in gpt.operators]

@@ -124,93 +124,93 @@ INLINE void fence(void) {
 #endif
 }
 
-/* Defines a function over `count` items: threads share the items, and an item is one vectorised loop, or two with a call of
-   `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by ordinary
-   stores; or, past the caches or of some arrays only, one block at a time through a buffer that fits into the first
-   cache. */
-#define ARRAYS(WEIGHT, MASTER, GRADIENT)                                                                       \
-    const WEIGHT *weights_in, const MASTER *master_in, const float *m_in, const float *v_in, WEIGHT *weights,    \
+/* Defines a function over `count` items: threads share the items, and an item is one vectorised loop, or two with a
+   call of `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by
+   ordinary stores; or, past the caches or of some arrays only, one block at a time through a buffer that fits into the
+   first cache. */
+#define ARRAYS(WEIGHT, MASTER, GRADIENT)                                                                      \
+    const WEIGHT *weights_in, const MASTER *master_in, const float *m_in, const float *v_in, WEIGHT *weights, \
         MASTER *master, float *m, float *v, const GRADIENT *gradient
 #define GIVEN weights_in, master_in, m_in, v_in, weights, master, m, v, gradient
 #define SHIFTED(BY) weights_in + BY, master_in + BY, m_in + BY, v_in + BY
-#define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                              \
-    INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,   \
-                             int decoupled, int tail) {                                                      \
-        _Pragma("GCC ivdep")                                                                                 \
-        for (int64_t i = start; i < end; i++) {                                                              \
-            float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                     \
-            float first = first_moment(m_in[i], g, &s);                                                      \
-            float second = tail ? second_moment_in_tail(v_in[i], g, &s) : second_moment(v_in[i], g, &s);     \
-            m[i] = first;                                                                                    \
-            v[i] = second;                                                                                   \
-            p = stepped(p, first, sqrtf(second), &s, decoupled);                                             \
-            STORE;                                                                                           \
-        }                                                                                                    \
-    }                                                                                                        \
-    INLINE void NAME##_block(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,   \
-                             int decoupled) {                                                                \
-        float roots[BLOCK];                                                                                  \
-        _Pragma("GCC ivdep")                                                                                 \
-        for (int64_t i = start; i < end; i++) {                                                              \
-            float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                     \
-            m[i] = first_moment(m_in[i], g, &s);                                                             \
-            v[i] = second_moment(v_in[i], g, &s);                                                            \
-        }                                                                                                    \
-        s.root((int)(end - start), v + start, roots, MKL_MODE);                                              \
-        _Pragma("GCC ivdep")                                                                                 \
-        for (int64_t i = start; i < end; i++) {                                                              \
-            float p = stepped(LOAD_MASTER, m[i], roots[i - start], &s, decoupled);                           \
-            STORE;                                                                                           \
-        }                                                                                                    \
-    }                                                                                                        \
-    INLINE void NAME##_past(int64_t start, int64_t stop, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,   \
-                            int decoupled, int tail) {                                                       \
-        __attribute__((aligned(64))) float new_m[BLOCK], new_v[BLOCK];                                       \
-        __attribute__((aligned(64))) MASTER new_master[BLOCK];                                                   \
-        __attribute__((aligned(64))) WEIGHT new_weights[BLOCK];                                              \
-        for (; start < stop; start += BLOCK) {                                                               \
-            int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                  \
-            if (s.root)                                                                                      \
-                NAME##_block(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                  \
-                             gradient + start, s, decoupled);                                                \
-            else                                                                                             \
-                NAME##_range(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                  \
-                             gradient + start, s, decoupled, tail);                                          \
-            if (s.parts & MOMENTS) {                                                                         \
-                put(m + start, new_m, count * sizeof *m, s.past_caches);                                     \
-                put(v + start, new_v, count * sizeof *v, s.past_caches);                                     \
-            }                                                                                                \
+#define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                             \
+    INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
+                             int decoupled, int tail) {                                                       \
+        _Pragma("GCC ivdep")                                                                                  \
+        for (int64_t i = start; i < end; i++) {                                                               \
+            float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                      \
+            float first = first_moment(m_in[i], g, &s);                                                       \
+            float second = tail ? second_moment_in_tail(v_in[i], g, &s) : second_moment(v_in[i], g, &s);      \
+            m[i] = first;                                                                                     \
+            v[i] = second;                                                                                    \
+            p = stepped(p, first, sqrtf(second), &s, decoupled);                                              \
+            STORE;                                                                                            \
+        }                                                                                                     \
+    }                                                                                                         \
+    INLINE void NAME##_block(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
+                             int decoupled) {                                                                 \
+        float roots[BLOCK];                                                                                   \
+        _Pragma("GCC ivdep")                                                                                  \
+        for (int64_t i = start; i < end; i++) {                                                               \
+            float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                      \
+            m[i] = first_moment(m_in[i], g, &s);                                                              \
+            v[i] = second_moment(v_in[i], g, &s);                                                             \
+        }                                                                                                     \
+        s.root((int)(end - start), v + start, roots, MKL_MODE);                                               \
+        _Pragma("GCC ivdep")                                                                                  \
+        for (int64_t i = start; i < end; i++) {                                                               \
+            float p = stepped(LOAD_MASTER, m[i], roots[i - start], &s, decoupled);                            \
+            STORE;                                                                                            \
+        }                                                                                                     \
+    }                                                                                                         \
+    INLINE void NAME##_past(int64_t start, int64_t stop, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
+                            int decoupled, int tail) {                                                        \
+        __attribute__((aligned(64))) float new_m[BLOCK], new_v[BLOCK];                                        \
+        __attribute__((aligned(64))) MASTER new_master[BLOCK];                                                \
+        __attribute__((aligned(64))) WEIGHT new_weights[BLOCK];                                               \
+        for (; start < stop; start += BLOCK) {                                                                \
+            int64_t end = stop - start < BLOCK ? stop : start + BLOCK, count = end - start;                   \
+            if (s.root)                                                                                       \
+                NAME##_block(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
+                             gradient + start, s, decoupled);                                                 \
+            else                                                                                              \
+                NAME##_range(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
+                             gradient + start, s, decoupled, tail);                                           \
+            if (s.parts & MOMENTS) {                                                                          \
+                put(m + start, new_m, count * sizeof *m, s.past_caches);                                      \
+                put(v + start, new_v, count * sizeof *v, s.past_caches);                                      \
+            }                                                                                                 \
             if (s.parts & MASTERS && (void *)master != (void *)weights)                                       \
-                put(master + start, new_master, count * sizeof *master, s.past_caches);                            \
-            if (s.parts & WEIGHTS)                                                                           \
-                put(weights + start, new_weights, count * sizeof *weights, s.past_caches);                   \
-        }                                                                                                    \
-    }                                                                                                        \
-    INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled) {    \
-        if (s.past_caches || s.parts != ALL) {                                                                  \
-            int64_t tail = s.root ? item.end : item.tail;                                                    \
-            NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                           \
-            NAME##_past(tail, item.end, GIVEN, s, decoupled, 1);                                             \
-            fence();                                                                                         \
-        } else if (s.root) {                                                                                 \
-            for (int64_t start = item.start; start < item.end; start += BLOCK) {                             \
-                int64_t end = item.end - start < BLOCK ? item.end : start + BLOCK;                           \
-                NAME##_block(start, end, GIVEN, s, decoupled);                                               \
-            }                                                                                                \
-        } else {                                                                                             \
-            NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0);                                     \
-            NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1);                                       \
-        }                                                                                                    \
-    }                                                                                                        \
-    void NAME(int64_t count, const Item *items, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings *settings) {  \
-        const Settings s = *settings;                                                                        \
-        _Pragma("omp parallel for schedule(dynamic) if(count > 1) num_threads(s.threads)")                   \
-        for (int64_t index = 0; index < count; index++) {                                                    \
-            if (s.decoupled)                                                                                 \
-                NAME##_item(items[index], GIVEN, s, 1);                                                      \
-            else                                                                                             \
-                NAME##_item(items[index], GIVEN, s, 0);                                                      \
-        }                                                                                                    \
+                put(master + start, new_master, count * sizeof *master, s.past_caches);                       \
+            if (s.parts & WEIGHTS)                                                                            \
+                put(weights + start, new_weights, count * sizeof *weights, s.past_caches);                    \
+        }                                                                                                     \
+    }                                                                                                         \
+    INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled) {   \
+        if (s.past_caches || s.parts != ALL) {                                                                \
+            int64_t tail = s.root ? item.end : item.tail;                                                     \
+            NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                            \
+            NAME##_past(tail, item.end, GIVEN, s, decoupled, 1);                                              \
+            fence();                                                                                          \
+        } else if (s.root) {                                                                                  \
+            for (int64_t start = item.start; start < item.end; start += BLOCK) {                              \
+                int64_t end = item.end - start < BLOCK ? item.end : start + BLOCK;                            \
+                NAME##_block(start, end, GIVEN, s, decoupled);                                                \
+            }                                                                                                 \
+        } else {                                                                                              \
+            NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0);                                      \
+            NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1);                                        \
+        }                                                                                                     \
+    }                                                                                                         \
+    void NAME(int64_t count, const Item *items, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings *settings) { \
+        const Settings s = *settings;                                                                         \
+        _Pragma("omp parallel for schedule(dynamic) if(count > 1) num_threads(s.threads)")                    \
+        for (int64_t index = 0; index < count; index++) {                                                     \
+            if (s.decoupled)                                                                                  \
+                NAME##_item(items[index], GIVEN, s, 1);                                                       \
+            else                                                                                              \
+                NAME##_item(items[index], GIVEN, s, 0);                                                       \
+        }                                                                                                     \
     }
 
 /* fp32 weights, which are their own masters: `master` is not used. */

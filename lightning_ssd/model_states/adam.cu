@@ -42,23 +42,23 @@ static __device__ __forceinline__ float stepped(float p, float g, float *m, floa
 }
 
 /* Defines a function that steps `count` elements from `start` on, in place. */
-#define DEFINE(NAME, WEIGHT, KEPT, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                              \
-    extern "C" __global__ void NAME(long long start, long long count, WEIGHT *weights, KEPT *kept, float *m, \
-                                    float *v, const GRADIENT *gradient, const Settings s) {                  \
-        long long stride = (long long)gridDim.x * blockDim.x;                                                \
-        for (long long i = start + (long long)blockIdx.x * blockDim.x + threadIdx.x; i < start + count;      \
-             i += stride) {                                                                                  \
-            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, m + i, v + i, &s);                                 \
-            STORE;                                                                                           \
-        }                                                                                                    \
+#define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                                \
+    extern "C" __global__ void NAME(long long start, long long count, WEIGHT *weights, MASTER *master, float *m, \
+                                    float *v, const GRADIENT *gradient, const Settings s) {                      \
+        long long stride = (long long)gridDim.x * blockDim.x;                                                    \
+        for (long long i = start + (long long)blockIdx.x * blockDim.x + threadIdx.x; i < start + count;          \
+             i += stride) {                                                                                      \
+            float p = stepped(LOAD_MASTER, LOAD_GRADIENT, m + i, v + i, &s);                                     \
+            STORE;                                                                                               \
+        }                                                                                                        \
     }
 
 DEFINE(adam_fp32, float, float, float, weights[i], gradient[i], weights[i] = p)
 
-#define STORE_WHOLE { kept[i] = p; weights[i] = as_bf16(p); }
-DEFINE(adam_whole_bf16, unsigned short, float, unsigned short, kept[i], as_float((unsigned)gradient[i] << 16), STORE_WHOLE)
-DEFINE(adam_whole_fp32, unsigned short, float, float, kept[i], gradient[i], STORE_WHOLE)
+#define STORE_WHOLE { master[i] = p; weights[i] = as_bf16(p); }
+DEFINE(adam_whole_bf16, unsigned short, float, unsigned short, master[i], as_float((unsigned)gradient[i] << 16), STORE_WHOLE)
+DEFINE(adam_whole_fp32, unsigned short, float, float, master[i], gradient[i], STORE_WHOLE)
 
-#define STORE_SPLIT { unsigned bits = splittable(p); weights[i] = (unsigned short)((bits + 0x8000u) >> 16); kept[i] = (short)bits; }
-DEFINE(adam_split_bf16, unsigned short, short, unsigned short, join(weights[i], kept[i]), as_float((unsigned)gradient[i] << 16), STORE_SPLIT)
-DEFINE(adam_split_fp32, unsigned short, short, float, join(weights[i], kept[i]), gradient[i], STORE_SPLIT)
+#define STORE_SPLIT { unsigned bits = splittable(p); weights[i] = (unsigned short)((bits + 0x8000u) >> 16); master[i] = (short)bits; }
+DEFINE(adam_split_bf16, unsigned short, short, unsigned short, join(weights[i], master[i]), as_float((unsigned)gradient[i] << 16), STORE_SPLIT)
+DEFINE(adam_split_fp32, unsigned short, short, float, join(weights[i], master[i]), gradient[i], STORE_SPLIT)
