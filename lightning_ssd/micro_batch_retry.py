@@ -61,7 +61,10 @@ class MicroBatchRetry:
         self._save_memory = save_memory
         self._states = states
         offloaded = set() if states is None else states.parameters
-        self._state: StepState | None = StepState(self._module, inputs, trainer._results, offloaded)
+        groups = [optimizer.param_groups for optimizer in trainer.optimizers]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        reached = (inputs, groups, schedulers)
+        self._state: StepState | None = StepState(self._module, reached, trainer._results, offloaded)
         self._leaves = self._state.leaves
         self._gradients = _Gradients(self._leaves)
         self._attributes: dict[str, Any] = {}

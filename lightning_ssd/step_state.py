@@ -1,10 +1,11 @@
 """`StepState`: the state that a `training_step` may change, recorded before it, and restored before it is run again.
 
-It consists of the states of random number generators, and of everything that is reachable from the module and from the
-batch: attributes, buffers, states of metrics, and the containers and objects that attributes refer to. Lightning's
-logged values are recorded, too. Tensors are copied to the host. Large tensors, the batch's and parameters are not
-copied: their version counters tell whether they were changed, and then the state can't be restored. Nor can it with
-large NumPy arrays that may be written, which have no counters. Global variables, files and loggers are not recorded.
+It consists of the states of random number generators, and of everything that is reachable from the module, the batch,
+parameter groups of optimizers and learning rate schedulers: attributes, buffers, states of metrics, and the containers
+and objects that attributes refer to. Lightning's logged values are recorded, too. Tensors are copied to the host. Large
+tensors, the batch's and parameters are not copied: their version counters tell whether they were changed, and then the
+state can't be restored. Nor can it with large NumPy arrays that may be written, which have no counters. Global
+variables, files and loggers are not recorded.
 """
 
 import argparse
@@ -58,7 +59,7 @@ class StepState:
 
     Args:
         module: the module.
-        inputs: arguments of its `training_step`.
+        inputs: arguments of its `training_step`, and what else it may reach: their tensors are not copied.
         logged: values that were logged, by their key.
         offloaded: offloaded parameters, which are not recorded.
 

@@ -189,7 +189,7 @@ class Slots:
 
 
 class OtherState(Stateful):
-    """State in slots and in a namespace, an array that may only be read, and a trained tensor that is no parameter."""
+    """State in slots, in a namespace and in a scheduler, a read-only array, and a trained tensor, no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,17 +200,19 @@ class OtherState(Stateful):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.slots.calls += 1
         self.names.calls += 1
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         output = super().training_step(batch, batch_idx)
         output["loss"] = output["loss"] + (self.prompt * batch).square().mean()
         self.seen += [self.slots.calls, self.names.calls, *self.prompt.tolist()]
         return output
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([*self.parameters(), self.prompt], lr=1e-2)
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([*self.parameters(), self.prompt], lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
 
 
 @pytest.mark.parametrize("allocation", [10, 50])
-def test_state_of_slots_and_namespaces_and_gradients_of_other_tensors_are_restored(allocation: int) -> None:
+def test_state_of_other_objects_and_gradients_of_other_tensors_are_restored(allocation: int) -> None:
     run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), module=OtherState, batches=3)
     assert run.failures == 1
     assert_equal(train("auto", module=OtherState, batches=3), run)
