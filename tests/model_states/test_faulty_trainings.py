@@ -148,7 +148,7 @@ def check_transfer(root: Path, chance: random.Random) -> bool:
     return backend.failed > 0
 
 
-FEW_OR_MANY = pytest.mark.parametrize("seed, number", [(0, 4), pytest.param(1, 60, marks=pytest.mark.thorough)])
+FEW_OR_MANY = pytest.mark.parametrize("seed, number", [(0, 4), pytest.param(1, 16, marks=pytest.mark.thorough)])
 
 
 @FEW_OR_MANY
@@ -226,7 +226,7 @@ def test_errors_of_user_code(tmp_path: Path, seed: int, number: int) -> None:
     assert any([check_user(tmp_path, chance) for _ in range(number)])
 
 
-@pytest.mark.parametrize("seed, kills", [(0, 2), pytest.param(1, 60, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seed, kills", [(0, 2), pytest.param(1, 12, marks=pytest.mark.thorough)])
 def test_kills_at_any_call(tmp_path: Path, seed: int, kills: int) -> None:
     """By SIGKILL, of runs that are recorded; the process that forks them has no other threads."""
     module, call = "tests.support.faulty_trainings", f"kill(Path({str(tmp_path)!r}), {seed}, {kills})"
