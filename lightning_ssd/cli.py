@@ -455,7 +455,7 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="show when each tensor of a training step is used, without training",
         description="Traces a recipe's training step without memory, operator by operator, and shows how long its "
         "tensors are active and inactive on a GPU that has room for all of them. `--out` saves the lifetimes, and "
-        "draws active bytes, inactive periods and memory by class. The callback ModelProfiler measures them in a run.",
+        "draws active bytes, inactive periods and memory by class.",
         usage="%(prog)s [-h] RECIPE [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...]",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as for `run`")

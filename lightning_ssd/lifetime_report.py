@@ -110,7 +110,7 @@ def draw_active(axes: Any, lifetimes: LifetimeProfile, hardware: HardwareProfile
 
 
 def draw_inactive(axes: Any, lifetimes: LifetimeProfile, hardware: HardwareProfile) -> None:
-    """Draws each inactive period against the size of its tensor, with lines of what drives and link migrate in it."""
+    """Draws inactive periods against tensor sizes, with lines of the bytes that drives and link migrate in a period."""
     for kind in CLASSES:
         of_kind = [
             (period.seconds, lifetimes.tensors[period.tensor].nbytes)

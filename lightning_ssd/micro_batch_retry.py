@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd._lightning import pl
+from lightning_ssd.activations import backward_nodes
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.step_state import RandomState, StepState
 
@@ -293,17 +293,7 @@ def _place(error: BaseException, module: nn.Module) -> str:
 
 def _has_nested_backward(loss: Tensor) -> bool:
     """Returns whether nodes of a graph run a backward of their own, as reentrant checkpointing does."""
-    seen: set[Node] = set()
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if "Checkpoint" in node.name():
-            return True
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-    return False
+    return any("Checkpoint" in node.name() for node in backward_nodes(loss))
 
 
 def _refuse(error: BaseException, obstacle: str) -> None:

@@ -1,5 +1,6 @@
 """Offloads and recomputes tensors that autograd saves for backward. Knows autograd and `storage`, not Lightning."""
 
+from lightning_ssd.activations.backward_graph import backward_nodes
 from lightning_ssd.activations.config import OffloadConfig, make_offloader
 from lightning_ssd.activations.graph import ForwardGraph, Saved
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError, OffloadStats
@@ -27,6 +28,7 @@ __all__ = [
     "ActivationOffloader",
     "UnitCall",
     "UnitDispatchMode",
+    "backward_nodes",
     "make_schedule",
     "make_offloader",
     "mark_weights",

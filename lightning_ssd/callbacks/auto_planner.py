@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.autograd.graph import Node
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
@@ -16,6 +15,7 @@ from lightning_ssd.activations import (
     OffloadPolicy,
     PlacementPolicy,
     ResidentLimit,
+    backward_nodes,
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
@@ -428,14 +428,4 @@ def _name(offloader: ActivationOffloader) -> str:
 
 def _has_compiled_nodes(loss: Tensor) -> bool:
     """Returns whether the graph of a loss has nodes of `torch.compile`."""
-    seen: set[Node] = set()
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().startswith("CompiledFunction"):
-            return True
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-    return False
+    return any(node.name().startswith("CompiledFunction") for node in backward_nodes(loss))

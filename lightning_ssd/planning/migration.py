@@ -341,7 +341,7 @@ class _Transfers:
         return max(longest, total / self._link)
 
     def advance(self, seconds: float, due: int) -> dict[int, float]:
-        """Transfers for so many seconds, first what operators up to `due` wait for. Returns the bytes of each drive."""
+        """Transfers for `seconds`, first tensors that operators up to `due` need. Returns the bytes of each drive."""
         carried: dict[int, float] = {}
         if not self.left:
             return carried
@@ -382,7 +382,7 @@ class _Simulation:
         self.begin: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """(due, bytes, drive) of the prefetches that begin with an operator."""
         self.end: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """The same of the offloads that begin at the end of an operator."""
+        """(due, bytes, drive) of the offloads that begin at the end of an operator."""
         self.recomputed = 0.0
         for migration in plan.migrations:
             self._add(migration)

@@ -210,7 +210,7 @@ def _tensor(number: int, lifetime: _Lifetime, backward_start: int, last: int) ->
 
     Args:
         number: id of the tensor.
-        lifetime: what was recorded.
+        lifetime: recorded uses, allocation and death of the tensor.
         backward_start: the first operator of the backward.
         last: the last operator of the step.
     """

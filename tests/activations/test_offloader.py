@@ -550,7 +550,7 @@ def test_marked_weights_are_never_offloaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("offload", "stored"), [("none", 0), (0.0, 0), (0.5, 2), ("8KiB", 2), ("8191B", 1), (1.0, 4)])
 def test_amount(tmp_path: Path, offload: Any, stored: int) -> None:
-    """Of four storages of 4 KiB, `offload` bytes are stored."""
+    """`offload` bytes of four storages of 4 KiB are stored."""
     with open_cache(tmp_path, offload=offload) as cache:
         assert assert_same_gradients(cache, _chain(4), randn(32, 32)) == stored * 4 * KIB
         assert cache.stats().saved == 4 * 4 * KIB

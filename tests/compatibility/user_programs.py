@@ -508,7 +508,7 @@ class FreezesBySchedule(Program):
 
 
 class Replaced(Program):
-    """A module is replaced between epochs, by one that nobody trains."""
+    """A module is replaced between epochs by one without trained parameters."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:

@@ -312,7 +312,7 @@ def test_data_that_is_set_while_weights_are_whole(tmp_path: Path, states: str) -
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("states", PLACES)
 def test_tensors_of_state_dicts_are_those_of_the_parameters(tmp_path: Path, states: str, precision: Any) -> None:
-    """One that is kept has the values of later steps, and what is written to it counts, as in plain torch."""
+    """A kept state dict has the values of later steps, and writes to its tensors count, as in plain torch."""
 
     def act(module: Any) -> Any:
         write_state_dict(module, 0, 1)
