@@ -12,10 +12,10 @@ Each command is one case:
     long:8b      the same by adapters over the 8B shape
 
 `long` runs with and without this package: `plain` is Lightning's own strategy with gradient checkpointing and whole
-logits, `ours` the defaults of `ssd_offload` and the loss in chunks. Sequences double from 32,768 until one fails, each
-in a process of its own. Step: median of the time from one step's begin to the next, after the warm-up. RAM: the most
-that was taken of what was free before the process began. Random tokens, the same in every step, so that the loss falls.
-Plain bf16-true has no fp32 masters, so that its states take less than ours.
+logits, `ours` the defaults of `ssd_offload` and the loss in chunks. Sequences double from `--shortest` until one fails,
+each in a process of its own. Step: median of the time from one step's begin to the next, after the warm-up. RAM: the
+most that was taken of what was free before the process began. Random tokens, the same in every step, so that the loss
+falls. Plain bf16-true has no fp32 masters, so that its states take less than ours.
 `--tiny` takes toy sizes on a CPU: a rehearsal of the script itself.
 """
 
@@ -32,7 +32,7 @@ from benchmarks.processes import cap_gpu_memory, run_alone
 
 CASES = ["full:8b", "lora:8b", "long:1.2b", "long:8b"]
 CONFIGS = Path(__file__).parents[1] / "configs" / "models"
-WARM_UP, STEPS = 2, 4
+WARM_UP = 2
 FIRST_LENGTH = 32768
 TINY: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                         "num_attention_heads": 8, "max_position_embeddings": 512}  # fmt: skip
@@ -62,7 +62,7 @@ def train(case: dict[str, Any], path: str) -> None:
         ids = torch.randint(0, 256, (case["batch"], case["length"]), generator=torch.Generator().manual_seed(0))
 
         def __len__(self) -> int:
-            return case["batch"] * (WARM_UP + STEPS)
+            return case["batch"] * (WARM_UP + case["steps"])
 
         def __getitem__(self, index: int) -> Tensor:
             return self.ids[index % case["batch"]]
@@ -132,7 +132,10 @@ def main() -> None:
     parser.add_argument("--path", default=".", help="directory on the SSD")
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--offload", default="auto", help="`offload=` of the strategy")
+    parser.add_argument("--modes", nargs="+", default=["plain", "ours"], choices=["plain", "ours"], help="of `long`")
+    parser.add_argument("--shortest", type=int, default=FIRST_LENGTH, help="tokens of the first sequence of `long`")
     parser.add_argument("--longest", type=int, default=2**20, help="tokens of the longest sequence to try")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps")
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -142,8 +145,12 @@ def main() -> None:
     results: dict[str, Any] = {}
     for text in arguments.cases:
         for case in runs_of(text, tiny=arguments.tiny):
+            if text.startswith("long") and case["mode"] not in arguments.modes:
+                continue
+            if text.startswith("long") and not arguments.tiny:
+                case["length"] = arguments.shortest
             while case["length"] <= arguments.longest:
-                result = run(case | {"offload": arguments.offload}, arguments.path)
+                result = run(case | {"offload": arguments.offload, "steps": arguments.steps}, arguments.path)
                 name = f"{text} {case['mode']} {case['batch']}x{case['length']}"
                 results[name] = result
                 if "error" in result:
