@@ -222,6 +222,7 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
             trainer.fit(model, DataLoader(data, batch_size=arguments.batch))
         except torch.OutOfMemoryError:
             probe.result = {"error": "out of memory"}
+    probe.result.setdefault("memory_budget", torch._functorch.config.activation_memory_budget)
     counters = torch._dynamo.utils.counters
     probe.result["graph_breaks"] = sum(counters["graph_break"].values())
     probe.result["graphs"] = counters["stats"]["unique_graphs"]
