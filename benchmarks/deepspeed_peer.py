@@ -19,8 +19,10 @@ from benchmarks.finetuned_models import MODELS, make_model, random_batch
 from benchmarks.processes import cap_gpu_memory
 
 
-def configuration(mode: str, batch: int, largest: int, path: str, clip: float) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration: bf16 weights, fp32 master weights and states.
+def configuration(
+    mode: str, batch: int, largest: int, path: str, clip: float, precision: str = "bf16"
+) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration.
 
     Args:
         mode: `"cpu"` or `"nvme"`.
@@ -28,6 +30,7 @@ def configuration(mode: str, batch: int, largest: int, path: str, clip: float) -
         largest: Elements of the largest parameter.
         path: Directory on the SSD.
         clip: Largest norm of the gradients; 0: any.
+        precision: `"bf16"`: bf16 weights, fp32 master weights and states. `"32"`: all in fp32.
     """
     zero: dict[str, Any] = {
         "stage": 3,
@@ -48,7 +51,7 @@ def configuration(mode: str, batch: int, largest: int, path: str, clip: float) -
         zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": batch,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": precision == "bf16"},
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "gradient_clipping": clip,
@@ -70,6 +73,8 @@ def main() -> None:
     parser.add_argument("--gpu-gib", type=float, default=24)
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--path", default="deepspeed_nvme")
+    parser.add_argument("--precision", choices=["bf16", "32"], default="bf16")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations on the GPU")
     a = parser.parse_args()
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -85,10 +90,11 @@ def main() -> None:
     with torch.device("meta"):
         shapes = make_model(a.model, a.hidden, a.layers).parameters()
     largest = max(parameter.numel() for parameter in shapes)
-    config = configuration(a.mode, a.batch, largest, a.path, a.clip)
+    config = configuration(a.mode, a.batch, largest, a.path, a.clip, a.precision)
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = make_model(a.model, a.hidden, a.layers)
-    model.gradient_checkpointing_enable()
+    if not a.no_checkpointing:
+        model.gradient_checkpointing_enable()
     model.train()
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
     batch = {name: values.cuda() for name, values in random_batch(a.model, a.batch).items()}
@@ -103,10 +109,10 @@ def main() -> None:
         torch.cuda.synchronize()
         steps.append(time.perf_counter() - start)
         losses.append(loss.item())
-    measured = steps[a.warm_up :]
-    result = {"step": statistics.median(measured), "steps": measured, "gpu_peak": torch.cuda.max_memory_allocated(),
-              "losses": losses}  # fmt: skip
-    print(json.dumps(result), flush=True)
+        if measured := steps[a.warm_up :]:  # after each step, as a limit of time may end the process
+            result = {"step": statistics.median(measured), "steps": measured, "losses": losses,
+                      "gpu_peak": torch.cuda.max_memory_allocated()}  # fmt: skip
+            print(json.dumps(result), flush=True)
     shutil.rmtree(a.path, ignore_errors=True)
     os._exit(0)  # its aio threads sometimes hang at exit
 

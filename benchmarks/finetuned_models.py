@@ -19,14 +19,15 @@ TOKENS = 1024
 MODELS = ("gpt", "t5", "llama")
 
 
-def make_model(model: str, hidden: int, layers: int) -> Any:
+def make_model(model: str, hidden: int, layers: int, vocabulary: int = 32000) -> Any:
     """Returns a model of transformers with random weights, in training mode.
 
     Args:
         model: `"gpt"`; `"t5"` with as many decoder as encoder blocks, heads of 128 and a wide feed-forward as in T5 3B;
-            or `"llama"` with 8 heads of keys and values and a vocabulary of 32,000.
+            or `"llama"` with 8 heads of keys and values.
         hidden: Width.
         layers: Number of blocks, for a T5 of the encoder.
+        vocabulary: Token ids of a Llama.
     """
     if model == "gpt":
         gpt = GPT2Config(vocab_size=50304, n_positions=TOKENS, n_embd=hidden, n_layer=layers, n_head=hidden // 128)
@@ -46,7 +47,7 @@ def make_model(model: str, hidden: int, layers: int) -> Any:
         made = T5ForConditionalGeneration(t5)
     else:
         llama = LlamaConfig(
-            vocab_size=32000,
+            vocab_size=vocabulary,
             hidden_size=hidden,
             intermediate_size=8 * hidden // 3,
             num_hidden_layers=layers,

@@ -17,10 +17,14 @@ def cap_gpu_memory(gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
 
 
-def run_alone(command: Sequence[str]) -> dict[str, Any]:
+def run_alone(command: Sequence[str], limit: float | None = None) -> dict[str, Any]:
     """Runs `command`, and returns the last JSON object that it prints, with the largest RAM in use as `ram`, in bytes.
 
     A process that prints no object gives its exit code as `error`.
+
+    Args:
+        command: program and arguments.
+        limit: seconds after which the process is killed; None: no limit. It has printed its earlier objects by then.
     """
     before = least = available_memory()
     ended = threading.Event()
@@ -32,10 +36,17 @@ def run_alone(command: Sequence[str]) -> dict[str, Any]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit)
+            error = f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed, _ = process.communicate()
+            error = f"no result in {limit:g} s"
     ended.set()
     watcher.join()
-    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
     if not lines:
-        return {"error": f"exit code {process.returncode}"}
+        return {"error": error}
     return json.loads(lines[-1]) | {"ram": before - least}
