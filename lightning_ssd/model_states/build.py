@@ -31,7 +31,8 @@ from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.loaded import Loaded, exact_value
 from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.materialize import MetaTensors, init_groups, materialize, materialize_buffers
-from lightning_ssd.model_states.model_states import ModelStates, OffloadedModel, StateBytes
+from lightning_ssd.model_states.model_states import ModelStates, StateBytes
+from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizers import Groups, groups_of
 from lightning_ssd.model_states.residency import (
     UnitTiers,

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.device import CopyEngine, WorkCounter, Worker
+from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import Access
-from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
+from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.compile import compiled_regions, is_compiled
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
@@ -40,45 +40,24 @@ from lightning_ssd.model_states.gradient_access import GradientAccess
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.masters import MasterWeights
+from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad
 from lightning_ssd.model_states.optimizer_state import check_state, guard_state
-from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
+from lightning_ssd.model_states.optimizers import parameters_of
 from lightning_ssd.model_states.parameter import hook_gradient
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.restorer import ModelRestorer
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
-from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_scheduler import StepScheduler
-from lightning_ssd.model_states.summoned import SummonedWeights
+from lightning_ssd.model_states.summoned import summon
 from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_unit
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
 from lightning_ssd.uncopied import Uncopied
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class OffloadedModel:
-    """The flat parameters of a model, where their values are stored, and how they are stepped.
-
-    Attributes:
-        units: for each unit, the modules whose forward needs its weights, and its flat parameters.
-        stores: where the values of each flat parameter are stored.
-        flat_optimizers: how each flat parameter is stepped; those without gradients have none.
-        groups: for each flat parameter with a flat optimizer, its optimizer and the index of its parameter group.
-        copies: copies of the device.
-        staging: memory and threads for values on SSDs; None where there are none.
-    """
-
-    units: Sequence[tuple[Sequence[nn.Module], Sequence[FlatParameter]]]
-    stores: Mapping[FlatParameter, StateStore]
-    flat_optimizers: Mapping[FlatParameter, FlatOptimizer]
-    groups: Mapping[FlatParameter, tuple[Optimizer, int]]
-    copies: CopyEngine
-    staging: StateStaging | None
 
 
 @dataclass(frozen=True)
@@ -138,10 +117,8 @@ class ModelStates(Uncopied):
         journal: Journal | None = None,
         recovered: CommitRecord | None = None,
     ) -> None:
-        self.units = offloaded.units
+        self.offloaded = offloaded
         self.stores = offloaded.stores
-        self.flat_optimizers = offloaded.flat_optimizers
-        self.groups = offloaded.groups
         self.staging = offloaded.staging
         self.weight_room_bytes = nbytes.device
         self._nbytes = nbytes
@@ -154,12 +131,12 @@ class ModelStates(Uncopied):
         self._flat_of = {
             item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.param_views)
         }
-        self._optimizers = list({id(optimizer): optimizer for optimizer, _ in self.groups.values()}.values())
+        self._optimizers = offloaded.optimizers
         self._summoned = False
         self._changed = False
         """Whether user code has changed weights since the present micro-batch began."""
         self._closed = False
-        self._left = ModelRestorer(self.stores, self.flat_optimizers, self.groups)
+        self._left = ModelRestorer(offloaded)
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -171,7 +148,7 @@ class ModelStates(Uncopied):
             arrived=lambda flat: self._prefetcher.wait(flat),
         )
         self._prefetcher = ParamPrefetcher(
-            [flat_params for _, flat_params in self.units],
+            [flat_params for _, flat_params in offloaded.units],
             self.stores,
             copies,
             nbytes.device,
@@ -179,7 +156,7 @@ class ModelStates(Uncopied):
             self._staged.pull,
         )
         pin = copies.device.type == "cuda"
-        gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in self.flat_optimizers}
+        gradients = {flat: Gradient(flat, pin=pin, pool=pool) for flat in offloaded.flat_optimizers}
         self._decision = GradScaleDecision(
             copies, clip=setup.config.clip, needs_norm=setup.needs_norm, loss_scaled=setup.loss_scaled
         )
@@ -188,20 +165,17 @@ class ModelStates(Uncopied):
             gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
         )
         self._steps = StepScheduler(
-            self.stores,
-            self.flat_optimizers,
-            self.groups,
+            offloaded,
             self._gradients,
             self._prefetcher,
             self._staged,
             self._decision,
             worker,
-            {flat: index for index, (_, flat_params) in enumerate(self.units) for flat in flat_params},
             setup,
             journal,
             DeviceShare(
                 self.stores,
-                list(self.flat_optimizers),
+                list(offloaded.flat_optimizers),
                 copies,
                 self._prefetcher,
                 drain=lambda: wait(self._gradients.consumed()),
@@ -229,7 +203,7 @@ class ModelStates(Uncopied):
         self.state_dicts = StateDicts(
             module,
             self._staged,
-            self.flat_optimizers,
+            offloaded.flat_optimizers,
             self._flat_of,
             masters,
             stepped_flat,
@@ -238,7 +212,7 @@ class ModelStates(Uncopied):
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)
-        stepped = {item.parameter for flat in self.flat_optimizers for item in flat.param_views}
+        stepped = {item.parameter for flat in offloaded.flat_optimizers for item in flat.param_views}
         self._undo += [guard_state(optimizer, stepped) for optimizer in stepped_flat]
         for flat in self.stores:  # memory that user code shares with parameters has the values of before the loading
             self._staged.push(flat)
@@ -263,12 +237,12 @@ class ModelStates(Uncopied):
             self._undo += hook_compiled_region(
                 region, self._flat_of, self._masters.by_param, self._prefetcher, self._access, summoned
             )
-        for index, (modules, flat_params) in enumerate(self.units):
+        for index, (modules, flat_params) in enumerate(self.offloaded.units):
             if flat_params:
                 self._undo += hook_unit(index, modules, flat_params, self._prefetcher, self._access, summoned)
         for flat in self.stores:
             for index, item in enumerate(flat.param_views):
-                if flat in self.flat_optimizers:
+                if flat in self.offloaded.flat_optimizers:
                     hook = partial(self._post_accumulate_grad, flat, index)
                 else:
                     hook = partial(self._check_not_added, item.name)
@@ -408,7 +382,7 @@ class ModelStates(Uncopied):
     def _zero_grad(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""
         self._steps.check_may_drop(optimizer)
-        self._grads.zero(self.groups, optimizer, set_to_none)
+        self._grads.zero(self.offloaded.groups, optimizer, set_to_none)
         self._decision.reset_checks()
 
     # ---- whole weights and gradients, for user code ----
@@ -441,27 +415,13 @@ class ModelStates(Uncopied):
         self.state_dicts.before_change()
         self.drain()
         self._prefetcher.evict_all()
-        summoned = {flat: SummonedWeights(flat, store.checkout()) for flat, store in self.stores.items()}
-        self._summoned = True
-        try:
-            for weights in summoned.values():
-                weights.summon()
-            with self._masters.summon():
-                yield
-        finally:
-            self._summoned = False
-            ending = Ending()
-            for weights in summoned.values():
-                ending.run(weights.restore)
-            ending.raise_failure()
-            for flat, weights in summoned.items():
-                if not self.recorded:
-                    self.stores[flat].checkin(weights.masters)
-                elif not self.stores[flat].is_unchanged(weights.masters):
-                    raise RuntimeError(
-                        f"a hook changed weights of {flat.name}, which `recover=True` can't "
-                        "repeat after a kill. Change them elsewhere, or set `recover=False`."
-                    )
+        with summon(self.stores, read_only=self.recorded):
+            self._summoned = True
+            try:
+                with self._masters.summon():
+                    yield
+            finally:
+                self._summoned = False
 
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.
@@ -606,9 +566,7 @@ class ModelStates(Uncopied):
         if ending.failure is not None:
             self._restore_model(ending)
         ending.raise_failure()
-        return OffloadedModel(
-            self.units, self.stores, self.flat_optimizers, self.groups, self._copies, self.staging
-        ), masters
+        return self.offloaded, masters
 
     def _end(self) -> None:
         """Ends threads and hooks, and frees all memory but the stored values.

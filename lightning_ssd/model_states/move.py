@@ -26,7 +26,8 @@ from lightning_ssd.model_states.build import assemble, check_flats_apart
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, FlatSpec, flat_groups, make_flat_params, make_spec
-from lightning_ssd.model_states.model_states import ModelStates, OffloadedModel
+from lightning_ssd.model_states.model_states import ModelStates
+from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Groups, WholeOptimizer, groups_of
 from lightning_ssd.model_states.residency import MASTERED_DTYPES, UnitTiers, needs_master, off_device, planned_residents
 from lightning_ssd.model_states.state_storage import make_buffer, make_staging, make_store
@@ -73,7 +74,7 @@ def move_model_states(
     units = find_units(module, setup.config.units)
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items()}
-    movable = {item.parameter for flat in states.stores for item in flat.param_views}
+    model, movable = states.offloaded, states.parameters
     movable |= {
         parameter
         for parameter in offloadable
@@ -84,11 +85,11 @@ def move_model_states(
         plan_tiers, units, movable, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
     )
     target: list[list[_TieredSpec]] = []
-    for unit, (_, flat_params) in zip(units, states.units, strict=True):
+    for unit, (_, flat_params) in zip(units, model.units, strict=True):
         offloaded = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
         specs: list[FlatSpec] = []
         if offloaded and flat_params:
-            specs = [FlatSpec(states.stores[flat].layout, states.flat_optimizers.get(flat)) for flat in flat_params]
+            specs = [FlatSpec(model.stores[flat].layout, model.flat_optimizers.get(flat)) for flat in flat_params]
         elif offloaded:
             of_unit = make_flat_params(module, [unit], offloaded, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[
                 0
@@ -127,15 +128,16 @@ def regroup_model_states(
         ValueError: two optimizers step the same offloaded parameter, or host memory is too small.
         StorageError: scratch space can't be allocated, or failed.
     """
+    model = states.offloaded
     groups, twice = groups_of(optimizers)
     groups |= {parameter: groups[master] for parameter, master in states.masters.items() if master in groups}
-    offloaded = {item.parameter: item.name for flat in states.stores for item in flat.param_views}
+    offloaded = {item.parameter: item.name for flat in model.stores for item in flat.param_views}
     if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
         raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
     target: list[list[_TieredSpec]] = []
-    for unit, (_, flat_params) in zip(find_units(module, setup.config.units), states.units, strict=True):
-        now = [_present_spec(states.stores[flat], states.flat_optimizers.get(flat)) for flat in flat_params]
-        if all(_stepped_alike(states, flat, groups) for flat in flat_params):
+    for unit, (_, flat_params) in zip(find_units(module, setup.config.units), model.units, strict=True):
+        now = [_present_spec(model.stores[flat], model.flat_optimizers.get(flat)) for flat in flat_params]
+        if all(_stepped_alike(model, flat, groups) for flat in flat_params):
             target.append(now)
         else:
             own = {item.parameter for flat in flat_params for item in flat.param_views}
@@ -146,7 +148,7 @@ def regroup_model_states(
             target.append([_TieredSpec(item.layout, item.flat_optimizer, tier, tier) for item in specs])
     gradients: dict[nn.Parameter, Tensor] = {}
     unstepped = [
-        item.parameter for flat in states.stores if flat not in states.flat_optimizers for item in flat.param_views
+        item.parameter for flat in model.stores if flat not in model.flat_optimizers for item in flat.param_views
     ]
     if states.accumulating or any(parameter.grad is not None for parameter in unstepped):
         with states.full_grads():
@@ -195,9 +197,9 @@ def _as_built(flat_params: Sequence[FlatParameter]) -> Iterator[None]:
             flat.attach()
 
 
-def _stepped_alike(states: ModelStates, flat: FlatParameter, groups: Groups) -> bool:
+def _stepped_alike(model: OffloadedModel, flat: FlatParameter, groups: Groups) -> bool:
     """Returns whether all parameters of a flat parameter still have the optimizer and group for which it was made."""
-    return all(groups.get(item.parameter) == states.groups.get(flat) for item in flat.param_views)
+    return all(groups.get(item.parameter) == model.groups.get(flat) for item in flat.param_views)
 
 
 def _make_spec(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelStates) -> FlatSpec:
@@ -235,8 +237,7 @@ def _remake(
     if budget is not None and setup.storage.host_memory == "auto":
         budget = available
     memory_plan = _plan_memory(target, budget, setup)
-    offloaded = {item.parameter for flat in states.stores for item in flat.param_views}
-    check_flats_apart((item.flat for of_unit in target for item in of_unit), device, known=offloaded)
+    check_flats_apart((item.flat for of_unit in target for item in of_unit), device, known=states.parameters)
     states.drain()
     staging = states.staging
     with contextlib.ExitStack() as undo:
@@ -256,12 +257,11 @@ def _remake(
         move.relocate(target)
         memory_plan = _plan_memory(move.flat_params, None, setup)
         moved = move.finish(memory_plan)
-        in_flats = {item.parameter for flat in moved.stores for item in flat.param_views}
         states = assemble(
             module,
             optimizers,
             moved,
-            needs_master(movable - in_flats, groups_of(optimizers)[0]),
+            needs_master(movable - moved.parameters, groups_of(optimizers)[0]),
             move.masters,
             memory_plan,
             setup,

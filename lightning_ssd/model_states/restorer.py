@@ -6,7 +6,7 @@ files are freed with the optimizer.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_ssd.model_states.buffers import HostBuffer, SSDBuffer, StateStagi
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.lazy import LazyTensor
+from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer
 from lightning_ssd.model_states.settings import describe
 from lightning_ssd.model_states.state_store import StateStore
@@ -33,20 +34,12 @@ class ModelRestorer:
     Ownership: states on SSDs belong to the lazy tensors, which share the detached files.
 
     Args:
-        stores: where the values of each flat parameter are stored.
-        flat_optimizers: how each flat parameter is stepped.
-        groups: for each flat parameter with a flat optimizer, its optimizer and the index of its parameter group.
+        offloaded: the flat parameters.
     """
 
-    def __init__(
-        self,
-        stores: Mapping[FlatParameter, StateStore],
-        flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
-        groups: Mapping[FlatParameter, tuple[Optimizer, int]],
-    ) -> None:
-        self._stores = stores
-        self._flat_optimizers = flat_optimizers
-        self._groups = groups
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self._offloaded = offloaded
+        self._stores = offloaded.stores
         self._failed: dict[FlatParameter, Exception] = {}
         """Errors of flat parameters whose last step failed."""
         self._blobs: DetachedBlobs | None = None
@@ -93,10 +86,10 @@ class ModelRestorer:
 
     def _hand_over(self, flat: FlatParameter, *, kept: bool) -> None:
         """Moves the states of one flat parameter, which is not staged or stepped."""
-        flat_optimizer, store = self._flat_optimizers.get(flat), self._stores[flat]
+        flat_optimizer, store = self._offloaded.flat_optimizers.get(flat), self._stores[flat]
         if flat_optimizer is None or isinstance(flat_optimizer, WholeOptimizer):
             return
-        optimizer = self._groups[flat][0]
+        optimizer = self._offloaded.groups[flat][0]
         if (failed := self._failed.get(flat)) is not None:
             self._refuse(store, optimizer, f"a step of it failed ({failed}). Save before that happens.")
         elif kept:

@@ -4,12 +4,10 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-from torch.optim import Optimizer
-
 from lightning_ssd.device import error_of
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
-from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.offloaded import OffloadedModel
+from lightning_ssd.model_states.optimizers import parameters_of
 
 
 class StepHistory:
@@ -18,20 +16,13 @@ class StepHistory:
     Threads: those of `StepScheduler`; `revert_partial_steps` is called when all jobs have ended.
 
     Args:
-        stores: store of each flat parameter.
-        flat_optimizers: optimizer of each flat parameter that is stepped.
-        groups: its torch optimizer, and the index of its parameter group.
+        offloaded: the flat parameters.
     """
 
-    def __init__(
-        self,
-        stores: Mapping[FlatParameter, StateStore],
-        flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
-        groups: Mapping[FlatParameter, tuple[Optimizer, int]],
-    ) -> None:
-        self._stores = stores
-        self._flat_optimizers = flat_optimizers
-        self._groups = groups
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self._offloaded = offloaded
+        self._stores = offloaded.stores
+        self._flat_optimizers = offloaded.flat_optimizers
         self._running: dict[FlatParameter, int] = {}
         """Number of committed steps of the flat parameters of the running step when theirs was submitted."""
         self._ended: deque[tuple[dict[FlatParameter, int], Future[None]]] = deque()
@@ -92,10 +83,9 @@ class StepHistory:
 
     def _steps_on_device(self) -> bool:
         """Returns whether the user's optimizers step parameters on the device."""
-        offloaded = {item.parameter for flat in self._stores for item in flat.param_views}
-        optimizers = {id(optimizer): optimizer for optimizer, _ in self._groups.values()}.values()
+        offloaded = self._offloaded.parameters
         return any(
             parameter.requires_grad and parameter not in offloaded
-            for optimizer in optimizers
+            for optimizer in self._offloaded.optimizers
             for parameter in parameters_of(optimizer)
         )

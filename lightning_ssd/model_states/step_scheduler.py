@@ -24,12 +24,12 @@ from lightning_ssd.model_states.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradient import GradientState
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import Journal
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, parameters_of
+from lightning_ssd.model_states.offloaded import OffloadedModel
+from lightning_ssd.model_states.optimizers import Options, parameters_of
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.staged import StagedFlats
-from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.step_history import StepHistory
 from lightning_ssd.model_states.weights_first import WeightsFirst
@@ -55,15 +55,13 @@ class StepScheduler:
     the next step, which overwrites the version before, waits for both.
 
     Args:
-        stores: where each flat parameter's values are stored.
-        flat_optimizers: the optimizer of each flat parameter that is stepped.
-        groups: its torch optimizer, and the index of its parameter group.
+        offloaded: the flat parameters. Those of one unit have one priority: the first unit's are stepped first, because
+            the next forward needs them first.
         gradients: their gradients.
         prefetcher: evicts the weights whose step begins.
         staged: values that user code has staged.
         decision: decides the scale of each step; the caller closes it.
         worker: runs the jobs; owned.
-        priorities: of each flat parameter, the lowest first: the order in which the next forward needs them.
         setup: settings of the training.
         journal: records steps for `recover=True`; owned. None: steps are not recorded.
         device_share: the flat parameters that the device steps; owned.
@@ -71,43 +69,42 @@ class StepScheduler:
 
     def __init__(
         self,
-        stores: Mapping[FlatParameter, StateStore],
-        flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
-        groups: Mapping[FlatParameter, tuple[Optimizer, int]],
+        offloaded: OffloadedModel,
         gradients: GradientOffloader,
         prefetcher: ParamPrefetcher,
         staged: StagedFlats,
         decision: GradScaleDecision,
         worker: Worker,
-        priorities: Mapping[FlatParameter, int],
         setup: Setup,
         journal: Journal | None,
         device_share: DeviceShare,
     ) -> None:
-        self._stores = stores
-        self._flat_optimizers = flat_optimizers
-        self._groups = groups
+        self._offloaded = offloaded
+        self._stores = offloaded.stores
+        self._groups = offloaded.groups
         self._gradients = gradients
         self._prefetcher = prefetcher
         self._staged = staged
         self._decision = decision
         self._worker = worker
-        self._priorities = priorities
+        self._priorities = {
+            flat: index for index, (_, flat_params) in enumerate(offloaded.units) for flat in flat_params
+        }
         self._overlap = setup.config.overlap
         self._clip_value = setup.clip_value
         self._journal = journal
         self.defer_to_user_hooks = setup.defer_to_user_hooks
         """Whether user code may read gradients between backward and step, so that no step begins earlier."""
         self._defer_next = setup.defer_to_user_hooks
-        self._share = WeightsFirst(len(set(priorities.values())))
+        self._share = WeightsFirst(len(set(self._priorities.values())))
         self._device_share = device_share
-        self._timed = next((optimizer for optimizer, _ in groups.values()), None)
+        self._timed = next(iter(offloaded.optimizers), None)
         """The optimizer from whose steps the device's share is chosen: steps of several differ, and alternate."""
         self._waited = 0.0
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self.optimizer: Optimizer | None = None
         """The optimizer whose step has begun and not ended."""
-        self.history = StepHistory(stores, flat_optimizers, groups)
+        self.history = StepHistory(offloaded)
         self._lock = threading.Lock()
         self._submitted: dict[FlatParameter, Future[None]] = {}
         """Steps that were submitted since the last `end`."""
@@ -194,7 +191,7 @@ class StepScheduler:
             )
         step = OptimizerStep(
             store,
-            self._flat_optimizers[flat],
+            self._offloaded.flat_optimizers[flat],
             options,
             gradient,
             arrived,
@@ -334,7 +331,7 @@ class StepScheduler:
                         stepped.append((flat.param_views[index].name, memory))
         if not stepped:
             return
-        offloaded = {item.parameter for flat in self._stores for item in flat.param_views}
+        offloaded = self._offloaded.parameters
         for parameter in parameters_of(optimizer):
             if parameter not in offloaded and parameter.grad is not None:
                 stepped.append(("a parameter that is not offloaded", SharedMemory(parameter)))

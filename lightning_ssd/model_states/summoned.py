@@ -1,10 +1,46 @@
-"""Weights of a flat parameter as whole tensors on the CPU, for user code in `whole_weights` and `load_state_dict`."""
+"""Offloaded weights as whole tensors on the CPU, for user code in `whole_weights` and `load_state_dict`."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.shared_memory import SharedMemory, same_stride
+from lightning_ssd.model_states.state_store import StateStore
+
+
+@contextlib.contextmanager
+def summon(stores: Mapping[FlatParameter, StateStore], *, read_only: bool) -> Iterator[None]:
+    """Makes the parameters of all flat parameters whole fp32 tensors, their master weights; changes are stored on exit.
+
+    Args:
+        stores: where the values of each flat parameter are stored; no step or fetch of them runs.
+        read_only: whether a change raises an error, since steps are recorded.
+
+    Raises:
+        RuntimeError: on exit, if a change can't be stored.
+    """
+    summoned = {flat: SummonedWeights(flat, store.checkout()) for flat, store in stores.items()}
+    try:
+        for weights in summoned.values():
+            weights.summon()
+        yield
+    finally:
+        ending = Ending()
+        for weights in summoned.values():
+            ending.run(weights.restore)
+        ending.raise_failure()
+        for flat, weights in summoned.items():
+            if not read_only:
+                stores[flat].checkin(weights.masters)
+            elif not stores[flat].is_unchanged(weights.masters):
+                raise RuntimeError(
+                    f"a hook changed weights of {flat.name}, which `recover=True` can't "
+                    "repeat after a kill. Change them elsewhere, or set `recover=False`."
+                )
 
 
 class SummonedWeights:

@@ -603,7 +603,7 @@ def test_the_rate_of_the_cpu_optimizer_is_measured_in_training(tmp_path: Path, m
 
     class CountJobs(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            flat_params = trainer.strategy.model_states.flat_optimizers
+            flat_params = trainer.strategy.model_states.offloaded.flat_optimizers
             jobs.append(len(flat_params) / sum(item.numel for flat in flat_params for item in flat.param_views))
 
     strategy = SSDOffloadStrategy(states="host", overlap="none", min_bytes=1, host_memory="64MiB", gpu_memory="1B")
