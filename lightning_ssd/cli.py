@@ -99,8 +99,6 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str]) -> None:
-    if not Path(recipe).is_file():
-        parser.error(f"there is no recipe file {recipe!r} (looked in {Path.cwd()})")
     with _reporting(parser):
         _check_recipe(recipe, overrides)
     try:
@@ -113,14 +111,17 @@ def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str])
 
 
 def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
-    """Checks that a recipe and the files of `-c` options are YAML mappings. Missing files are not checked.
+    """Checks that a recipe exists, and that it and the files of `-c` options are YAML mappings.
 
     Raises:
-        ValueError: a file is no YAML mapping. The message names the file; the error of the recipe's parser would not.
+        ValueError: there is no recipe, or a file is no YAML mapping. The message names the file; the error of the
+            recipe's parser would not.
         OSError: a file could not be read.
     """
     import yaml
 
+    if not Path(recipe).is_file():
+        raise ValueError(f"there is no recipe file {recipe!r} (looked in {Path.cwd()})")
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_argument("-c", "--config", action="append", default=[])
     try:
@@ -128,7 +129,7 @@ def _check_recipe(recipe: str, overrides: Sequence[str]) -> None:
     except argparse.ArgumentError:  # the recipe's parser reports it
         known = argparse.Namespace(config=[])
     for file in (recipe, *known.config):
-        if not Path(file).is_file():
+        if not Path(file).is_file():  # the recipe's parser reports it
             continue
         try:
             content = yaml.safe_load(Path(file).read_bytes())
@@ -284,13 +285,26 @@ def _strategy_in(config: str) -> object:
     return trainer.get("strategy") if isinstance(trainer, dict) else None
 
 
-def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from lightning_ssd.planning import PLANNERS
-
+def _tracing_options() -> argparse.ArgumentParser:
+    """Returns the options of commands that trace a recipe. They may stand before or after it, among the overrides."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument(
         "--machine", type=_file, metavar="FILE.json", help="measured profile of a machine (default: measure this one)"
     )
+    options.add_argument(
+        "--batch",
+        action="append",
+        default=[],
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="shape of a tensor of a batch, if the data can't be read, such as input_ids=8x1024:int64; repeatable",
+    )
+    return options
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from lightning_ssd.planning import PLANNERS
+
+    options = _tracing_options()
     options.add_argument(
         "--measure",
         type=_directory,
@@ -303,12 +317,6 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         type=_file,
         metavar="FILE.json",
         help="profile of the model that the callback ModelProfiler has measured, instead of a trace",
-    )
-    options.add_argument(
-        "--batch",
-        action="append",
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        help="shape of a tensor of a batch, if the data can't be read, such as input_ids=8x1024:int64; repeatable",
     )
     options.add_argument("--planner", default="holistic", help=f"{', '.join(PLANNERS)} (default: %(default)s)")
     options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="file to write the plan to")
@@ -343,7 +351,6 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from lightning_ssd.planning import (
-        HardwareProfile,
         ModelProfile,
         Plan,
         make_plan,
@@ -354,7 +361,6 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     from lightning_ssd.planning import large_write_endurance as large_writes
     from lightning_ssd.planning.roofline import Prices
 
-    # Options may stand before or after the recipe, among the overrides.
     _, overrides = options.parse_known_args(args.overrides, namespace=args)
     with _reporting(parser):
         if args.recipe == "show":
@@ -362,20 +368,12 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
                 parser.error("`plan show` takes one file, a plan that was saved")
             print(Plan.load(overrides[0]).describe())
             return
-        if not Path(args.recipe).is_file():
-            parser.error(f"there is no recipe file {args.recipe!r} (looked in {Path.cwd()})")
+        _check_recipe(args.recipe, overrides)
         if args.machine is not None and args.measure is not None:
             parser.error("--machine FILE.json and --measure DIR exclude each other: give one, or none for this machine")
-        _check_recipe(args.recipe, overrides)
-        config = None if args.profile is not None else _read_recipe(args.recipe, overrides, run=False)
-        if args.machine is not None:
-            hardware = HardwareProfile.from_json(args.machine)
-        else:
-            from lightning_ssd.profiling import measure_machine
-
-            if config is None and args.measure is None:
-                config = _read_recipe(args.recipe, overrides, run=False)
-            hardware = measure_machine(args.measure or _scratch_path(config))
+        needs_config = args.profile is None or (args.machine is None and args.measure is None)
+        config = _read_recipe(args.recipe, overrides, run=False) if needs_config else None
+        hardware = _machine(args.machine, args.measure, config)
         if args.save_machine is not None:
             hardware.to_json(args.save_machine)
         if args.ssd_per_day is not None:
@@ -385,7 +383,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         else:
             from lightning_ssd.dry_run import profile_recipe
 
-            model = profile_recipe(config, hardware, args.batch or ())
+            model = profile_recipe(config, hardware, args.batch)
         plan = make_plan(model, hardware, args.planner)
         prices = None if args.prices is None else Prices.load(args.prices)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
@@ -404,7 +402,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         )
     if args.replay:
         with _reporting(parser):
-            _print_replay(config, model, hardware, plan, args.batch or (), prices)
+            _print_replay(config, model, hardware, plan, args.batch, prices)
 
 
 def _print_replay(config: Any, model: Any, hardware: Any, plan: Any, batch: Sequence[str], prices: Any) -> None:
@@ -438,16 +436,7 @@ def _print_replay(config: Any, model: Any, hardware: Any, plan: Any, batch: Sequ
 
 
 def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument(
-        "--machine", type=_file, metavar="FILE.json", help="measured profile of a machine (default: measure this one)"
-    )
-    options.add_argument(
-        "--batch",
-        action="append",
-        metavar="[NAME=]SHAPE[:DTYPE]",
-        help="shape of a tensor of a batch, if the data can't be read, such as input_ids=8x1024:int64; repeatable",
-    )
+    options = _tracing_options()
     options.add_argument("--out", type=Path, metavar="DIR", help="directory for lifetimes.json and three pictures")
     parser = commands.add_parser(
         "profile",
@@ -464,27 +453,29 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    from lightning_ssd.planning import HardwareProfile
+    from lightning_ssd.dry_run import profile_lifetimes
+    from lightning_ssd.lifetime_report import describe_lifetimes, save_lifetimes
 
     _, overrides = options.parse_known_args(args.overrides, namespace=args)
     with _reporting(parser):
-        if not Path(args.recipe).is_file():
-            parser.error(f"there is no recipe file {args.recipe!r} (looked in {Path.cwd()})")
         _check_recipe(args.recipe, overrides)
         config = _read_recipe(args.recipe, overrides, run=False)
-        if args.machine is not None:
-            hardware = HardwareProfile.from_json(args.machine)
-        else:
-            from lightning_ssd.profiling import measure_machine
-
-            hardware = measure_machine(_scratch_path(config))
-        from lightning_ssd.dry_run import profile_lifetimes
-        from lightning_ssd.lifetime_report import describe_lifetimes, save_lifetimes
-
-        lifetimes = profile_lifetimes(config, hardware, args.batch or ())
+        hardware = _machine(args.machine, None, config)
+        lifetimes = profile_lifetimes(config, hardware, args.batch)
         print(describe_lifetimes(lifetimes, hardware))
         if args.out is not None:
             print("\n".join(str(path) for path in save_lifetimes(lifetimes, hardware, args.out)))
+
+
+def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any:
+    """Returns a machine's profile: that of a file, or one measured with the drive of a directory or a recipe."""
+    from lightning_ssd.planning import HardwareProfile
+
+    if profile is not None:
+        return HardwareProfile.from_json(profile)
+    from lightning_ssd.profiling import measure_machine
+
+    return measure_machine(drive or _scratch_path(config))
 
 
 def _scratch_path(config: Any) -> Path:

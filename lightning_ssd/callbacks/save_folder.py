@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import LazyTensor
@@ -29,6 +30,7 @@ class SaveFolder(pl.Callback):
         self.every_n_steps = every_n_steps
         self._saved_step = 0
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuses models that can't be written, and folders that can't be replaced, before training.
 
@@ -44,6 +46,7 @@ class SaveFolder(pl.Callback):
         pl_module.check_folder(self._path(trainer))  # type: ignore[operator]
         self._saved_step = trainer.global_step
 
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
@@ -52,6 +55,7 @@ class SaveFolder(pl.Callback):
         if every is not None and trainer.global_step > self._saved_step and trainer.global_step % every == 0:
             self._save(trainer, pl_module)
 
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the folder."""
         if trainer.global_step > self._saved_step or self.every_n_steps is None:

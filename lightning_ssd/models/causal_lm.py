@@ -20,6 +20,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from typing_extensions import override
 
 from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens, input_ids
 from lightning_ssd.model_states import materialize_on
@@ -119,6 +120,7 @@ class CausalLM(RecipeModule):
         """Returns `model` as it is trained; a subclass adds adapters. Parameters may be on `meta`."""
         return model
 
+    @override
     def setup(self, stage: str) -> None:
         """Checks that the data fits the model, where the data module says its needs.
 
@@ -142,6 +144,7 @@ class CausalLM(RecipeModule):
                 f" its positions in its configuration (config.json of model.pretrained, or model.config)"
             )
 
+    @override
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the logits, (batch, sequence, vocab_size), of token ids, int64 (batch, sequence)."""
         logits: Tensor = self.causal_lm(input_ids=ids).logits

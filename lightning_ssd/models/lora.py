@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from typing_extensions import override
 
 from lightning_ssd.models.causal_lm import CausalLM
 from lightning_ssd.models.pretrained import replaced_folder
@@ -132,6 +133,7 @@ class LoRACausalLM(CausalLM):
             {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
         )
 
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the count of tokens, and of the weights those that are trained."""
         super().on_save_checkpoint(checkpoint)
@@ -141,6 +143,7 @@ class LoRACausalLM(CausalLM):
             trained = self._trained_names()
             checkpoint["state_dict"] = {n: v for n, v in checkpoint["state_dict"].items() if n in trained}
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continues from the saved count of tokens.
 
