@@ -128,6 +128,9 @@ class Probe(pl.Callback):
             self.result = {name: (total - self._before[name]) / len(steps) for name, total in _totals(trainer).items()}
             self.result |= {"step": statistics.median(steps), "peak": torch.cuda.max_memory_allocated()}
             self.result |= {"outcome": _outcome(trainer), "warm_up": self._begin, "loss": self._loss}
+            auto, _ = _planners(trainer)
+            if auto is not None and auto.regions is not None:
+                self.result["memory_budget"] = auto.regions.memory_budget
             if self._trace is not None:
                 self._profiler = torch.profiler.profile()
                 self._profiler.start()
@@ -158,6 +161,8 @@ def _in_force(trainer: Any, batch_idx: int) -> bool:
     auto, planner = _planners(trainer)
     if batch_idx >= MOST_WARM_UP:
         return True
+    if auto is not None and auto.regions is not None:
+        return auto.regions.decided
     if planner is not None:
         return planner.comparison is not None and not planner.measuring and not planner.calibrating
     return auto is None or find_offloader(trainer) is None or not auto.decides or auto.outcome != "measuring"
@@ -205,7 +210,7 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
     torch._functorch.config.activation_memory_budget = float(value) if value and name.startswith("plain") else 1.0
     probe = Probe(arguments.warm_up, arguments.steps, trace)
     total = max(arguments.warm_up, MOST_WARM_UP) + arguments.steps + PROFILED + 1
-    callbacks = [probe, SwapPlanner(cache=False)] if name.startswith("planned") else [probe]
+    callbacks = [probe, SwapPlanner()] if name.startswith("planned") else [probe]
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer("bf16-mixed", strategy_for(mode), total, callbacks, path)
         trainer.gradient_clip_val = 1.0

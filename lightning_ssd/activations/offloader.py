@@ -43,12 +43,12 @@ from lightning_ssd.activations.unit_dispatch_mode import in_backward
 from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.activations.weights import is_weight, offloaded_weights, storage_of
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
-from lightning_ssd.device import CopyEngine, make_clock
+from lightning_ssd.device import CopyEngine, Mark, Stopwatch, make_clock
 from lightning_ssd.device.storage_tags import KEPT_IN
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
-from lightning_ssd.types import EVICT_MARGIN, OFFLOAD_TIERS, Choice, OffloadTierName
+from lightning_ssd.types import EVICT_MARGIN, Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 
 
@@ -152,6 +152,7 @@ class ActivationOffloader(Uncopied):
         self._window_depth = policy.window_depth
         self._on_saved = policy.on_saved
         self._on_unpacked = policy.on_unpacked
+        self._on_stall = policy.on_stall
         if self._batch is not None:  # a micro-batch begins before callbacks of its batch change the policy
             self._batch.set_window(policy.window_bytes)
 
@@ -362,10 +363,10 @@ class ActivationOffloader(Uncopied):
         return record
 
     def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[OffloadTierName]:
-        """Returns the tiers to try, in this order. Others follow the planned one, which may have no room."""
-        if choice not in OFFLOAD_TIERS:
+        """Returns the tiers to try, in this order."""
+        if choice not in ("host", "ssd"):
             return self._placement.tiers_for(nbytes)
-        return sorted(self.tiers, key=lambda name: name != choice)
+        return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
 
     def _offload_waiting(self, count: int) -> None:
         """Offloads those of the newest `count` waiting storages that only their records reference."""
@@ -422,7 +423,7 @@ class ActivationOffloader(Uncopied):
             start = stall.now()
             with span(WAIT + "room to offload"):
                 copy = self.tiers[tier].store(data, may_wait=True)
-            stall.add(start)
+            self._add_stall(stall, start, None)
         return copy
 
     def _evict_copied(self) -> None:
@@ -472,7 +473,7 @@ class ActivationOffloader(Uncopied):
         self._in_flight_bytes -= oldest.nbytes
         stall = self._batch.stalls[oldest.tier][_OUT]
         start = stall.now()
-        stall.add(start, oldest.copy.wait_copied())
+        self._add_stall(stall, start, oldest.copy.wait_copied())
         record = oldest.record()
         if record is not None:
             record.evict()
@@ -537,7 +538,7 @@ class ActivationOffloader(Uncopied):
             assert record.tier is not None and self._batch is not None
             stall = self._batch.stalls[record.tier][_IN]
             start = stall.now()
-            stall.add(start, record.wait())
+            self._add_stall(stall, start, record.wait())
             self._stats.loaded += record.nbytes
 
     def _prefetch(self, batch: MicroBatch) -> None:
@@ -557,6 +558,12 @@ class ActivationOffloader(Uncopied):
                 with contextlib.suppress(Exception):  # of bytes that are not needed any more
                     pending.load.wait()
             pending.copy.free()
+
+    def _add_stall(self, stall: Stopwatch, start: Any, awaited: Mark) -> None:
+        """Adds the time that the compute stream has waited since `start` for the mark `awaited`, or until now."""
+        end = stall.add(start, awaited)
+        if self._on_stall is not None:
+            self._on_stall(start, end)
 
     def _read_profiles(self) -> None:
         """Adds the statistics of micro-batches that the device has executed, and passes them to the placement."""
@@ -604,6 +611,10 @@ _OUT, _IN = 0, 1
 
 _PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that bytes, shape and strides describe completely."""
+
+
+_IN_PLACE_OF: Mapping[Choice, Sequence[OffloadTierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
+"""Tiers to try for each planned tier, in order: the second is used if the planned one has no room."""
 
 
 def _keep(tensor: Tensor) -> "InlineSaved":

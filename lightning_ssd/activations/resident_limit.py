@@ -82,6 +82,8 @@ class ResidentLimit:
         """Bytes of the meter's limit that are not used, as micro-batches have run out of memory below it."""
         self._room = float("inf")
         """Bytes of saved storages that may still be kept in the present micro-batch."""
+        self.room_bytes = float("inf")
+        """Bytes of saved storages for which the present micro-batch had room when it began."""
 
     def begin(self, expected_bytes: int) -> None:
         """Called when a micro-batch begins.
@@ -117,7 +119,7 @@ class ResidentLimit:
     def _limit_room(self, limit: float, expected_bytes: int) -> None:
         like_a_measured_one = any(abs(self._level - level) <= self.TOLERANCE * limit for level in self._levels)
         growth = 0 if like_a_measured_one else self._level - self._lowest
-        self._room = max(0.0, limit - self._others - growth)
+        self._room = self.room_bytes = max(0.0, limit - self._others - growth)
         self.scarce = self._room < self.SPARE * expected_bytes
         unknown = not like_a_measured_one and len(self._levels) < self.MOST_LEVELS
         larger = expected_bytes > self.SPARE * self._measured_bytes
@@ -131,6 +133,16 @@ class ResidentLimit:
         """Measures the present micro-batch, which has begun and saved nothing yet."""
         self.measuring = self.scarce = True
         self._room = 0.0
+        self.meter.reset_peak()
+
+    def restart(self) -> None:
+        """Forgets all micro-batches, as later ones differ: their code has been compiled again, and saves other bytes.
+
+        Bytes that are withheld because micro-batches have run out of memory stay withheld.
+        """
+        self.measuring = False
+        self._others, self._levels, self._measured_bytes, self._largest_bytes = 0.0, [], 0, 0
+        self._lowest, self._peak, self._room = 2**63, 0, float("inf")
         self.meter.reset_peak()
 
     def lower(self) -> None:

@@ -21,6 +21,7 @@ from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
+from lightning_ssd.callbacks.region_planner import RegionPlanner
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.swap_planner import SwapPlanner, compiled_frames, obstacle_to_planning
@@ -84,8 +85,9 @@ class AutoPlanner(pl.Callback):
       and plans which tensors are kept, offloaded and recomputed, and, with `states="auto"`, the tiers of offloaded
       model states. Micro-batches that may need more memory than the planned one offload all saved tensors. If there
       are many of them, the training is planned again.
-    - `"offload"`: the device lacks room, and the training can't be planned, because parts of it are compiled or several
-      processes train. Saved tensors without room are offloaded, as in the first steps.
+      In a training with compiled code, whose operators are not visible, a `RegionPlanner` plans instead.
+    - `"offload"`: the device lacks room, and the training can't be planned, because several processes train, for
+      example. Saved tensors without room are offloaded, as in the first steps.
 
     A micro-batch that runs out of memory is run again with all saved tensors offloaded (`MicroBatchRetry`), and then
     less memory is used. That is possible for the first micro-batches under each rule or plan, and for those that are
@@ -97,6 +99,7 @@ class AutoPlanner(pl.Callback):
     Attributes:
         outcome: the decision; `"measuring"` before there is one.
         planner: the planner that was added; `None`: there is none.
+        regions: the planner of a training with compiled code; `None`: there is none.
     """
 
     def __init__(self) -> None:
@@ -105,6 +108,7 @@ class AutoPlanner(pl.Callback):
     def _reset(self) -> None:
         self.outcome: Outcome = "measuring"
         self.planner: SwapPlanner | None = None
+        self.regions: RegionPlanner | None = None
         self._guard: MemoryGuard | None = None
         """Compares micro-batches with measured ones; `None`: the callback does nothing."""
         self._parameters: tuple[Tensor, ...] = ()
@@ -122,6 +126,8 @@ class AutoPlanner(pl.Callback):
         """Steps in a row in which that was true."""
         self._obstacle: str | None = None
         """A lasting reason why the training can't be planned; `None`: none was found."""
+        self._compiled_backward = False
+        """Whether backward runs compiled code, as far as micro-batches that were short of memory have shown."""
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The plan's policy, while another one is in force for one micro-batch."""
@@ -196,19 +202,25 @@ class AutoPlanner(pl.Callback):
             self._apply_limit(trainer, offloader, self._guard, trained)
         else:
             self._apply_plan(trainer, offloader, self.planner, self._guard, trained)
-        swaps = self.planner
-        rule = self.outcome, None if swaps is None else (swaps.measuring, swaps.calibrating, id(swaps.plan))
+        swaps, regions = self.planner, self.regions
+        if regions is not None:
+            regions.begin_micro_batch(begins_step=self._at_boundary)
+        plan = None if swaps is None else (swaps.measuring, swaps.calibrating, id(swaps.plan))
+        rule = self.outcome, plan, None if regions is None else regions.rule
         if rule != self._rule:
             self._rule, self._proven = rule, 0
         self._at_boundary = False
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self.planner is None and self._short and self._obstacle is None and _has_compiled_nodes(loss):
-            self._obstacle = COMPILED
+        undecided = self.outcome in ("measuring", "keep") and self._obstacle in (None, COMPILED)
+        if undecided and self._short and not self._compiled_backward and _has_compiled_nodes(loss):
+            self._obstacle, self._compiled_backward = COMPILED, True
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.regions is not None:
+            self.regions.end_backward()
         if pl_module.automatic_optimization:  # with manual optimization more backwards may follow
             self._end_backward(trainer)
 
@@ -223,6 +235,8 @@ class AutoPlanner(pl.Callback):
         offloader = find_offloader(trainer)
         assert offloader is not None
         self._restore(offloader)
+        if self.regions is not None:
+            self.regions.end_micro_batch()
         self._proven += 1
         if self.planner is None:
             self._guard.end(self._shape)
@@ -235,7 +249,10 @@ class AutoPlanner(pl.Callback):
             self._plan_smaller(trainer, offloader, self._guard, self.planner)
         elif self.planner is None:
             self._profiling_budget.end_step()
-            self._decide(trainer, pl_module, self._guard)
+            if self.regions is None:
+                self._decide(trainer, pl_module, self._guard)
+            else:
+                self.regions.end_step(ran_out=ran_out)
         elif self._num_unplanned >= self._patience and not self.planner.measuring:
             self._num_unplanned = 0
             self._patience *= 2
@@ -244,12 +261,14 @@ class AutoPlanner(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._guard = None
+        self._close_regions()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._guard = None
         self._parameters = ()
         self._remove_planner(trainer)
+        self._close_regions()
 
     # ---- before there is a plan ----
 
@@ -261,7 +280,7 @@ class AutoPlanner(pl.Callback):
         self._short |= guard.short
         decided = self._steps >= FIRST_STEPS
         self._enable_hooks(trainer, offloader, not (decided and guard.fits))
-        if decided and guard.limit.fits and self.outcome != "keep":
+        if decided and guard.limit.fits and self.outcome != "keep" and self.regions is None:
             self.outcome = "keep"
             peak, most = format_bytes(guard.limit.needed_bytes), format_bytes(guard.limit.meter.limit())
             self._log(f"keeps all saved tensors on the {_name(offloader)}: a step needs at most {peak} of {most}")
@@ -284,6 +303,8 @@ class AutoPlanner(pl.Callback):
         obstacle = self._find_obstacle(trainer, pl_module)
         if obstacle is None:
             self._add_planner(trainer, pl_module, guard)
+        elif self._short and obstacle == COMPILED and trainer.world_size == 1 and pl_module.automatic_optimization:
+            self._plan_regions(trainer, guard)
         elif self._short:
             self.outcome = "offload"
             self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
@@ -311,6 +332,20 @@ class AutoPlanner(pl.Callback):
         self.planner = planner
         # A new list, because Lightning is iterating over the old one.
         trainer.callbacks = [planner, *trainer_callbacks(trainer)]  # type: ignore[attr-defined]
+
+    def _plan_regions(self, trainer: pl.Trainer, guard: MemoryGuard) -> None:
+        """Plans saved tensors of a training with compiled code, whose operators are not visible."""
+        self.outcome = "plan"
+        self._log("plans which saved tensors of compiled code are kept and offloaded: not all of them have room")
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
+        self.regions = RegionPlanner(offloader, guard.limit, schedulers, recompiles=self._compiled_backward)
+
+    def _close_regions(self) -> None:
+        regions, self.regions = self.regions, None
+        if regions is not None:
+            regions.close()
 
     def _remove_planner(self, trainer: pl.Trainer) -> None:
         planner, self.planner = self.planner, None

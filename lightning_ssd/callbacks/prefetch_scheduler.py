@@ -59,6 +59,11 @@ class PrefetchScheduler(pl.Callback):
         """Overrides the window for the rest of the training, unless the user fixed it; None: adapts it again."""
         self._override = window_bytes
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the user fixed the window, so that `override_window` has no effect."""
+        return self._fixed is not None
+
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._override = None

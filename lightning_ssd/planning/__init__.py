@@ -8,6 +8,7 @@ from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, calibrate, calibrate_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, plan_with_coefficient
+from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, plan_storages
 from lightning_ssd.planning.simulator import Prediction, replay, resident_bytes, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 
@@ -21,17 +22,21 @@ __all__ = [
     "Plan",
     "Prediction",
     "Report",
+    "SavedTimeline",
+    "StoragePlan",
     "FixedPlacement",
     "TierSpeed",
     "UnitPlan",
     "UnitProfile",
     "calibrate",
     "calibrate_step_rate",
+    "free_bytes",
     "large_write_endurance",
     "make_plan",
     "make_report",
     "offload_amounts",
     "plan_for_least_memory",
+    "plan_storages",
     "plan_with_coefficient",
     "render_report",
     "render_summary",

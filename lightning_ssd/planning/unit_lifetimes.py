@@ -108,6 +108,5 @@ class _Steps:
     ) -> None:
         if nbytes:
             name = self._model.units[unit].name
-            owner = name if kind in ("weight", "gradient", "optimizer state") else ""
-            self._tensors.append(TensorLifetime(len(self._tensors), name, kind, nbytes, uses, allocated, freed, owner))
+            self._tensors.append(TensorLifetime(len(self._tensors), name, kind, nbytes, uses, allocated, freed, name))
             self.keys.append((kind, unit, position))

@@ -3,6 +3,7 @@
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.limits import (
+    HOST_FILL,
     add_unseen_memory,
     current_placement,
     limit_hardware,
@@ -10,12 +11,15 @@ from lightning_ssd.profiling.limits import (
 )
 from lightning_ssd.profiling.machine import adam_step, measure_machine, mixed_bandwidth
 from lightning_ssd.profiling.model import Profiler, count_bytes, count_samples, unit_profiles
+from lightning_ssd.profiling.saved_timeline import SavedTimelineRecorder
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, trace
 
 __all__ = [
+    "HOST_FILL",
     "LifetimeRecorder",
     "Profiler",
+    "SavedTimelineRecorder",
     "TraceMode",
     "TracingError",
     "add_unseen_memory",

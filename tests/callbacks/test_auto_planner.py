@@ -77,9 +77,8 @@ def test_numbers_are_plain_lightnings_in_each_outcome(
     how: dict[str, Any] = {"model": model, "precision": precision, "accumulate": accumulate, "steps": 16}
     plain = train("auto", **how)
     use(AMPLE if outcome == "keep" else SHORT, monkeypatch)
-    if outcome == "offload":  # simulates a compiled frame in each step
-        frames = iter(range(1000))
-        monkeypatch.setattr("lightning_ssd.callbacks.auto_planner.compiled_frames", lambda: next(frames))
+    if outcome == "offload":
+        monkeypatch.setattr("lightning_ssd.callbacks.auto_planner.obstacle_to_planning", lambda *_: "several devices")
     assert_same(plain, train(SSDOffloadStrategy(**BOTH), callbacks=[see], **how))
     assert see.outcomes[-1] == outcome
     first = see.outcomes.index(outcome)
@@ -329,10 +328,14 @@ def test_one_line_names_the_outcome(
     assert f"offload='auto': {said}" in caplog.text
 
 
-def test_compiled_code_that_was_compiled_before_is_not_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
+@pytest.mark.parametrize("automatic", [True, False])
+def test_compiled_code_that_was_compiled_before_is_not_traced(
+    automatic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
-    """Its frames are not compiled again in the second training: the graph of the loss shows them."""
+    """Its frames are not compiled again in the second training: the graph of the loss shows them.
+
+    With manual optimization, several forwards and backwards may make a step, and the excess is offloaded.
+    """
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -349,11 +352,16 @@ def test_compiled_code_that_was_compiled_before_is_not_planned(
         def __init__(self) -> None:
             super().__init__()
             self.block = block
+            self.automatic_optimization = automatic
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             for _ in range(8):
                 batch = compiled(batch)
-            return batch.square().mean()
+            loss = batch.square().mean()
+            if not automatic:
+                self.manual_backward(loss)
+                self.optimizers().step()  # type: ignore[union-attr]
+            return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -362,7 +370,8 @@ def test_compiled_code_that_was_compiled_before_is_not_planned(
     for _ in range(2):
         trainer = quiet_trainer(tmp_path, strategy=SSDOffloadStrategy(**BOTH), callbacks=[see], max_epochs=1)
         trainer.fit(Model(), DataLoader(Lengths([2] * 6), batch_size=None))
-        assert see.outcomes[-1] == "offload"
+        assert see.outcomes[-1] == ("plan" if automatic else "offload")
+        assert see.auto is not None and see.auto.planner is None
 
 
 def test_a_pickled_callback_does_not_continue_its_training() -> None:

@@ -1,0 +1,78 @@
+"""`PartitionerBudget`: how much compiled code saves for backward instead of recomputing it."""
+
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["PartitionerBudget", "compile_seconds"]
+
+
+class PartitionerBudget:
+    """Sets `torch._functorch.config.activation_memory_budget` for the micro-batches of one training.
+
+    The setting is read when code is compiled. So `change` discards all compiled code of the process, which is compiled
+    again when it is called next: that costs as many seconds as the first time, or fewer if Inductor's caches on disk
+    have the result, and dynamic shapes are learned again. The setting is in force between `enter` and `exit` only, so
+    that code which is compiled outside of micro-batches is not affected. Graphs that are alive keep their code.
+
+    Recomputed values are those of the same operators, but a backend that fuses them otherwise, as Inductor does, may
+    give other last digits.
+
+    Attributes:
+        value: the share, 0 to 1, of the bytes that fully optimized code would save; 1: the default, nothing is set.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self._entered = False
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the setting may be changed.
+
+        It may not if the user has set it, or has asked for deterministic algorithms: the user then expects the same
+        digits from the same program, and when the setting changes depends on measured times.
+        """
+        return (self._entered or _get() == 1.0) and not torch.are_deterministic_algorithms_enabled()
+
+    def change(self, value: float) -> None:
+        """Has code compiled with another value from now on; a step is over, and none has begun."""
+        self.value = value
+        torch.compiler.reset()
+
+    def enter(self) -> None:
+        """Puts the value in force, unless the user has set one; a micro-batch begins."""
+        if self.value != 1.0 and not self._entered and _get() == 1.0:
+            self._entered = True
+            _set(self.value)
+
+    def exit(self) -> None:
+        """Restores the user's value; the micro-batch is over."""
+        if self._entered:
+            self._entered = False
+            _set(1.0)
+
+    def close(self) -> None:
+        """Restores the user's value, with which code is compiled from now on; the training is over."""
+        self.exit()
+        if self.value != 1.0:
+            self.change(1.0)
+
+
+def compile_seconds() -> float:
+    """Returns the seconds that `torch.compile` has taken in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
+
+
+def _get() -> float:
+    import torch._functorch.config as config
+
+    return float(config.activation_memory_budget)
+
+
+def _set(value: float) -> None:
+    import torch._functorch.config as config
+
+    config.activation_memory_budget = value

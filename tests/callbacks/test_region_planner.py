@@ -1,0 +1,201 @@
+"""`RegionPlanner`: trainings with compiled code are planned where memory is short, with plain numbers."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config as functorch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.activations import OffloadExcess, PlannedExcess
+from lightning_ssd.callbacks import AutoPlanner, region_planner
+from lightning_ssd.callbacks.offloader import find_offloader
+from tests.support.meter import Meter, use
+from tests.support.plans import BOTH, quiet_trainer
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 48
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[pytest.mark.thorough, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")],
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)).tanh().sin())  # type: ignore[no-any-return]
+
+
+class Blocks(pl.LightningModule):
+    """Compiled blocks, and eager code around them."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        for block in self.blocks:
+            block.compile(backend=backend)
+        self.head = nn.Linear(32, 8)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        loss = self.head(batch).square().mean()
+        self.losses.append(loss.detach().clone())
+        return loss  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class See(pl.Callback):
+    """Records the rule and the saved bytes of each micro-batch."""
+
+    def __init__(self) -> None:
+        self.placements: list[type] = []
+        self.settings: list[float] = []
+        self.saved: list[int] = []
+        self.stored: list[int] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.auto = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        self.placements.append(type(offloader.policy.placement))
+        self.settings.append(functorch.activation_memory_budget)
+        self.saved.append(offloader.stats().saved)
+        self.stored.append(offloader.stats().stored)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.regions = self.auto.regions
+        self.outcome = self.auto.outcome
+
+
+def train(backend: str, strategy: Any, path: Path, steps: int = STEPS, **how: Any) -> tuple[list[Tensor], Any]:
+    """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module = Blocks(backend)
+    data: Any = torch.randn(16 * steps, 32, generator=torch.Generator().manual_seed(1))
+    quiet_trainer(path, strategy=strategy, max_steps=steps, **how).fit(module, DataLoader(data, batch_size=16))
+    counters = {
+        name: dict(counts)
+        for name, counts in torch._dynamo.utils.counters.items()
+        if counts and name in ("frames", "stats", "graph_break", "unimplemented", "recompile_limit", "recompiles")
+    }
+    return [*module.losses, *(parameter.detach().clone() for parameter in module.parameters())], counters
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_compiled_code_is_planned_and_compiled_as_under_plain_lightning(
+    backend: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames, graphs, graph breaks, recompilations and numbers are plain Lightning's."""
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "steps": 20}
+    plain, expected = train(backend, "auto", tmp_path, **how)
+    see = See()
+    use(Meter(1e6, 980_000), monkeypatch)
+    monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9)  # the plan is applied, however fast it is
+    numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], **how)
+    assert counters == expected
+    assert_equal(numbers, plain)
+    assert see.outcome == "plan" and see.regions.decided
+    assert see.placements[-1] is PlannedExcess and set(see.placements) == {OffloadExcess, PlannedExcess}
+    plan = see.regions.applied.plan
+    assert 0 < plan.offloaded_bytes < sum(plan.sizes)
+    assert see.stored[-1] - see.stored[-2] == plan.offloaded_bytes
+    assert set(see.settings) == {1.0}
+
+
+def lower_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has each plan stall, and the last trial be the fastest."""
+    monkeypatch.setattr(region_planner, "TOLERATED_STALL", -1.0)
+    monkeypatch.setattr(region_planner, "MIN_GAIN", -1e9)
+    monkeypatch.setattr(region_planner, "MAX_COMPILE_SECONDS", 1e9)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_code_that_stalls_is_compiled_to_save_less(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = train(backend, "auto", tmp_path)
+    see = See()
+    use(Meter(1e6, 980_000), monkeypatch)
+    lower_budgets(monkeypatch)
+    with caplog.at_level("INFO"):
+        numbers, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see])
+    for mine, theirs in zip(numbers, plain, strict=True):
+        if backend == "aot_eager":
+            assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert "graph_break" not in counters
+    assert see.settings[0] == 1.0 and see.settings[-1] == see.regions.applied.memory_budget < 1.0
+    assert see.saved[-1] - see.saved[-2] < see.saved[2] - see.saved[1]
+    assert f"activation_memory_budget={see.settings[-1]:g}, which may change the last digits" in caplog.text
+    assert functorch.activation_memory_budget == 1.0
+
+
+@pytest.mark.parametrize("reason", ["deterministic", "set", "no time", "no backward"])
+def test_code_is_not_compiled_again_where_it_may_not(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The user asks for deterministic algorithms or has set the budget; there is no time; the budget has no effect."""
+    see = See()
+    use(Meter(1e6, 980_000), monkeypatch)
+    lower_budgets(monkeypatch)
+    if reason == "deterministic":
+        request.getfixturevalue("deterministic")
+    elif reason == "no time":
+        monkeypatch.setattr(region_planner, "MAX_COMPILE_SECONDS", 0.0)
+    backend = "eager" if reason == "no backward" else "aot_eager"
+    with functorch.patch(activation_memory_budget=0.5 if reason == "set" else 1.0):
+        _, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=[see])
+    assert see.regions.decided and see.placements[-1] is PlannedExcess
+    assert set(see.settings) == ({0.5} if reason == "set" else {1.0})
+    assert counters["stats"]["unique_graphs"] == 2  # the input of the first block requires no gradient
+
+
+def test_the_setting_is_restored_when_training_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(pl.Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            if functorch.activation_memory_budget < 1.0:
+                raise KeyError("of the user")
+
+    use(Meter(1e6, 980_000), monkeypatch)
+    lower_budgets(monkeypatch)
+    with pytest.raises(KeyError, match="of the user"):
+        train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[Fails()])
+    assert functorch.activation_memory_budget == 1.0
