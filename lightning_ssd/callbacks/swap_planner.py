@@ -202,6 +202,8 @@ class SwapPlanner(StepProfiling):
         """Comparisons in a row that have drifted from it."""
         self._calibrations = 0
         """Corrections of the profiles by steps under plans, since they were made."""
+        self._replaced: Comparison | None = None
+        """Steps under the plan that a correction has replaced by the one in force."""
         self._retried = False
         self._fragment_reserve = 0.0
         """Share of the GPU limit that plans reserve for fragments, besides the reserve of `usable_gpu_memory`."""
@@ -445,7 +447,10 @@ class SwapPlanner(StepProfiling):
         if self._usual is None:
             self._usual = comparison.step_seconds
             wrong = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1) > MAX_ERROR
-            if not self._calibrations or (wrong and self._calibrations < MAX_CALIBRATIONS):
+            replaced, self._replaced = self._replaced, None
+            if replaced is not None and wrong and comparison.step_seconds > replaced.step_seconds:
+                self._return_to(runner, replaced, comparison.step_seconds)
+            elif not self._calibrations or (wrong and self._calibrations < MAX_CALIBRATIONS):
                 self._calibrations += 1
                 self._recalibrate(runner, comparison)
             return
@@ -493,7 +498,23 @@ class SwapPlanner(StepProfiling):
         least = self._gpu_memory == "least"
         smaller = least and after.gpu_peak_bytes < (1 - MIN_PLAN_GAIN) * before.gpu_peak_bytes
         if excess[1] < excess[0] or (explained and excess[1] == excess[0] and (faster or smaller)):
+            self._replaced = comparison if excess[1] == excess[0] else None
             self._apply(runner, plan)
+
+    def _return_to(self, runner: PlanRunner, replaced: Comparison, seconds: float) -> None:
+        """Applies the plan before again, for good: the profiles don't explain why steps under its successor are slower.
+
+        Args:
+            runner: runs the steps.
+            replaced: steps under the plan before.
+            seconds: measured seconds of a step under its successor.
+        """
+        self._calibrations = MAX_CALIBRATIONS
+        pl.utilities.rank_zero_info(
+            f"SwapPlanner: a step took {replaced.step_seconds:.3f} s under the plan before, and takes {seconds:.3f} s "
+            "under this one: the plan before is applied again."
+        )
+        self._apply(runner, replaced.plan)
 
     def _log_comparison(self, trainer: pl.Trainer, runner: PlanRunner, comparison: Comparison) -> None:
         predicted = comparison.predicted

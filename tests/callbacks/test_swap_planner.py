@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ssd import ActivationOffload, ModelProfiler, PrefetchScheduler, SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.callbacks import plan_runner, profiling_budget
+from lightning_ssd.callbacks import plan_runner, profiling_budget, swap_planner
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import step
 from lightning_ssd.planning import (
@@ -26,6 +26,7 @@ from lightning_ssd.planning import (
     ModelProfile,
     Plan,
     Prediction,
+    make_plan,
     plan_with_coefficient,
     simulate,
     swap_coefficient,
@@ -536,6 +537,45 @@ def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: C
     assert another.applied is not None and first.profile is not None and first.hardware is not None
     corrected = simulate(first.profile, first.hardware, another.applied)
     assert corrected.step_seconds == pytest.approx(1.3 * another.predicted, rel=0.1)
+
+
+class SlowAfterward(TinyGPT):
+    """Steps last 1.1 times their prediction under the first plan, and `factor` times under the next one."""
+
+    def __init__(self, planner: SwapPlanner, time: Clock, factor: float) -> None:
+        super().__init__("none")
+        vars(self).update(planner=planner, time=time, factors=iter((1.1, factor)), seconds={})
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        plan = self.planner.plan
+        if plan is not None and not self.planner.calibrating:
+            if id(plan) not in self.seconds:
+                self.seconds[id(plan)] = next(self.factors) * self.planner.prediction.step_seconds
+            self.time.now += self.seconds[id(plan)]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("factor", "returns"), [(1.0, False), (4.0, True)])
+def test_a_plan_whose_steps_are_slower_than_those_before_is_taken_back(
+    time: Clock, monkeypatch: pytest.MonkeyPatch, factor: float, returns: bool
+) -> None:
+    """The planner makes a plan that keeps all first, and a smaller one when steps have corrected the profiles."""
+    made: list[Plan] = []
+
+    def make(profile: ModelProfile, hardware: HardwareProfile, planner: Any, placement: Any) -> Plan:
+        if made:
+            made.append(plan_with_coefficient(profile, hardware, 0.0, placement))
+        else:
+            made.append(make_plan(profile, hardware, planner, placement))
+        return made[-1]
+
+    monkeypatch.setattr(swap_planner, "plan_for_least_memory", make)
+    first = planner(gpu_memory="least")
+    applied = AppliedPlans(first)
+    slow = SlowAfterward(first, time, factor)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], model=lambda _: slow, steps=36, recorded=False)
+    plans = [found.plan for found in applied.found if not found.calibrating]
+    assert plans == ([made[0], made[1], made[0]] if returns else made[:2])
 
 
 class Fragmented(Meter):
