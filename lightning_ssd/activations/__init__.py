@@ -1,11 +1,12 @@
 """Offloads and recomputes tensors that autograd saves for backward. Knows autograd and `storage`, not Lightning."""
 
 from lightning_ssd.activations.backward_graph import backward_nodes
+from lightning_ssd.activations.compiled_code import compile_seconds, records_cuda_graphs
 from lightning_ssd.activations.config import OffloadConfig, make_offloader
 from lightning_ssd.activations.graph import ForwardGraph, Saved
-from lightning_ssd.activations.memory_budget import PartitionerBudget, compile_seconds
+from lightning_ssd.activations.memory_budget import PartitionerBudget
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError, OffloadStats
-from lightning_ssd.activations.placement import OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
+from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
 from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
 from lightning_ssd.activations.planned_excess import PlannedExcess
 from lightning_ssd.activations.policy import OffloadPolicy
@@ -20,6 +21,7 @@ __all__ = [
     "OffloadStats",
     "PlanMode",
     "ForwardGraph",
+    "KeepAll",
     "OffloadConfig",
     "OffloadPolicy",
     "PartitionerBudget",
@@ -40,4 +42,5 @@ __all__ = [
     "make_schedule",
     "make_offloader",
     "mark_weights",
+    "records_cuda_graphs",
 ]

@@ -1,11 +1,8 @@
 """`PartitionerBudget`: how much compiled code saves for backward instead of recomputing it."""
 
-import sys
-from typing import Any
-
 import torch
 
-__all__ = ["PartitionerBudget", "compile_seconds"]
+__all__ = ["PartitionerBudget"]
 
 
 class PartitionerBudget:
@@ -58,12 +55,6 @@ class PartitionerBudget:
         self.exit()
         if self.value != 1.0:
             self.change(1.0)
-
-
-def compile_seconds() -> float:
-    """Returns the seconds that `torch.compile` has taken in this process."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
 
 
 def _get() -> float:

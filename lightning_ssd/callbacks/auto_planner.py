@@ -10,12 +10,14 @@ from typing_extensions import override
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import (
     ActivationOffloader,
+    KeepAll,
     OffloadAll,
     OffloadExcess,
     OffloadPolicy,
     PlacementPolicy,
     ResidentLimit,
     backward_nodes,
+    records_cuda_graphs,
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
@@ -128,6 +130,8 @@ class AutoPlanner(pl.Callback):
         """A lasting reason why the training can't be planned; `None`: none was found."""
         self._compiled_backward = False
         """Whether backward runs compiled code, as far as micro-batches that were short of memory have shown."""
+        self._cuda_graphs = False
+        """Whether compiled code of the first step has recorded CUDA graphs."""
         self._logged: set[Outcome] = set()
         self._policy: OffloadPolicy | None = None
         """The plan's policy, while another one is in force for one micro-batch."""
@@ -213,6 +217,12 @@ class AutoPlanner(pl.Callback):
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        offloader = find_offloader(trainer)
+        if self._guard is not None and self._steps == 0 and offloader is not None:
+            # Graphs of other trainings of this process don't count.
+            self._cuda_graphs |= records_cuda_graphs(offloader.device) and (
+                compiled_frames() != self._frames or _has_compiled_nodes(loss)
+            )
         undecided = self.outcome in ("measuring", "keep") and self._obstacle in (None, COMPILED)
         if undecided and self._short and not self._compiled_backward and _has_compiled_nodes(loss):
             self._obstacle, self._compiled_backward = COMPILED, True
@@ -244,6 +254,9 @@ class AutoPlanner(pl.Callback):
             return
         self._at_boundary = True
         self._steps += 1
+        if self._cuda_graphs and self._steps == 1:
+            self._keep_for_cuda_graphs(trainer, offloader)
+            return
         ran_out, self._ran_out = self._ran_out, False
         if ran_out and self.planner is not None:
             self._plan_smaller(trainer, offloader, self._guard, self.planner)
@@ -332,6 +345,22 @@ class AutoPlanner(pl.Callback):
         self.planner = planner
         # A new list, because Lightning is iterating over the old one.
         trainer.callbacks = [planner, *trainer_callbacks(trainer)]  # type: ignore[attr-defined]
+
+    def _keep_for_cuda_graphs(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> None:
+        """Keeps all saved tensors from the second step on: it records the graphs, the first one warms them up.
+
+        A graph writes its saved tensors to memory of its own in each step. They can't be offloaded, and a recorded
+        graph expects that they stay alive as long as they did when it was recorded.
+        """
+        self.outcome = "keep"
+        self._log(
+            f"keeps all saved tensors on the {_name(offloader)}: compiled code records CUDA graphs "
+            "(`mode='reduce-overhead'`), whose saved tensors can't be offloaded. Where memory is short, compile "
+            "without that mode"
+        )
+        self._guard = None
+        offloader.run(replace(offloader.policy, placement=KeepAll()))
+        self._enable_hooks(trainer, offloader, False)
 
     def _plan_regions(self, trainer: pl.Trainer, guard: MemoryGuard) -> None:
         """Plans saved tensors of a training with compiled code, whose operators are not visible."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
-from lightning_ssd.callbacks import AutoPlanner, region_planner
+from lightning_ssd.callbacks import AutoPlanner, auto_planner, region_planner
 from lightning_ssd.callbacks.offloader import find_offloader
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
@@ -199,3 +199,27 @@ def test_the_setting_is_restored_when_training_fails(tmp_path: Path, monkeypatch
     with pytest.raises(KeyError, match="of the user"):
         train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[Fails()])
     assert functorch.activation_memory_budget == 1.0
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_saved_tensors_of_cuda_graphs_are_kept_from_the_step_on_that_records_them(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training without compiled code is planned, although another one of the process has recorded graphs."""
+
+    class Hooks(pl.Callback):
+        enabled: list[bool] = []  # noqa: RUF012
+
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            self.enabled.append(trainer.strategy.offloader.policy.hooks_enabled)
+
+    hooks, see = Hooks(), See()
+    use(Meter(1e6, 980_000), monkeypatch)
+    monkeypatch.setattr(auto_planner, "records_cuda_graphs", lambda device: True)
+    if not compiled:
+        monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    with caplog.at_level("INFO"):
+        train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, 6, callbacks=[hooks, see])
+    assert see.outcome == ("keep" if compiled else "plan")
+    assert hooks.enabled == [True] + [not compiled] * 5
+    assert ("records CUDA graphs (`mode='reduce-overhead'`)" in caplog.text) == compiled
