@@ -210,7 +210,7 @@ def fit(mode: str, arguments: argparse.Namespace, trace: Path | None) -> dict[st
     torch._functorch.config.activation_memory_budget = float(value) if value and name.startswith("plain") else 1.0
     probe = Probe(arguments.warm_up, arguments.steps, trace)
     total = max(arguments.warm_up, MOST_WARM_UP) + arguments.steps + PROFILED + 1
-    callbacks = [probe, SwapPlanner()] if name.startswith("planned") else [probe]
+    callbacks = [probe, SwapPlanner(cache=False)] if name.startswith("planned") else [probe]
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer("bf16-mixed", strategy_for(mode), total, callbacks, path)
         trainer.gradient_clip_val = 1.0

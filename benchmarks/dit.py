@@ -96,7 +96,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         precision="bf16-mixed",
         strategy=strategy,
         max_steps=steps,
-        callbacks=[probe, SwapPlanner()] if case["mode"] == "planned" else [probe],
+        callbacks=[probe, SwapPlanner(cache=False)] if case["mode"] == "planned" else [probe],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,9 +1,12 @@
-"""`SSDOffloadStrategy`: the only file that knows Lightning's Strategy contract."""
+"""`SSDOffloadStrategy`: the only file that knows Lightning's Strategy contract.
+
+It is large because that contract is one class: the documentation of its arguments, which the help of every command
+shows, and an override for each event of a Trainer, which calls the folder that does the work.
+"""
 
 import contextlib
 import functools
 import gc
-import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +18,6 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader, mark_weights
-from lightning_ssd.activations.config import SMALLEST_TIER
 from lightning_ssd.callbacks import AutoPlanner, SwapPlanner, add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
 from lightning_ssd.callbacks.offloader import trainer_callbacks
@@ -44,7 +46,7 @@ from lightning_ssd.model_states import (
     regroup_model_states,
     save,
     save_sharded,
-    steps_whole,
+    stepped_whole,
     take_initial_values,
     zeroes_otherwise,
 )
@@ -58,8 +60,6 @@ from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName, Tier
 from lightning_ssd.user_hooks import user_sees_gradients
-
-log = logging.getLogger(__name__)
 
 
 class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
@@ -367,7 +367,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             if fitting and self._has_offloaded:
                 gc.collect()  # optimizers of an earlier fit, in cycles with their schedulers, still own SSD space
             algorithm = trainer.gradient_clip_algorithm or "norm"  # Lightning's default
-            whole = self._optimizers_stepped_whole() if fitting else []
+            whole = stepped_whole(self.optimizers, self._offloaded) if fitting else []
             defer_to_user_hooks = not trainer.lightning_module.automatic_optimization or user_sees_gradients(trainer)
             self._setup = Setup(
                 config=config,
@@ -421,23 +421,6 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             "units": states.units,
         }
         return training_settings(trainer, self._budgets.paths(trainer.default_root_dir)[0], own)
-
-    def _optimizers_stepped_whole(self) -> list[torch.optim.Optimizer]:
-        """Returns the optimizers with offloaded parameters that may couple parameters; they step after backward."""
-        whole = []
-        for optimizer in self.optimizers:
-            offloaded = any(p in self._offloaded for group in optimizer.param_groups for p in group["params"])
-            if offloaded and steps_whole(optimizer):
-                whole.append(optimizer)
-                name = type(optimizer).__name__
-                log.warning(
-                    "%s is stepped whole when backward has ended, with all weights and gradients in host memory: its "
-                    "parameters may depend on each other, or hooks look at its steps. If each is stepped on its own, "
-                    "`lightning_ssd.register_optimizer(%s)` lets steps overlap with backward",
-                    name,
-                    name,
-                )
-        return whole
 
     def _attach_states(self) -> None:
         """Makes Lightning clip, scale and zero gradients through `model_states`."""
@@ -508,33 +491,15 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _make_offloader(self, trainer: pl.Trainer) -> None:
         assert self.model is not None
         mark_weights(self.model)
+        config, states = self._budgets, self.model_states
+        if states is not None:
+            config = config.without(states.host_limit, states.ssd_bytes)
         self.offloader = make_offloader(
-            self._budgets_for_activations(),
-            self.root_device,
-            default_path=trainer.default_root_dir,
-            rank=self.global_rank,
+            config, self.root_device, default_path=trainer.default_root_dir, rank=self.global_rank
         )
-        if self.model_states is None and self.config.amount() == "none":
+        if states is None and self.config.amount() == "none":
             # Nothing is offloaded: hooks would only add overhead.
             self.offloader.run(replace(self.offloader.policy, hooks_enabled=False))
-
-    def _budgets_for_activations(self) -> OffloadConfig:
-        """Returns the configuration with the part of the budgets that model states do not use."""
-        config, states = self._budgets, self.model_states
-        if states is None:
-            return config
-        if config.host_memory != "auto":
-            left = max(0, parse_bytes(config.host_memory, "host_memory") - states.host_limit)
-            config = replace(config, host_memory=left if left >= SMALLEST_TIER else 0)
-        if config.ssd_capacity is not None:
-            left = parse_bytes(config.ssd_capacity, "ssd_capacity") - states.ssd_bytes
-            if left < SMALLEST_TIER:
-                config = replace(config, tier="host", ssd_capacity=None)
-            else:
-                config = replace(config, ssd_capacity=left)
-        if config.tier == "host" and config.host_memory == 0:
-            config = replace(config, offload="none")
-        return config
 
     @property
     @override

@@ -8,6 +8,7 @@ __all__ = [
     "CLIP_MODES",
     "EVICT_MARGIN",
     "INPUT_CHOICES",
+    "OFFLOAD_TIERS",
     "TIERS",
     "BackendName",
     "Choice",
@@ -43,8 +44,8 @@ Overlap = Literal["none", "naive", "optimized"]
 BackendName = Literal["auto", "posix", "kvikio"]
 """I/O library of the scratch files; "auto" chooses one (`storage/choice.py`)."""
 
-TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
-    get_args(kind) for kind in (Tier, Choice, InputChoice, ClipMode, BackendName)
+TIERS, OFFLOAD_TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
+    get_args(kind) for kind in (Tier, OffloadTierName, Choice, InputChoice, ClipMode, BackendName)
 )
 
 EVICT_MARGIN = 0.03

@@ -1,6 +1,7 @@
 """Tests marked `gpu` are skipped without a CUDA device, and drives are measured on few bytes."""
 
 import os
+from uuid import uuid4
 
 # Idle threads must not spin, because several tests may share the cores. torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -12,6 +13,7 @@ import torch  # noqa: E402
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+from lightning_ssd.callbacks import plan_cache  # noqa: E402
 from lightning_ssd.storage import calibration  # noqa: E402
 
 
@@ -20,6 +22,13 @@ def quick_calibration(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Measures a drive on one piece, unless bandwidth is tested: otherwise every store first writes 192 MiB."""
     if "storage" not in request.path.parts and "gpu" not in request.path.parts:
         monkeypatch.setattr(calibration, "_MOST_BYTES", 16 * 2**20)
+
+
+@pytest.fixture(autouse=True)
+def own_plan_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Plans are stored in a new directory for each test, which is made with the first plan, and not in the home."""
+    folder = tmp_path_factory.getbasetemp() / "plans" / uuid4().hex
+    monkeypatch.setattr(plan_cache, "plans_directory", lambda: folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -91,6 +91,25 @@ class OffloadConfig:
             capacity = _bytes_of(SSD_CAPACITY, capacity, free // processes)
         return replace(self, host_memory=host, staging_memory=staging, ssd_capacity=capacity)
 
+    def without(self, host_bytes: int, ssd_bytes: int) -> "OffloadConfig":
+        """Returns a copy with the budgets that are left when other code uses a part of them; `resolve` made them.
+
+        A tier that would be too small is left out; without tiers, no activations are offloaded.
+        """
+        config = self
+        if config.host_memory != "auto":
+            left = max(0, parse_bytes(config.host_memory, "host_memory") - host_bytes)
+            config = replace(config, host_memory=left if left >= SMALLEST_TIER else 0)
+        if config.ssd_capacity is not None:
+            left = parse_bytes(config.ssd_capacity, "ssd_capacity") - ssd_bytes
+            if left < SMALLEST_TIER:
+                config = replace(config, tier="host", ssd_capacity=None)
+            else:
+                config = replace(config, ssd_capacity=left)
+        if config.tier == "host" and config.host_memory == 0:
+            config = replace(config, offload="none")
+        return config
+
     def paths(self, default: str | Path) -> list[Path]:
         """Returns the directories of the scratch files. If the user has named none, `default` is made and returned."""
         if self.path is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_ssd.activations.record import SavedStorage, State
 from lightning_ssd.device import Clock, Stopwatch
-from lightning_ssd.types import OffloadTierName
+from lightning_ssd.types import OFFLOAD_TIERS, OffloadTierName
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class MicroBatch:
         self.in_backward = False
         """True once backward has unpacked a tensor."""
         self.stalls: dict[OffloadTierName, tuple[Stopwatch, Stopwatch]] = {
-            tier: (Stopwatch(clock), Stopwatch(clock)) for tier in ("host", "ssd")
+            tier: (Stopwatch(clock), Stopwatch(clock)) for tier in OFFLOAD_TIERS
         }
         self._records: list[Callable[[], SavedStorage | None]] = []
         self._unpacked: dict[int, None] = {}  # a set that keeps its order

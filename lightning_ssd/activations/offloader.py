@@ -48,7 +48,7 @@ from lightning_ssd.device.storage_tags import KEPT_IN
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
-from lightning_ssd.types import EVICT_MARGIN, Choice, OffloadTierName
+from lightning_ssd.types import EVICT_MARGIN, OFFLOAD_TIERS, Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 
 
@@ -363,10 +363,10 @@ class ActivationOffloader(Uncopied):
         return record
 
     def _tiers_of(self, choice: Choice | None, nbytes: int) -> Sequence[OffloadTierName]:
-        """Returns the tiers to try, in this order."""
-        if choice not in ("host", "ssd"):
+        """Returns the tiers to try, in this order. Others follow the planned one, which may have no room."""
+        if choice not in OFFLOAD_TIERS:
             return self._placement.tiers_for(nbytes)
-        return [name for name in _IN_PLACE_OF[choice] if name in self.tiers]
+        return sorted(self.tiers, key=lambda name: name != choice)
 
     def _offload_waiting(self, count: int) -> None:
         """Offloads those of the newest `count` waiting storages that only their records reference."""
@@ -611,10 +611,6 @@ _OUT, _IN = 0, 1
 
 _PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that bytes, shape and strides describe completely."""
-
-
-_IN_PLACE_OF: Mapping[Choice, Sequence[OffloadTierName]] = {"host": ("host", "ssd"), "ssd": ("ssd", "host")}
-"""Tiers to try for each planned tier, in order: the second is used if the planned one has no room."""
 
 
 def _keep(tensor: Tensor) -> "InlineSaved":

@@ -83,6 +83,7 @@ class PlanRunner:
         profile: profile of the model.
         hardware: profile of the machine, with the bytes that this training may use.
         placement: tiers of model states, which plans do not change.
+        slowdown: forward time of the profile / forward time that `profiler` has recorded.
 
     Attributes:
         profile: profile of the model, corrected by `calibrate`.
@@ -103,6 +104,7 @@ class PlanRunner:
         profile: ModelProfile,
         hardware: HardwareProfile,
         placement: FixedPlacement,
+        slowdown: float = 1.0,
     ) -> None:
         self.profile = profile
         self.hardware = hardware
@@ -122,7 +124,7 @@ class PlanRunner:
         available = process_gpu_memory(device) if device.type == "cuda" else math.inf
         self._gpu_limit = min(hardware.gpu_bytes, available)  # bytes that this training may allocate
         self._mode: PlanMode | None = None
-        self._slowdown = 1.0  # current forward time / profiled forward time
+        self._slowdown = slowdown  # current forward time / recorded forward time
         self._warm_up = 0
         self._step_began: Any = None
         self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of steps that the device has not ended

@@ -54,6 +54,12 @@ class StepProfiling(pl.Callback):
         """Returns whether the micro-batch of `batch` may be recorded; else a later one is recorded, if time allows."""
         return True
 
+    def recorded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Called at the end of the step after which timing begins: a micro-batch was recorded and checked.
+
+        If it sets the phase to "idle", no steps are timed, and `profiled` is not called.
+        """
+
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         """Called with the profile, at the end of the last timed step."""
 
@@ -132,8 +138,9 @@ class StepProfiling(pl.Callback):
             self._phase = "timing"
             self._timed_from = self._step
             self._profiler.begin_timing()
-        if self._phase == "timing":
+        if self._phase in ("checking", "timing"):
             self._samples, self._tokens = count_samples(batch)
+        if self._phase == "timing":
             self._profiler.begin_forward(of_step=at_boundary)
 
     @override
@@ -162,23 +169,16 @@ class StepProfiling(pl.Callback):
         self._step += 1
         self._at_boundary = True
         self._profiling_budget.end_step()
+        if self._phase == "checking":
+            self.recorded(trainer, pl_module)
+            return
         timed = self._step - self._timed_from
         if self._phase == "timing" and timed and (timed == self._steps or not self.has_time(self._steps - timed)):
             if timed < self._steps:
                 self._log_shortened(f"{timed} of {self._steps} steps were timed")
             self._phase = "idle"
             self._profiler.end_timing()
-            clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-            clips |= trainer.precision == "16-mixed"  # a step is skipped if gradients are not finite
-            profile = self._profiler.profile(
-                type(pl_module).__name__,
-                steps=timed,
-                micro_batches=trainer.accumulate_grad_batches,
-                samples=self._samples,
-                tokens=self._tokens,
-                clip_norm=clips,
-            )
-            self.profiled(trainer, pl_module, profile)
+            self.profiled(trainer, pl_module, self._make_profile(trainer, pl_module, timed))
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -212,6 +212,20 @@ class StepProfiling(pl.Callback):
         if rest:
             self._log_shortened(f"warm-up ends {rest} step{'s' if rest > 1 else ''} early")
         return True
+
+    def _make_profile(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> ModelProfile:
+        """Returns the profile of the recorded micro-batch and of `steps` timed steps."""
+        assert self._profiler is not None
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        clips |= trainer.precision == "16-mixed"  # a step is skipped if gradients are not finite
+        return self._profiler.profile(
+            type(pl_module).__name__,
+            steps=steps,
+            micro_batches=trainer.accumulate_grad_batches,
+            samples=self._samples,
+            tokens=self._tokens,
+            clip_norm=clips,
+        )
 
     def _log_shortened(self, change: str) -> None:
         pl.utilities.rank_zero_info(f"{type(self).__name__}: {change}: {self._profiling_budget.describe()}.")

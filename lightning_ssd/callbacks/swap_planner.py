@@ -10,6 +10,8 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
+from lightning_ssd.callbacks.plan_cache import CachedPlan, PlanCache
+from lightning_ssd.callbacks.plan_key import is_like, plan_key, recorded_forward
 from lightning_ssd.callbacks.plan_runner import (
     HISTORY,
     MEDIAN_STEPS,
@@ -20,11 +22,13 @@ from lightning_ssd.callbacks.plan_runner import (
 )
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
+from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.model_states import ModelStates, is_compiled
 from lightning_ssd.planning import (
     PLANNERS,
+    FixedPlacement,
     HardwareProfile,
     ModelProfile,
     Plan,
@@ -87,6 +91,9 @@ class SwapPlanner(StepProfiling):
     than 25 steps or 30 seconds, its warm-up, its timed steps and the steps of the calibration plan are shortened, to
     four steps in all at least. A log line names each part that is shorter.
 
+    If an earlier training of the same model, batch shape and machine was planned, no steps are timed, and the plan of
+    that training is applied after one recorded and one checked step, if its forward was the same and the plan fits.
+
     From then on steps are timed on the device's clock, without a wait of the host. The loggers get `SwapPlanner/...`:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
     `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. The log has the plan, the resource that bounds
@@ -115,6 +122,8 @@ class SwapPlanner(StepProfiling):
         steps: steps that are profiled, once with all saved tensors offloaded and once under the calibration plan; fewer
             if profiling would take more than 25 steps or 30 seconds.
         tolerance: relative drift of the step time after which the training is profiled and planned again.
+        cache: whether plans are stored in the user's cache directory (`~/.cache/lightning_ssd/plans`) and used by later
+            trainings of the same model on the same machine.
 
     Raises:
         ValueError: an argument is out of range, the plan is not one for the model, or the model is compiled.
@@ -134,6 +143,7 @@ class SwapPlanner(StepProfiling):
         warm_up: int = 3,
         steps: int = 3,
         tolerance: float = 0.1,
+        cache: bool = True,
     ) -> None:
         super().__init__(warm_up, steps)
         check_choice("planner", planner, PLANNERS)
@@ -149,6 +159,7 @@ class SwapPlanner(StepProfiling):
         self._save = save
         self._per_day = None if ssd_bytes_per_day is None else parse_bytes(ssd_bytes_per_day, "ssd_bytes_per_day")
         self._tolerance = tolerance
+        self._cache = PlanCache() if cache and plan is None else None
         self.runner: PlanRunner | None = None
         """Runs the steps under plans, once the training was profiled; also readable after the training."""
         self.comparison: Comparison | None = None
@@ -188,6 +199,8 @@ class SwapPlanner(StepProfiling):
         self.calibrating = False
         self._recorded_bytes: int | None = None
         """Size of the recorded batch."""
+        self._recorded_shape: BatchShape | None = None
+        """Shape of the recorded batch."""
         self._recorded_trained = 0
         """Parameters that required gradients in the recorded batch."""
         self._states_moved = False
@@ -205,6 +218,10 @@ class SwapPlanner(StepProfiling):
         self._replaced: Comparison | None = None
         """Steps under the plan that a correction has replaced by the one in force."""
         self._retried = False
+        self._key = ""
+        """Key of the present profile's plan in the cache."""
+        self._used_keys: set[str] = set()
+        """Keys of plans that were read or stored: a training that is profiled again replaces them."""
         self._fragment_reserve = 0.0
         """Share of the GPU limit that plans reserve for fragments, besides the reserve of `usable_gpu_memory`."""
         self._compiled = compiled_frames()
@@ -248,6 +265,7 @@ class SwapPlanner(StepProfiling):
         """Enables the saved-tensor hooks, unless the plan keeps everything and the batch is as large as recorded."""
         if self._phase == "recording":
             self._recorded_bytes, self._recorded_trained = count_bytes(batch), _count_trained(pl_module)
+            self._recorded_shape = BatchShape.of(batch)
         if self.runner is None or not self.runner.hooks_skippable:
             return
         if batch_idx == 0 and _count_trained(pl_module) != self._recorded_trained:
@@ -286,14 +304,7 @@ class SwapPlanner(StepProfiling):
         profiler, offloader = self._profiler, self._offloader
         assert profiler is not None
         placement = current_placement(profiler, offloader)
-        hardware = limit_hardware(
-            self._hardware,
-            profile,
-            placement,
-            offloader,
-            gpu_bytes=int((1 - self._fragment_reserve) * self._gpu_bytes()),
-            ssd_bytes_per_day=self._per_day,
-        )
+        hardware = self._limit_hardware(self._hardware, profile, placement)
         profile = add_unseen_memory(
             profile,
             hardware,
@@ -302,12 +313,7 @@ class SwapPlanner(StepProfiling):
             offloader,
             automatic_optimization=pl_module.automatic_optimization,
         )
-        if self.runner is not None:
-            self.runner.close()
-        schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
-        runner = PlanRunner(profiler, offloader, self._states, schedulers, profile, hardware, placement)
-        self.runner = runner
-        self._calibrations = 0
+        runner = self._make_runner(trainer, profile, hardware, placement)
         calibration = plan_with_coefficient(profile, hardware, 0.0, placement)
         fits = not simulate(profile, hardware, calibration).excess_bytes(hardware)
         self.calibrating = self.user_plan is None and fits
@@ -317,6 +323,33 @@ class SwapPlanner(StepProfiling):
             runner.apply(calibration)
         else:
             self._decide(trainer, pl_module, runner)
+
+    def _limit_hardware(
+        self, machine: HardwareProfile, profile: ModelProfile, placement: FixedPlacement
+    ) -> HardwareProfile:
+        gpu_bytes = int((1 - self._fragment_reserve) * self._gpu_bytes())
+        return limit_hardware(
+            machine, profile, placement, self._offloader, gpu_bytes=gpu_bytes, ssd_bytes_per_day=self._per_day
+        )
+
+    def _make_runner(
+        self,
+        trainer: pl.Trainer,
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        placement: FixedPlacement,
+        slowdown: float = 1.0,
+    ) -> PlanRunner:
+        """Makes the runner of a new profile."""
+        assert self._profiler is not None
+        if self.runner is not None:
+            self.runner.close()
+        schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
+        self.runner = PlanRunner(
+            self._profiler, self._offloader, self._states, schedulers, profile, hardware, placement, slowdown
+        )
+        self._calibrations = 0
+        return self.runner
 
     def _gpu_bytes(self) -> int:
         """Returns the bytes of the device that this training may use."""
@@ -329,9 +362,13 @@ class SwapPlanner(StepProfiling):
         self.calibrating = False
         self._log_shortened("the plan is made without a measured step of recomputation")
 
-    def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner) -> None:
-        """Makes a plan and applies it, or moves model states and has the training profiled again."""
-        plan = self._make_plan(runner)
+    def _decide(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner, plan: Plan | None = None
+    ) -> None:
+        """Applies `plan`, or makes one and applies it; or moves model states and has the training profiled again."""
+        if plan is None:
+            plan = self._make_plan(runner)
+            self._store(runner, plan)
         elsewhere = self._plan_states(runner, simulate(runner.profile, runner.hardware, plan))
         if elsewhere is not None and self._relocate_states(trainer, pl_module, runner, elsewhere):
             return
@@ -366,6 +403,76 @@ class SwapPlanner(StepProfiling):
         runner.stop()
         self._profiling_budget = ProfilingBudget()
         self.schedule(1)
+
+    # ---- the cache ----
+
+    @override
+    def recorded(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Reuses the plan and the measurements of an earlier training, if its forward was the same."""
+        if self._cache is None:
+            return
+        assert self._profiler is not None
+        profile = self._make_profile(trainer, pl_module, steps=0)
+        placement = current_placement(self._profiler, self._offloader)
+        planning = (self._planner, self._gpu_memory == "least", self._per_day)
+        device, shape = self._offloader.device, self._recorded_shape
+        self._key = plan_key(trainer, pl_module, device, profile, placement, shape, planning)
+        if self._key in self._used_keys:
+            return
+        self._used_keys.add(self._key)
+        cached = self._cache.load(self._key)
+        if cached is not None and self._is_valid(cached, profile):
+            self._reuse(trainer, pl_module, cached, profile, placement)
+
+    def _is_valid(self, cached: CachedPlan, profile: ModelProfile) -> bool:
+        """Returns whether a plan from the cache is one for the recorded forward and this machine."""
+        try:
+            cached.plan.check(profile)
+        except ValueError as error:
+            reason = str(error)
+        else:
+            if recorded_forward(cached.profile) != recorded_forward(profile):
+                reason = "it was made for another forward"
+            elif not is_like(cached.machine, self._hardware):
+                reason = "the machine was more than twice as fast or slow then"
+            else:
+                return True
+        log.warning("the plan in the cache is not used, and the training is planned anew: %s", reason)
+        return False
+
+    def _reuse(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        cached: CachedPlan,
+        recorded: ModelProfile,
+        placement: FixedPlacement,
+    ) -> None:
+        """Applies a plan from the cache, or one made from its measurements if it does not fit into today's limits."""
+        profile = replace(
+            cached.profile,
+            samples=recorded.samples,
+            tokens=recorded.tokens,
+            weight_room_bytes=recorded.weight_room_bytes,
+        )
+        self._fragment_reserve = max(self._fragment_reserve, min(cached.fragment_reserve, MAX_FRAGMENT_RESERVE))
+        hardware = self._limit_hardware(cached.hardware, profile, placement)
+        slowdown = profile.forward_seconds / recorded.forward_seconds
+        runner = self._make_runner(trainer, profile, hardware, placement, slowdown)
+        plan = placement.apply(cached.plan)
+        fits = not simulate(profile, hardware, plan).excess_bytes(hardware)
+        pl.utilities.rank_zero_info(
+            "SwapPlanner: an earlier training with the same forward was measured, so that no steps are timed: "
+            f"{'its plan is' if fits else 'a plan for the present limits of memory is made and'} applied."
+        )
+        self._phase = "idle"
+        self._decide(trainer, pl_module, runner, plan if fits else None)
+
+    def _store(self, runner: PlanRunner, plan: Plan) -> None:
+        """Stores a plan and the measurements that it was made from."""
+        if self._cache is not None and self._key:
+            cached = CachedPlan(plan, runner.profile, runner.hardware, self._hardware, self._fragment_reserve)
+            self._cache.save(self._key, cached)
 
     # ---- model states ----
 
@@ -453,6 +560,8 @@ class SwapPlanner(StepProfiling):
             elif not self._calibrations or (wrong and self._calibrations < MAX_CALIBRATIONS):
                 self._calibrations += 1
                 self._recalibrate(runner, comparison)
+                if runner.plan is not None:
+                    self._store(runner, runner.plan)
             return
         drift = abs(comparison.step_seconds / self._usual - 1)
         self._drifting = self._drifting + 1 if drift > self._tolerance else 0
@@ -475,7 +584,9 @@ class SwapPlanner(StepProfiling):
         limit = int((1 - self._fragment_reserve) * self._gpu_bytes())
         pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again with {format_bytes(limit)} of the GPU.")
         runner.hardware = replace(runner.hardware, gpu_bytes=limit)
-        self._apply(runner, self._make_plan(runner))
+        plan = self._make_plan(runner)
+        self._apply(runner, plan)
+        self._store(runner, plan)
         return True
 
     def _recalibrate(self, runner: PlanRunner, comparison: Comparison) -> None:

@@ -10,12 +10,12 @@ from lightning_ssd.model_states.loaded import Loaded, exact_value, loading_to_me
 from lightning_ssd.model_states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.move import move_model_states, regroup_model_states
-from lightning_ssd.model_states.optimizers import register_optimizer, steps_whole, zeroes_otherwise
 from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings
 from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.model_states.units import Unit, find_units
+from lightning_ssd.model_states.user_optimizers import register_optimizer, stepped_whole, zeroes_otherwise
 
 __all__ = [
     "GPU_SHARE",
@@ -49,7 +49,7 @@ __all__ = [
     "regroup_model_states",
     "save",
     "save_sharded",
-    "steps_whole",
+    "stepped_whole",
     "load_lazy",
     "take_initial_values",
     "meta_to_placeholder",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from lightning_ssd.model_states.state_store import Layout
+from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage.slots import align_up
 from lightning_ssd.types import OffloadTierName

@@ -33,7 +33,6 @@ from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.materialize import MetaTensors, init_groups, materialize, materialize_buffers
 from lightning_ssd.model_states.model_states import ModelStates, StateBytes
 from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.optimizers import Groups, groups_of
 from lightning_ssd.model_states.residency import (
     UnitTiers,
     needs_master,
@@ -45,6 +44,7 @@ from lightning_ssd.model_states.shared_memory import check_apart
 from lightning_ssd.model_states.state_storage import KilledRun, make_staging, make_store
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.units import Unit, find_units
+from lightning_ssd.model_states.user_optimizers import Groups, groups_of
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
 

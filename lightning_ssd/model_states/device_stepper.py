@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, then
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Span, StepInput
-from lightning_ssd.model_states.state_store import StagedState, StateStore
+from lightning_ssd.model_states.state_store import StateStore
 
 _ROW_ALIGNMENT = 256
 """Alignment of each array of a piece, in bytes."""

@@ -9,9 +9,10 @@ from torch.optim import Optimizer
 
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, Groups, make_flat_optimizer
-from lightning_ssd.model_states.state_store import Layout
+from lightning_ssd.model_states.layout import Layout
+from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, make_flat_optimizer
 from lightning_ssd.model_states.units import Unit
+from lightning_ssd.model_states.user_optimizers import Groups
 
 FLAT_ELEMENTS = 2**26
 """Elements above which a unit has several flat parameters, so that a step begins before its whole gradient arrived."""

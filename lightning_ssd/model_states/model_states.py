@@ -43,7 +43,6 @@ from lightning_ssd.model_states.masters import MasterWeights
 from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizer_hooks import hook_step, hook_zero_grad
 from lightning_ssd.model_states.optimizer_state import check_state, guard_state
-from lightning_ssd.model_states.optimizers import parameters_of
 from lightning_ssd.model_states.parameter import hook_gradient
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
@@ -53,6 +52,7 @@ from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.step_scheduler import StepScheduler
 from lightning_ssd.model_states.summoned import summon
 from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_unit
+from lightning_ssd.model_states.user_optimizers import parameters_of
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
 from lightning_ssd.uncopied import Uncopied

@@ -26,13 +26,15 @@ from lightning_ssd.model_states.build import assemble, check_flats_apart
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, FlatSpec, flat_groups, make_flat_params, make_spec
+from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Groups, WholeOptimizer, groups_of
+from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer
 from lightning_ssd.model_states.residency import MASTERED_DTYPES, UnitTiers, needs_master, off_device, planned_residents
 from lightning_ssd.model_states.state_storage import make_buffer, make_staging, make_store
-from lightning_ssd.model_states.state_store import StagedState, StateStore
+from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.units import find_units
+from lightning_ssd.model_states.user_optimizers import Groups, groups_of
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.model_states.gradient_access import GradientAccess
-from lightning_ssd.model_states.optimizers import zeroes_otherwise
+from lightning_ssd.model_states.user_optimizers import zeroes_otherwise
 
 
 def hook_step(

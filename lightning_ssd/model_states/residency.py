@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_ssd.model_states.layout import WHOLE_DTYPES
 from lightning_ssd.model_states.masters import MasteredParameter
-from lightning_ssd.model_states.optimizers import Groups
-from lightning_ssd.model_states.state_store import WHOLE_DTYPES
 from lightning_ssd.model_states.units import Unit
+from lightning_ssd.model_states.user_optimizers import Groups
 from lightning_ssd.types import OffloadTierName, Tier
 
 MASTERED_DTYPES = (torch.bfloat16,)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.shared_memory import same_bits
 from lightning_ssd.model_states.split import write_changed
-from lightning_ssd.model_states.state_store import StagedState, StateStore
+from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.summoned import SummonedWeights
 
 

@@ -14,8 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.lazy import LazyTensors
 from lightning_ssd.model_states.masters import MasterWeights
-from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
+from lightning_ssd.model_states.optimizers import FlatOptimizer
 from lightning_ssd.model_states.staged import StagedFlats
+from lightning_ssd.model_states.user_optimizers import parameters_of
 from lightning_ssd.uncopied import ModuleHook
 
 

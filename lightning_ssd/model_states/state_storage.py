@@ -13,8 +13,9 @@ from lightning_ssd.device import CopyEngine
 from lightning_ssd.model_states.budget import MemoryPlan
 from lightning_ssd.model_states.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.journal import CommitRecord, has_commit_record, read_commit_record, remove_record
+from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.model_states.settings import Settings
-from lightning_ssd.model_states.state_store import Layout, StateStore
+from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, StoreManifest
 from lightning_ssd.types import OffloadTierName

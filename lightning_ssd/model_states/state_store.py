@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,141 +10,12 @@ from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished, h2d_and_release, then
 from lightning_ssd.model_states.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
-from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.loaded import Loaded, exact_value
-from lightning_ssd.model_states.split import join, split
 from lightning_ssd.storage import Blob, PinnedBuffer, StorageError
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
-
-WHOLE_DTYPES = (torch.float32, torch.float64)
-"""Dtypes of weights that are their own master weights. fp64 weights are evaluated only."""
-
-
-@dataclass
-class StagedState:
-    """Values of a flat parameter on the host. One-dimensional, `flat.numel` elements each.
-
-    Attributes:
-        weights: compute weights, in the flat's dtype; undefined where `master` is another tensor.
-        master: fp32 master weights; `weights` itself if those are fp32, None if they are split.
-        low: low half of split master weights (`weights` is the high half), int16.
-        states: fp32 optimizer states by name, zero before the first step.
-        buffer: staging memory that the values lie in; None: they lie where they are stored.
-        uncommitted: destination of a step's new values; None: the step is made in place.
-    """
-
-    weights: Tensor
-    master: Tensor | None
-    low: Tensor | None
-    states: dict[str, Tensor]
-    buffer: PinnedBuffer | None = None
-    uncommitted: "StagedState | None" = None
-
-    @property
-    def out(self) -> "StagedState":
-        """Destination of a step's new values. No attribute: a cycle would keep the memory until garbage collection."""
-        return self if self.uncommitted is None else self.uncommitted
-
-    def part(self, start: int, end: int) -> "StagedState":
-        """Returns views of the elements from `start` to before `end`."""
-        weights = self.weights[start:end]
-        master = self.master
-        if master is not None:
-            master = weights if master is self.weights else master[start:end]
-        low = None if self.low is None else self.low[start:end]
-        return StagedState(weights, master, low, {name: row[start:end] for name, row in self.states.items()})
-
-    def arrays(self) -> list[Tensor]:
-        """Returns all values: compute weights, master weights or low halves if they are apart, optimizer states."""
-        kept = [self.master, self.low]
-        apart = [array for array in kept if array is not None and array is not self.weights]
-        return [self.weights, *apart, *self.states.values()]
-
-    def copy(self, other: "StagedState") -> None:
-        """Copies the values of another of the same layout."""
-        self.weights.copy_(other.weights)
-        if self.master is not None and other.master is not None and self.master is not self.weights:
-            self.master.copy_(other.master)
-        if self.low is not None and other.low is not None:
-            self.low.copy_(other.low)
-        for name, values in self.states.items():
-            values.copy_(other.states[name])
-
-    def masters(self) -> Tensor:
-        """Returns the fp32 master weights: a copy if they are split."""
-        if self.master is not None:
-            return self.master
-        assert self.low is not None
-        return join(self.weights, self.low)
-
-    def set_masters(self, masters: Tensor) -> None:
-        """Assigns master weights, which may be the tensor that `masters` has returned, and rounds them."""
-        if self.low is not None:
-            split(masters, self.weights, self.low)
-            return
-        assert self.master is not None
-        if masters is not self.master:
-            self.master.copy_(masters)
-        self.round()
-
-    def round(self) -> None:
-        """Rounds whole master weights to the compute weights."""
-        if self.master is not None and self.weights is not self.master:
-            self.weights.copy_(self.master)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a flat parameter's values lie in memory: compute weights in one buffer, all others in a second one.
-
-    Attributes:
-        flat: the flat parameter.
-        split: whether its master weights are split; those of bf16 weights can be.
-        state_names: optimizer states that have an element for each weight.
-        steps: whether it is stepped, and has gradients.
-        versions: 2 if a step can be rolled back, else 1.
-    """
-
-    flat: FlatParameter
-    split: bool
-    state_names: Sequence[str]
-    steps: bool
-    versions: int
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradient as it is copied from the device."""
-        return self.flat.nbytes if self.steps else 0
-
-    @property
-    def whole_master(self) -> bool:
-        """Whether there are fp32 master weights beside the compute weights."""
-        return self.flat.dtype not in WHOLE_DTYPES and not self.split
-
-    @property
-    def opt_state_bytes(self) -> int:
-        """Bytes of all values but the compute weights: master weights and optimizer states."""
-        master = 4 if self.whole_master else 2 if self.split else 0
-        return self.flat.numel * (master + 4 * len(self.state_names))
-
-    def views(self, weights: Tensor, opt_state: Tensor | None) -> StagedState:
-        """Returns views of the values that lie in `weights` and `opt_state`, both bytes."""
-        compute = weights[: self.flat.nbytes].view(self.flat.dtype)
-        start = 0
-
-        def row(dtype: torch.dtype) -> Tensor:
-            nonlocal start
-            assert opt_state is not None
-            end = start + self.flat.numel * dtype.itemsize
-            values, start = opt_state[start:end].view(dtype), end
-            return values
-
-        states = {name: row(torch.float32) for name in self.state_names}
-        master = row(torch.float32) if self.whole_master else None if self.split else compute
-        low = row(torch.int16) if self.split else None
-        return StagedState(compute, master, low, states)
 
 
 class StateStore:

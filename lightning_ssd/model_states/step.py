@@ -16,8 +16,9 @@ from torch import Tensor
 from lightning_ssd.device import Worker, all_of, ended, finished, pass_on, then
 from lightning_ssd.model_states.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.gradient import Gradient
+from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Part, StepInput
-from lightning_ssd.model_states.state_store import StagedState, StateStore
+from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.spans import OPTIMIZER, span
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from lightning_ssd.device import error_of
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.optimizers import parameters_of
+from lightning_ssd.model_states.user_optimizers import parameters_of
 
 
 class StepHistory:

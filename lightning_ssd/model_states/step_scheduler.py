@@ -25,13 +25,14 @@ from lightning_ssd.model_states.gradient import GradientState
 from lightning_ssd.model_states.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.journal import Journal
 from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.optimizers import Options, parameters_of
+from lightning_ssd.model_states.optimizers import Options
 from lightning_ssd.model_states.plain_data import PlainData
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.step import OptimizerStep
 from lightning_ssd.model_states.step_history import StepHistory
+from lightning_ssd.model_states.user_optimizers import parameters_of
 from lightning_ssd.model_states.weights_first import WeightsFirst
 from lightning_ssd.spans import wait_for
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_ssd.model_states.optimizers import parameters_of
+from lightning_ssd.model_states.user_optimizers import parameters_of
 from lightning_ssd.spans import OPTIMIZER, span
 
 Summon = Callable[[], contextlib.AbstractContextManager[None]]

@@ -141,7 +141,16 @@ class HardwareProfile:
             ValueError: the file is invalid; the message names the file and the field.
         """
         where = f"the hardware profile {path}"
-        machine = dict(as_mapping(load_json(path, where), where))
+        return cls.from_content(load_json(path, where), where)
+
+    @classmethod
+    def from_content(cls, content: object, where: str) -> "HardwareProfile":
+        """Returns the profile that JSON content describes; `where` names it in messages.
+
+        Raises:
+            ValueError: the content is invalid; the message names the field.
+        """
+        machine = dict(as_mapping(content, where))
         machine["launch"] = from_mapping(HostOverhead, machine.get("launch", {}), f"`launch` of {where}")
         return from_mapping(cls, machine, where)
 

@@ -254,7 +254,16 @@ class ModelProfile:
             ValueError: the file is invalid; the message names the file, the unit, the operator and the field.
         """
         where = f"the model profile {path}"
-        model = dict(as_mapping(load_json(path, where), where))
+        return cls.from_content(load_json(path, where), where)
+
+    @classmethod
+    def from_content(cls, content: object, where: str) -> "ModelProfile":
+        """Returns the profile that JSON content describes; `where` names it in messages.
+
+        Raises:
+            ValueError: the content is invalid; the message names the unit, the operator and the field.
+        """
+        model = dict(as_mapping(content, where))
         units = []
         for unit in _sequence(model.get("units", ()), f"`units` of {where}"):
             unit = dict(as_mapping(unit, f"a unit of {where}"))

@@ -103,6 +103,15 @@ def load_json(path: str | Path, where: str) -> Any:
         FileNotFoundError: there is no such file.
         ValueError: the file can't be read, is not JSON, or a mapping in it has a key twice.
     """
+    return parse_json(read_text(path, where), where)
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Returns the content of a JSON text; `where` names it in messages.
+
+    Raises:
+        ValueError: the text is not JSON, or a mapping in it has a key twice.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -112,7 +121,6 @@ def load_json(path: str | Path, where: str) -> Any:
             raise ValueError(f"the key {show_value(twice)} occurs twice")
         return found
 
-    text = read_text(path, where)
     try:
         return json.loads(text, object_pairs_hook=unique)
     except RecursionError:

@@ -108,5 +108,6 @@ class _Steps:
     ) -> None:
         if nbytes:
             name = self._model.units[unit].name
-            self._tensors.append(TensorLifetime(len(self._tensors), name, kind, nbytes, uses, allocated, freed, name))
+            owner = name if kind in ("weight", "gradient", "optimizer state") else ""
+            self._tensors.append(TensorLifetime(len(self._tensors), name, kind, nbytes, uses, allocated, freed, owner))
             self.keys.append((kind, unit, position))

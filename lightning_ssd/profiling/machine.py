@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_ssd.device import usable_gpu_memory, usable_memory
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.optimizers import AdamOptimizer, StepInput
-from lightning_ssd.model_states.state_store import Layout, StagedState
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.storage import BlobStore

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -15,11 +16,42 @@ from lightning_ssd.storage.backend import BackendFile
 from lightning_ssd.storage.blob import Piece
 from lightning_ssd.storage.checksums import Checksums
 from lightning_ssd.storage.errors import StorageError, from_os_error
-from lightning_ssd.storage.meter import Meter
 from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.slots import align_up
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Meter"]
+
+
+class Meter:
+    """Bytes transferred in one direction, and the seconds during which at least one transfer ran. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since = 0.0
+        self._seconds = 0.0
+        self._nbytes = 0
+
+    def start(self) -> None:
+        """Records the begin of a transfer."""
+        with self._lock:
+            if self._running == 0:
+                self._since = perf_counter()
+            self._running += 1
+
+    def stop(self, nbytes: int) -> None:
+        """Records the end of a transfer of `nbytes` bytes, 0 if it failed."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._running -= 1
+            if self._running == 0:
+                self._seconds += perf_counter() - self._since
+
+    def read(self) -> tuple[int, float]:
+        """Returns (bytes transferred, seconds with a running transfer) so far."""
+        with self._lock:
+            running = perf_counter() - self._since if self._running else 0.0
+            return self._nbytes, self._seconds + running
 
 
 class Engine:

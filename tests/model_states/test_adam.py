@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states.adam import AdamKernel, Stores, any_kernel, exact_kernel, settings_of
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.optimizers import AdamOptimizer, Part, StepInput
-from lightning_ssd.model_states.state_store import Layout, StagedState
 
 OPTIONS: dict[str, Any] = {
     "betas": (0.9, 0.999), "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False,

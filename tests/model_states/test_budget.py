@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_ssd.model_states.budget import AHEAD, _plan, plan_memory
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.state_store import Layout
+from lightning_ssd.model_states.layout import Layout
 
 sizes = st.lists(st.integers(1, 2000), min_size=1, max_size=12)
 

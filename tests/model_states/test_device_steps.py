@@ -23,7 +23,8 @@ from lightning_ssd.model_states import build
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStepper, pieces
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.state_store import Layout, StateStore
+from lightning_ssd.model_states.layout import Layout
+from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.model_states.step_scheduler import StepScheduler
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states import adam, compiled
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.optimizers import AdamOptimizer, StepInput, make_flat_optimizer
 from lightning_ssd.model_states.split import join, split
-from lightning_ssd.model_states.state_store import Layout, StagedState
 
 CPU = torch.device("cpu")
 NAMES = ("exp_avg", "exp_avg_sq")

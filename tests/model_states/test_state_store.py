@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightning_ssd.model_states import buffers
 from lightning_ssd.model_states.buffers import SpareMemory, SSDBuffer
+from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.state_storage import make_buffer
-from lightning_ssd.model_states.state_store import StagedState, StateStore
+from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.storage import StorageError, StorageFullError
 from lightning_ssd.storage.slab import Slab
 from tests.support.faults import FaultyBackend, GatedBackend

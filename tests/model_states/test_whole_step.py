@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightning_ssd
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import optimizers
-from lightning_ssd.model_states.optimizers import registered_class, steps_whole
+from lightning_ssd.model_states import user_optimizers
+from lightning_ssd.model_states.user_optimizers import registered_class, steps_whole
 from tests.support import trainings
 from tests.support.compare import assert_same
 from tests.support.models import BlocksModel
@@ -208,7 +208,7 @@ def test_resumes_from_a_checkpoint(tmp_path: Path) -> None:
 def test_a_registered_class_is_stepped_during_backward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(optimizers, "_REGISTERED", set(optimizers._REGISTERED))
+    monkeypatch.setattr(user_optimizers, "_REGISTERED", set(user_optimizers._REGISTERED))
 
     class Sign(Optimizer):
         def __init__(self, groups: Any) -> None:

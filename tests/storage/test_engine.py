@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_ssd.storage import StorageError
-from lightning_ssd.storage.meter import Meter
+from lightning_ssd.storage.engine import Meter
 from tests.support.faults import GatedBackend
 from tests.support.storage import KIB, noise, open_store
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from lightning_ssd.device import CPUCopyEngine
 from lightning_ssd.model_states.buffers import StateStaging
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.model_states.state_storage import make_store
-from lightning_ssd.model_states.state_store import Layout, StateStore
+from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.storage import Backend, BlobStore, PosixBackend
 from lightning_ssd.types import OffloadTierName
 

@@ -1,0 +1,130 @@
+"""`PlanCache`: plans and measurements of earlier trainings, as files in the user's cache directory."""
+
+import fcntl
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan
+from lightning_ssd.planning.record import MOST_BYTES, as_mapping, check_not_negative, parse_json
+from lightning_ssd.storage import NotPrivateError, PrivateDirectory
+
+__all__ = ["CachedPlan", "PlanCache"]
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of the files' content."""
+
+MOST_FILES = 64
+"""Number of plans that are stored, the ones that were written last."""
+
+
+@dataclass(frozen=True)
+class CachedPlan:
+    """A plan and the measurements that it was made from.
+
+    Attributes:
+        plan: the plan.
+        profile: the model as measured, corrected by steps under plans.
+        hardware: the machine, corrected in the same way, with the limits of the training that has stored it.
+        machine: the machine as measured when that training began.
+        fragment_reserve: share of the GPU limit that plans reserve for fragments.
+    """
+
+    plan: Plan
+    profile: ModelProfile
+    hardware: HardwareProfile
+    machine: HardwareProfile
+    fragment_reserve: float
+
+
+class PlanCache:
+    """Files of plans in `$XDG_CACHE_HOME/lightning_ssd/plans`, or in `~/.cache`, which only the user can write.
+
+    A directory that can't be used is no error: nothing is found, and nothing is stored. All methods are called on the
+    training thread.
+    """
+
+    def load(self, key: str) -> CachedPlan | None:
+        """Returns the plan that was stored under `key`; `None`: there is none, or its file is not valid."""
+        path = None
+        try:
+            path = plans_directory() / _name(key)
+            with PrivateDirectory.open(path.parent) as directory:
+                return _parse(_read(directory, path.name), key)
+        except FileNotFoundError:
+            return None
+        except (ValueError, NotPrivateError) as error:
+            log.warning("the plan in the cache is not used, and the training is planned anew: %s: %s", path, error)
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            log.debug("no plan was read from the cache: %s", error)
+        return None
+
+    def save(self, key: str, cached: CachedPlan) -> None:
+        """Stores a plan under `key`, in place of an earlier one, and removes the oldest files."""
+        content = {"format": FORMAT, "key": key, "plan": cached.plan.to_content()}
+        content |= {name: asdict(getattr(cached, name)) for name in ("profile", "hardware", "machine")}
+        text = json.dumps(content | {"fragment_reserve": cached.fragment_reserve})
+        try:
+            path = plans_directory()
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with PrivateDirectory.open(path) as directory:
+                # One writer at a time; another process's plan is stored next time. Closing the directory unlocks it.
+                fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with directory.replacing_file(_name(key)) as file:
+                    file.write(text.encode())
+                _remove_oldest(directory)
+        except (OSError, RuntimeError) as error:
+            log.debug("the plan was not stored in the cache: %s", error)
+
+
+def plans_directory() -> Path:
+    """Returns the directory of the plans. A relative `XDG_CACHE_HOME` is ignored, as its specification demands."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "lightning_ssd" / "plans"
+
+
+def _name(key: str) -> str:
+    return f"{key}.json"
+
+
+def _read(directory: PrivateDirectory, name: str) -> str:
+    with os.fdopen(directory.open_file(name, os.O_RDONLY), "rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    return content.decode()
+
+
+def _parse(text: str, key: str) -> CachedPlan:
+    """Returns the content of a file. Raises ValueError if it is not one for `key`."""
+    content: Any = as_mapping(parse_json(text, "it"), "it")
+    if content.get("format") != FORMAT or content.get("key") != key:
+        raise ValueError("it is of another version or training")
+    reserve = content.get("fragment_reserve")
+    if isinstance(reserve, bool) or not isinstance(reserve, int | float):
+        raise ValueError("`fragment_reserve` must be a number")
+    check_not_negative("fragment_reserve", reserve)
+    return CachedPlan(
+        Plan.from_content(content.get("plan")),
+        ModelProfile.from_content(content.get("profile"), "its profile"),
+        _hardware(content.get("hardware")),
+        _hardware(content.get("machine")),
+        reserve,
+    )
+
+
+def _hardware(content: object) -> HardwareProfile:
+    return HardwareProfile.from_content(content, "its hardware profile")
+
+
+def _remove_oldest(directory: PrivateDirectory) -> None:
+    def written(name: str) -> float:
+        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_mtime
+
+    for name in sorted(directory.names(), key=written)[:-MOST_FILES]:
+        directory.remove_file(name)
