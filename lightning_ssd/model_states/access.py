@@ -9,8 +9,10 @@ operator returns, after the steps that have begun and before the next one.
   16 bits get the master weights instead.
 - In mixed precision the parameter in the graph has 16 bits. Where its gradient may have more digits, because it is used
   twice or user code sees it, autograd sums it in fp32 (`Tensor.grad_dtype`), as that of plain Lightning's parameter.
-- Otherwise its inputs are copies of the values or the resident ones, and results that share memory with them become
-  `OffloadedView` objects, which read the present values and write through, as aliases do in plain training.
+- Otherwise its inputs are copies of the values or the resident ones.
+- Results that share memory with the inputs become `OffloadedView` objects, which read the present values and write
+  through, as aliases do in plain training. In the forward of the weight's own module they also have memory, lent by the
+  flat parameter until that forward ends, which kernels of user code may read.
 
 Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time.
 """
@@ -32,7 +34,9 @@ from lightning_ssd.model_states.parameter import (
     Kind,
     OffloadedParameter,
     OffloadedView,
+    apart,
     autocast_to,
+    hollow,
     offloaded_in,
     ordinary,
     saves_references,
@@ -95,8 +99,6 @@ class Access:
         """Version counters of the parameters whose compute weights a running forward has, before it."""
         self._bases: dict[int, Tensor] = {}
         """Values that the running operator reads, by identity of the source, which several tensors may share."""
-        self.lent: dict[Weights, Tensor] = {}
-        """Whole weights of running forwards that have 16 bits on the device, kept where user code has their address."""
         self._flats = list(stores)
         # `torch.utils.swap_tensors` would replace parameters unnoticed. It refuses tensors that have weak references.
         self._unswappable = [weakref.ref(item.parameter) for flat in stores for item in flat.param_views]
@@ -190,32 +192,28 @@ class Access:
     def begin_forward(self, flat_params: Iterable[FlatParameter]) -> None:
         """Begins a forward that is given the compute weights of `flat_params`."""
         for flat in flat_params:
-            if flat.users == 1 and not flat.mixed:
+            flat.forwards += 1
+            if flat.forwards == 1 and not flat.mixed:
                 self._versions[flat] = flat.versions()
 
     def end_forward(self, flat_params: Iterable[FlatParameter]) -> None:
-        """Stores the writes of a forward to views of the compute weights of `flat_params`.
+        """Ends a forward: its views of the weights lose their memory, and the weights that it has changed are stored.
 
-        Such views are ordinary tensors, if autograd follows them. Those that outlive the forward share memory with
-        their parameters from now on; a recomputation in backward has others, which autograd unpacks and drops.
+        A recomputation in backward has made the views that autograd unpacks next, for kernels that need the memory.
+        Weights change unseen by `run` where code other than torch's own calls torch in C++.
         """
         recomputing = torch._C._current_graph_task_id() != -1
         for flat in flat_params:
-            if flat.users:
+            flat.forwards -= 1
+            if flat.forwards:
                 continue
-            for source in [source for source in self.lent if source.flat is flat]:
-                del self.lent[source]
+            flat.end_loans(keep=recomputing)
             if (before := self._versions.pop(flat, None)) is None:
                 continue
             with torch.inference_mode(False), torch.no_grad():
                 for index, version in enumerate(flat.versions()):
                     if version != before[index] and flat.memory(index) is None:
                         Weights(self, flat, index).write(flat.view(index))
-            if flat.aliased and not recomputing:
-                for index in range(len(flat.param_views)):
-                    if flat.memory(index) is None:
-                        flat.shared[index] = SharedMemory(flat.view(index))
-                self.prefetcher.evict(flat)  # the views own the storage from now on
 
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.
@@ -242,7 +240,7 @@ class Access:
             parameter = first if isinstance(first, OffloadedParameter) else None
             match kind:
                 case Kind.ALIAS:
-                    return _alias(first, versioned=func is Tensor.detach)
+                    return self._alias(first, versioned=func is Tensor.detach)
                 case Kind.DTYPE:
                     assert parameter is not None
                     like = torch.empty_strided(
@@ -297,7 +295,6 @@ class Access:
         offloaded_in(_written(args, kwargs) if kind is Kind.WRITE else (), written)
         offloaded_in(kwargs.get("out"), written)
         writes = bool(written)  # `x += p` writes to a tensor of the user, and autograd follows it
-        in_forward = [key for key, tensor in found.items() if type(tensor) is OffloadedParameter and tensor.flat.users]
         computing = torch.is_grad_enabled() and not writes
         matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
         with self._values(found, computing=computing, matmul=matmul) as values, _references_saved():
@@ -326,7 +323,7 @@ class Access:
                 for tensor in map(found.__getitem__, changed):
                     if not isinstance(tensor, OffloadedView) or tensor.versioned:
                         tensor.source.changed()
-            return self._wrap(result, values, found, in_forward)
+            return self.wrap(result, values, found)
 
     @contextlib.contextmanager
     def _values(
@@ -368,7 +365,7 @@ class Access:
                 if source.flat.mixed and not self.sum_in_fp32(tensor):
                     self.summed_on_host.add(source.flat)
                 return cast(Tensor, _WholeWeight.apply(tensor, source))  # type: ignore[no-untyped-call]
-        if computing and isinstance(tensor, FollowedView):
+        if computing and tensor.requires_grad:
             return cast(Tensor, _Values.apply(tensor, self._value(tensor)))  # type: ignore[no-untyped-call]
         return self._value(tensor)
 
@@ -384,7 +381,7 @@ class Access:
     def base(self, source: Source) -> Tensor:
         """Returns the values of `source` for the running operator, whose writes to them are stored afterwards."""
         if id(source) not in self._bases:
-            self._bases[id(source)] = source.read()
+            self._bases[id(source)] = source.base()
         return self._bases[id(source)]
 
     def _value(self, tensor: "OffloadedParameter | OffloadedView") -> Tensor:
@@ -401,12 +398,11 @@ class Access:
             value.requires_grad_(True)  # so that autograd refuses in-place writes as it does for a leaf
         return value
 
-    def _wrap(
+    def wrap(
         self,
         result: Any,
         values: Mapping[int, Tensor],
         found: "Mapping[int, OffloadedParameter | OffloadedView]",
-        in_forward: Sequence[int],
     ) -> Any:
         """Returns `result` with offloaded tensors in place of their substitutes, and of views of these.
 
@@ -414,15 +410,14 @@ class Access:
             result: of the operator.
             values: substitutes of the offloaded tensors.
             found: the offloaded tensors.
-            in_forward: keys of the parameters whose unit runs its forward, where views are ordinary tensors: kernels of
-                user code may want their addresses.
         """
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all(not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values())
         bases = dict(self._bases)
-        bases.update((id(tensor.source), tensor) for key, tensor in found.items() if values[key] is tensor)
-        ordinary_views = {id(found[key].source) for key in in_forward}
+        for key, tensor in found.items():
+            if values[key] is tensor:
+                bases.setdefault(id(tensor.source), _own_memory(tensor))
 
         def wrap(value: Tensor) -> Tensor:
             if id(value) in originals:
@@ -433,21 +428,29 @@ class Access:
                 if (offset := _offset(value, base)) is None:
                     continue
                 source = sources[key]
-                counted = versioned and value._is_view()  # not `unsafe_chunk`
+                counted, lent = versioned and value._is_view(), source.lends  # no view: `unsafe_chunk`
                 if not value.requires_grad:
-                    return OffloadedView.make(
-                        source, offset, value.size(), value.stride(), value.dtype, value.device, versioned=counted
-                    )
+                    return OffloadedView.make(source, offset, apart(value, lent=lent), versioned=counted, lent=lent)
                 if isinstance(source, Weights) and source.whole:
                     return value
-                if key not in ordinary_views:
-                    return FollowedView.follow(source, offset, value, versioned=counted)
-                if key in self._bases:  # the view is of a copy
-                    return cast(Tensor, _ViewOfCopy.apply(value))  # type: ignore[no-untyped-call]
-                return value
+                return FollowedView.follow(source, offset, value, versioned=counted, lent=lent)
             return value
 
         return _map_tensors(wrap, result)
+
+    def _alias(self, tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> OffloadedView:
+        """Returns an alias of `tensor`, which autograd does not follow."""
+        offset = 0
+        if isinstance(tensor, OffloadedView):
+            offset, versioned = tensor.offset, versioned and tensor.versioned
+        source, lent = tensor.source, tensor.source.lends
+        if lent:
+            with self._values({id(tensor): tensor}, computing=False):
+                memory = apart(self._value(tensor), lent=True)
+        else:
+            dtype = tensor.dtype if isinstance(tensor, OffloadedView) else _weights(tensor).item.dtype
+            memory = hollow(tensor.size(), tensor.stride(), dtype, tensor.device)
+        return OffloadedView.make(source, offset, memory, versioned=versioned, lent=lent)
 
     def _use_full_precision(self, tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
         """Has autograd return gradients of `tensors` in fp32, where the weights in the graph have 16 bits.
@@ -492,6 +495,7 @@ class Access:
                 self.staged.pull(flat)  # drops memory that user code no longer references
         self.begin_change(source.flat)
         with torch.inference_mode(False), torch.no_grad():
+            source.flat.end_loans()
             if source.aliases:
                 with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
                     replaced = Replaced(source)
@@ -509,27 +513,15 @@ class Access:
             RuntimeError: the memory would be gone after the call.
         """
         source = tensor.source
-        running = isinstance(source, Weights) and (source.whole or (source.flat.users and source.flat.resident))
-        if not running:
+        if not source.lends and not (isinstance(source, Weights) and source.whole):
             raise RuntimeError(
                 f"`{func.__name__}` of {source.name}, which is offloaded, gives an address that is not valid after the "
                 f"call. {_REMEDY}"
             )
-        assert isinstance(source, Weights)
         if kind is Kind.STORAGE:  # writes to it count, as long as it is referenced
             return self._memory(tensor, source.name)
-        before = self._bases
-        with torch.inference_mode(False), torch.no_grad():
-            values = self.lent.get(source)
-            if values is None:
-                values = source.read()
-                if source.flat.mixed and not source.whole:
-                    self.lent[source] = values
-            self._bases = {id(source): values}
-            try:
-                return self._value(tensor)
-            finally:
-                self._bases = before
+        with self._values({}, computing=False):
+            return self._value(tensor)
 
     def _memory(self, tensor: "OffloadedParameter | OffloadedView", sharing: str) -> Tensor:
         """Returns an ordinary tensor over the memory that `tensor` has in plain training.
@@ -605,6 +597,14 @@ def _weights(parameter: OffloadedParameter) -> Weights:
     return parameter.source
 
 
+def _own_memory(tensor: "OffloadedParameter | OffloadedView") -> Tensor:
+    """Returns the whole memory of which `tensor` is a part, where an operator has used the memory of `tensor`."""
+    if isinstance(tensor, OffloadedParameter):
+        return tensor
+    assert isinstance(tensor.source, Weights)
+    return tensor.source.base()
+
+
 def _rounds(tensor: "OffloadedParameter | OffloadedView", matmul: bool) -> bool:
     """Returns True if plain training would cast the parameter `tensor` to the compute dtype for a matrix product."""
     if not matmul or not isinstance(tensor, OffloadedParameter):
@@ -631,17 +631,6 @@ _STATISTICS = {
     torch.instance_norm: slice(3, 5),
 }
 """Functions that write running statistics, and the positions of these statistics among the arguments."""
-
-
-def _alias(tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> OffloadedView:
-    dtype, offset = tensor.dtype, 0
-    if isinstance(tensor, OffloadedView):
-        offset, versioned = tensor.offset, versioned and tensor.versioned
-    else:
-        dtype = _weights(tensor).item.dtype
-    return OffloadedView.make(
-        tensor.source, offset, tensor.size(), tensor.stride(), dtype, tensor.device, versioned=versioned
-    )
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -10,6 +10,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,10 +97,16 @@ class FlatParameter:
         """Whether the compute weights are on the device, or being copied there."""
         self.users = 0
         """Number of running forwards of the unit and running operators that use the compute weights."""
+        self.forwards = 0
+        """Number of running forwards of the unit."""
         self.summoned = False
         """Whether the parameters are temporarily plain tensors (`whole_weights`, `load_state_dict`)."""
         self.shared: dict[int, SharedMemory] = {}
         """Memory that user code may share with parameters, by index of the parameter."""
+        self.lent: dict[int, Tensor] = {}
+        """Whole weights of running forwards that have 16 bits on the device, by index of the parameter."""
+        self.borrowers: list[weakref.ref[Any]] = []
+        """Views (`OffloadedView`) that use memory of the weights until the running forward ends."""
         self.unshard: Callable[[], None] = self.refuse_unshard
         """Makes the flat resident for backward or for an operator; set by the owner of the flat."""
         self._starts = [item.start for item in self.param_views]
@@ -114,6 +121,7 @@ class FlatParameter:
     def evict(self) -> None:
         """Frees the storage's memory. Kernels on the compute stream that still read it run before its next owner's."""
         self.resident = False
+        self.end_loans()
         if not self.aliased:
             self._storage.resize_(0)
             return
@@ -171,6 +179,21 @@ class FlatParameter:
             with torch.inference_mode(False), torch.no_grad():
                 self.shared[index] = SharedMemory(masters.clone())
         return self.shared[index].tensor()
+
+    def end_loans(self, *, keep: bool = False) -> None:
+        """Ends the use of the weights' memory by views of user code; `keep`: views keep the memory."""
+        self.lent.clear()
+        borrowers, self.borrowers = self.borrowers, []
+        for borrower in borrowers:
+            if (view := borrower()) is not None:
+                view.end_loan(keep=keep)
+
+    def refresh(self, index: int, masters: Tensor) -> None:
+        """Copies changed master weights of parameter `index` to the device, where its weights are there."""
+        if index in self.lent:
+            self.lent[index].copy_(masters)
+        if self.resident:
+            self.view(index).copy_(masters)
 
     def view(self, index: int) -> Tensor:
         """Returns the compute weights of parameter `index`. The flat parameter must be resident."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_ssd.model_states.access import Access
 from lightning_ssd.model_states.flat import FlatParameter, ParamView
 from lightning_ssd.model_states.gradient import Gradient, GradientState
-from lightning_ssd.model_states.parameter import OffloadedView
+from lightning_ssd.model_states.parameter import OffloadedView, hollow
 from lightning_ssd.model_states.sources import Source
 from lightning_ssd.model_states.split import write_changed
 
@@ -115,7 +115,8 @@ class GradientAccess:
             source = source or GradientSource(self.access, self, flat, index)
             self._sources[flat, index] = source
             item = source.item
-            view = OffloadedView.make(source, 0, item.shape, item.stride, item.dtype, flat.device, versioned=False)
+            memory = hollow(item.shape, item.stride, item.dtype, flat.device)
+            view = OffloadedView.make(source, 0, memory, versioned=False, lent=False)
             source.view = weakref.ref(view)
         return view
 

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.record import check_version
-from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, storage_of
+from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, offloaded_weights, storage_of
+from lightning_ssd.model_states.shared_memory import over
 
 if TYPE_CHECKING:
     from lightning_ssd.model_states.access import Access
     from lightning_ssd.model_states.flat import FlatParameter
-    from lightning_ssd.model_states.sources import Source
+    from lightning_ssd.model_states.sources import Source, Weights
 
 
 def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
@@ -128,13 +129,11 @@ class OffloadedParameter(TrainedParameter):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             kind = _KINDS.get(func) or kind_of(func)
-            if kind is Kind.METADATA or (
-                (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and torch.is_grad_enabled()))
-                and _in_forward(args, kind)
-                and (not kwargs or _in_forward(kwargs.values(), kind))
-                and saves_references()
-            ):
+            if kind is Kind.METADATA:
                 return func(*args, **(kwargs or {}))
+            if _runs_on_memory(kind, args, kwargs):
+                result = func(*args, **(kwargs or {}))
+                return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
             return access_of(args, kwargs).run(kind, func, args, kwargs or {})
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
@@ -151,41 +150,55 @@ class OffloadedParameter(TrainedParameter):
 class OffloadedView(Tensor):
     """A tensor that in plain training shares memory with a parameter, gradient or optimizer state, such as `p.data`.
 
-    It has no memory of its own: operators read the present values of the source, and writes are stored there.
+    Operators read the present values of the source, and writes are stored there. The view has no memory of its own,
+    except in the forward of the weight's module: kernels of user code, which torch does not tell of, read it there.
 
     Attributes:
         source: source of the values.
         offset: offset of the view in the source, bytes.
         versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
+        lent: whether the view has memory with the values, which belongs to the running forward.
     """
 
     source: "Source"
     offset: int
     versioned: bool
+    lent: bool
 
     @staticmethod
-    def make(
-        source: "Source",
-        offset: int,
-        size: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        versioned: bool,
-    ) -> "OffloadedView":
-        """Returns a view of `source`; the arguments are the attributes of a tensor and of this class."""
+    def make(source: "Source", offset: int, memory: Tensor, *, versioned: bool, lent: bool) -> "OffloadedView":
+        """Returns a view of `source`; other arguments as the attributes.
+
+        Args:
+            memory: a tensor over the memory that is `lent`, or a hollow one.
+        """
         with torch.inference_mode(False), torch.no_grad():
-            view = _hollow(size, stride, dtype, device).as_subclass(OffloadedView)
-        view.source = source
-        view.offset = offset
-        view.versioned = versioned
-        view._register()
+            view = memory.as_subclass(OffloadedView)
+        view._init(source, offset, versioned, lent)
         return view
 
-    def _register(self) -> None:
-        """Has the source know the view, and autograd save references to it, which has no memory."""
-        self.source.aliases.add(self)
+    def _init(self, source: "Source", offset: int, versioned: bool, lent: bool) -> None:
+        self.source = source
+        self.offset = offset
+        self.versioned = versioned
+        self.lent = lent
+        source.aliases.add(self)
+        if lent:
+            cast("Weights", source).flat.borrowers.append(weakref.ref(self))
+        else:
+            mark_offloaded(storage_of(self), _ViewReferences(self))
+
+    def end_loan(self, *, keep: bool) -> None:
+        """Ends the use of lent memory by operators of torch, which read the present values from now on.
+
+        Args:
+            keep: whether the view keeps the memory, with the values of the forward that has ended.
+        """
+        self.lent = False
+        if keep:
+            return
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+            self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
         mark_offloaded(storage_of(self), _ViewReferences(self))
 
     @classmethod
@@ -196,6 +209,9 @@ class OffloadedView(Tensor):
             kind = _KINDS.get(func) or kind_of(func)
             if kind is Kind.METADATA or kind is Kind.DTYPE:
                 return func(*args, **(kwargs or {}))
+            if _runs_on_memory(kind, args, kwargs):
+                result = func(*args, **(kwargs or {}))
+                return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
             return access_of(args, kwargs).run(kind, func, args, kwargs or {})
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -215,15 +231,12 @@ class FollowedView(OffloadedView):
     """A view of a parameter that autograd follows: its node is in the graph, and its values are those of the moment."""
 
     @staticmethod
-    def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool) -> "FollowedView":
+    def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, lent: bool) -> "FollowedView":
         """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
-        view = _Hollow.apply(value)  # type: ignore[no-untyped-call]
+        view = _Apart.apply(value, lent)  # type: ignore[no-untyped-call]
         view.__class__ = FollowedView
         assert isinstance(view, FollowedView)
-        view.source = source
-        view.offset = offset
-        view.versioned = versioned
-        view._register()
+        view._init(source, offset, versioned, lent)
         return view
 
 
@@ -247,6 +260,25 @@ class _ViewReferences:
         return _SavedOffloadedView(view)
 
 
+class LentReferences:
+    """Makes the references that autograd saves in place of whole weights that a forward has been lent.
+
+    Args:
+        source: the weights.
+        values: the whole values; their storage owns this object, and is freed when the forward ends.
+    """
+
+    def __init__(self, source: "Weights", values: Tensor) -> None:
+        self._source = source
+        self._start = int(values.storage_offset()) * values.itemsize
+
+    def save(self, tensor: Tensor) -> SavedWeight:
+        with torch._C.DisableTorchFunctionSubclass():
+            offset = int(tensor.storage_offset()) * tensor.itemsize - self._start
+            memory = apart(tensor, lent=False)
+        return _SavedOffloadedView(OffloadedView.make(self._source, offset, memory, versioned=True, lent=False))
+
+
 class _SavedOffloadedView(SavedWeight):
     """A view that autograd has saved for a function of user code, and whose values backward needs."""
 
@@ -264,23 +296,31 @@ class _SavedOffloadedView(SavedWeight):
         return view.source.values(view)
 
 
-class _Hollow(torch.autograd.Function):
-    """A tensor without memory in place of another one."""
+class _Apart(torch.autograd.Function):
+    """A tensor in place of another one, as `apart` returns it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return _hollow(value.size(), value.stride(), value.dtype, value.device)
+    def forward(ctx: Any, value: Tensor, lent: bool) -> Tensor:
+        return apart(value, lent=lent)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
-def _hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def apart(value: Tensor, *, lent: bool) -> Tensor:
+    """Returns a tensor like `value` that is no view for autograd: over its memory (`lent`), or a hollow one."""
+    if lent:
+        return over(value.untyped_storage(), value)
+    return hollow(value.size(), value.stride(), value.dtype, value.device)
+
+
+def hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor without memory."""
     with torch.inference_mode(False), torch.no_grad():
-        hollow = torch.empty_strided(size, stride, dtype=dtype, device=device)
-        hollow.untyped_storage().resize_(0)
-        return hollow
+        tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+        tensor.untyped_storage().resize_(0)
+        return tensor
 
 
 def offloaded_in(value: Any, found: "dict[int, OffloadedParameter | OffloadedView]") -> None:
@@ -303,13 +343,41 @@ def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> "Access":
     return next(iter(found.values())).source.access
 
 
+def _follow(result: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Returns the result of an operator that has used the memory of weights, with `OffloadedView` in place of views."""
+    if not _shares_weights(result):
+        return result
+    found: dict[int, OffloadedParameter | OffloadedView] = {}
+    offloaded_in(args, found)
+    offloaded_in(kwargs, found)
+    return next(iter(found.values())).source.access.wrap(result, found, found)
+
+
+def _shares_weights(result: Any) -> bool:
+    if isinstance(result, list | tuple):
+        return any(map(_shares_weights, result))
+    if type(result) is not Tensor or result.layout is not torch.strided:
+        return False
+    return offloaded_weights(result.untyped_storage()) is not None
+
+
 def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
     """Returns whether autocast is enabled and casts arguments of matrix products on `device` to `dtype`."""
     return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == dtype
 
 
+def _runs_on_memory(kind: Kind, args: Any, kwargs: Mapping[str, Any] | None) -> bool:
+    """Returns whether a function can use the memory of its offloaded arguments, because forwards use all of them."""
+    return (
+        (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and torch.is_grad_enabled()))
+        and _in_forward(args, kind)
+        and (not kwargs or ("out" not in kwargs and _in_forward(kwargs.values(), kind)))
+        and saves_references()
+    )
+
+
 def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
-    """Returns whether all parameters among `values` are in use by a forward, so that functions can use them."""
+    """Returns whether all parameters among `values` are in use by a forward, and their views have memory."""
     for value in values:
         of = type(value)
         if of is OffloadedParameter:
@@ -323,7 +391,13 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
                     value.source.access.note_use(value)
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
-        elif issubclass(of, OffloadedView) or ((of is list or of is tuple) and not _in_forward(value, kind)):
+        elif issubclass(of, OffloadedView):
+            if not value.lent or value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
+                return False
+            # Normalizations may write statistics, and memory that was shared with user code is not that of the weights.
+            if kind is Kind.KERNEL or offloaded_weights(storage_of(value)) is None:
+                return False
+        elif (of is list or of is tuple) and not _in_forward(value, kind):
             return False
     return True
 

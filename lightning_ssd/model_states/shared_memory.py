@@ -26,7 +26,7 @@ class SharedMemory:
     def __init__(self, tensor: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
-            self._tensor = _over(storage, tensor)
+            self._tensor = over(storage, tensor)
         if not hasattr(storage, SHARERS):
             setattr(storage, SHARERS, weakref.WeakSet())
         self._users: weakref.WeakSet[SharedMemory] = getattr(storage, SHARERS)
@@ -53,14 +53,15 @@ class SharedMemory:
 
     def tensor(self) -> Tensor:
         """Returns a tensor over the memory."""
-        return _over(self._tensor.untyped_storage(), self._tensor)
+        return over(self._tensor.untyped_storage(), self._tensor)
 
     def overlaps(self, other: "SharedMemory") -> bool:
         """Returns whether both have a byte in common."""
         return self._storage == other._storage and self._begin < other._end and other._begin < self._end
 
 
-def _over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """Returns an ordinary tensor over `storage` with the geometry, dtype and device of `like`."""
     with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
         return empty.set_(storage, like.storage_offset(), like.size(), like.stride())

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_ssd.activations.weights import mark_offloaded
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView
+from lightning_ssd.model_states.parameter import LentReferences, OffloadedParameter, OffloadedView
 from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.split import write_changed
 
@@ -41,6 +42,15 @@ class Source(ABC):
     @abstractmethod
     def write(self, values: Tensor) -> None:
         """Stores `values`, a result of `read` that an operator has changed."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether views have memory with the values, because the forward of the weight's module runs."""
+        return False
+
+    def base(self) -> Tensor:
+        """Returns the values as `read` does, for an operator: memory that views may have, if it `lends`."""
+        return self.read()
 
     @property
     def origin(self) -> int:
@@ -87,6 +97,19 @@ class Weights(Source):
         masters = self.access.staged.stage(self.flat).masters
         return self.item.of(masters).to(self.flat.device, self.item.dtype, copy=True)
 
+    @property
+    def lends(self) -> bool:
+        return self.flat.forwards > 0 and self.flat.resident and not self.whole
+
+    def base(self) -> Tensor:
+        flat = self.flat
+        if not self.lends or not flat.mixed or flat.memory(self.index) is not None:
+            return self.read()
+        if self.index not in flat.lent:
+            values = flat.lent[self.index] = self.read()
+            mark_offloaded(values.untyped_storage(), LentReferences(self, values))
+        return flat.lent[self.index]
+
     def write(self, values: Tensor) -> None:
         if self.whole:
             return
@@ -103,11 +126,8 @@ class Weights(Source):
         staged.changed = True
         write_changed(item.of(staged.masters), values)
         if flat.mixed:
-            if (lent := self.access.lent.get(self)) is not None:
-                lent.copy_(item.of(staged.masters))
             self.changed()  # a later backward needs the values that the forward has cast, which are gone
-            if flat.resident:
-                flat.view(self.index).copy_(item.of(staged.masters))
+            flat.refresh(self.index, item.of(staged.masters))
 
     @property
     def origin(self) -> int:

@@ -120,8 +120,7 @@ class StagedFlats:
             for index, tensor in changed.items():
                 masters = flat.param_views[index].of(staged.masters)
                 write_changed(masters, tensor.to("cpu"))
-                if flat.resident:
-                    flat.view(index).copy_(masters)
+                flat.refresh(index, masters)
                 if flat.mixed:  # a later backward needs the values that the forward has cast, which are gone
                     torch.autograd.graph.increment_version(flat.param_views[index].parameter)
 

@@ -1,5 +1,6 @@
 """Weights and views of them that user code passes to functions, saves for backward, or makes leaves of."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,50 @@ class Multiply(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         gradient = gradient.float()
         return gradient @ weight.float().t(), x.float().t() @ gradient
+
+
+class Kernel(torch.autograd.Function):
+    """A kernel of user code, which reads the memory of its arguments in C++ (here `torch.tensor`), in backward too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ _elements(weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.float()
+        return gradient @ _elements(weight), gradient.t() @ x.float()
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    with warnings.catch_warnings(action="ignore"):  # it advises to call `clone`
+        return torch.tensor(tensor)
+
+
+class Returned(torch.autograd.Function):
+    """A function of user code whose result is a view of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Own(nn.Module):
+    """A unit whose forward makes views of its weight."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8) + torch.arange(64).view(8, 8) / 64)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.weight)
 
 
 class Given(nn.Module):
@@ -69,6 +114,36 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("states", [PLACES[0], pytest.param(PLACES[1], marks=pytest.mark.thorough)])
 def test_uses_of_weights_whose_backward_needs_them(tmp_path: Path, states: str, precision: str, use: str) -> None:
     compare(tmp_path, lambda: Heads(USES[use]), states, precision=precision)
+
+
+OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "products": lambda x, w: F.linear(x, w.view(-1).view(8, 8).t()).mm(w.t()) @ w.chunk(2)[0].t() @ w[4:],
+    "other operators": lambda x, w: F.layer_norm(x * w.t()[0] + w[1].sin(), (8,), w[2], w.t()[3]),
+    "many parts": lambda x, w: torch.stack([x * w[index] for index in range(8)]).sum(0),
+    "a kernel": lambda x, w: Kernel.apply(x, w.view(8, 8)),
+    "a kernel without autograd": lambda x, w: x @ w + x.float() @ _elements(w.detach().t()),
+    "a view that a function returns": lambda x, w: x @ Returned.apply(w) * Returned.apply(w.t())[2],
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("reentrant", [None, False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_views_in_the_forward_of_their_own_module(tmp_path: Path, reentrant: bool | None, precision: str) -> None:
+    """Without checkpointing (`reentrant` is None), and in forwards that are recomputed in backward."""
+
+    class Model(Toy):
+        def __init__(self) -> None:
+            super().__init__(optimizer=torch.optim.AdamW, lr=0.01)
+            self.own = nn.ModuleList(Own(use) for use in OWN.values())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)  # reentrant checkpoints need inputs that require gradients
+            for own in self.own:
+                result = own(x) if reentrant is None else checkpoint(own, x, use_reentrant=reentrant)
+                x = F.layer_norm(result, (8,))  # type: ignore[arg-type]
+            return x
+
+    compare(tmp_path, Model, "host", precision=precision)
 
 
 def test_a_saved_view_whose_weights_are_changed_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,12 +20,16 @@ TIMES = ["fit start", "batch start", "own forward", "before backward", "backward
          "batch end"]  # fmt: skip
 """When user code runs, in the order of a step."""
 
+ROWS = torch.linspace(-2, 2, 64).view(8, 8)
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "mul_": lambda view: view.mul_(0.75),
     "add_": lambda view: view.add_(0.125),
     "item": lambda view: view.__setitem__(..., view * 0.5),
     "foreach": lambda view: torch._foreach_mul_([view], 0.75),
     "out": lambda view: torch.mul(view, 0.75, out=view),
+    "out of a product": lambda view: torch.matmul(view.clone(), torch.eye(view.size(-1)) * 0.5, out=view),
+    "statistics": lambda view: F.batch_norm(ROWS[:, : len(view)], view, torch.ones(len(view)), training=True),
     "data": lambda view: view.data.mul_(0.75),
     "detach": lambda view: view.detach().sub_(0.125),
     "view of it": lambda view: view.view_as(view).mul_(0.5),
@@ -61,7 +66,7 @@ class Viewing(Toy):
                 WRITES[name](self.views[number % len(self.views)])
             elif kind == "read":
                 self.seen += [view.detach().clone() for view in self.views]
-            elif kind == "drop" and time != "own forward":  # `.data` of a freed view has no effect
+            elif kind == "drop":
                 self.views.clear()
 
     def on_fit_start(self) -> None:
@@ -98,6 +103,9 @@ def program(take: tuple[str, str], write: tuple[str, str]) -> Any:
 
 
 DROP = ("drop", "", 0, False)
+WRITTEN_AND_DROPPED = (
+    ("own forward", ("take", "select", 0, True)), ("own forward", ("write", "data", 0, False)), [("own forward", DROP)]
+)  # fmt: skip
 NUMBERS = st.integers(0, 7)
 TAKE = st.tuples(st.just("take"), st.sampled_from(sorted(set(ALIASES) - LEFT_OUT)), NUMBERS, st.booleans())
 WRITE = st.tuples(st.just("write"), st.sampled_from(sorted(WRITES)), NUMBERS, st.booleans())
@@ -131,17 +139,10 @@ ONLY_PLAIN = ("created in no_grad mode", "is a view and", "functions with out=")
 """Errors of plain training alone, about views that autograd would have to follow: here they are written through."""
 
 
-def in_copies(events: Sequence[Any], precision: str) -> bool:
-    """Returns whether views in a unit's own forward are views of copies, whose changes are lost (docs/limits.md)."""
-    return precision == "bf16-mixed" and any(time == "own forward" for time, _ in events)
-
-
 def check(path: Path, program: Any, states: str, precision: str) -> None:
     """Asserts that numbers are plain Lightning's, or an error is raised; an error of plain Lightning is raised, too."""
     first, second, others = program
     events = [first, second, *others]
-    if in_copies(events, precision):
-        precision = "32-true"
     found, plain = run(path, events, states, precision), run(path, events, None, precision)
     if isinstance(found, Exception):
         assert isinstance(plain, Exception) or any(text in str(found) for text in NAMED), (found, plain)
@@ -158,6 +159,11 @@ def check(path: Path, program: Any, states: str, precision: str) -> None:
 @example(program(("own forward", "chunk"), ("before backward", "mul_")), "32-true")
 @example(program(("own forward", "select"), ("own forward", "mul_")), "32-true")
 @example(program(("before backward", "unbind"), ("before backward", "data")), "bf16-mixed")
+@example(program(("own forward", "select"), ("batch end", "mul_")), "bf16-mixed")
+@example(program(("own forward", "chunk"), ("own forward", "mul_")), "bf16-mixed")
+@example(WRITTEN_AND_DROPPED, "32-true")
+@example(program(("own forward", "t"), ("own forward", "out of a product")), "32-true")
+@example(program(("own forward", "select"), ("own forward", "statistics")), "bf16-mixed")
 def test_written_views(tmp_path: Path, program: Any, precision: str) -> None:
     check(tmp_path, program, "host", precision)
 
