@@ -34,6 +34,8 @@ from lightning_ssd.model_states import (
     Setup,
     StatesConfig,
     bytes_on_device,
+    compiled_regions,
+    find_blocks,
     find_replaced,
     load_lazy,
     loading_to_meta,
@@ -55,7 +57,7 @@ from lightning_ssd.planning import Plan
 from lightning_ssd.planning.model import is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_only
 from lightning_ssd.recovery import Recovery, training_settings
-from lightning_ssd.sizes import check_choice, parse_bytes
+from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
 from lightning_ssd.types import BackendName, Tier
@@ -158,6 +160,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         checkpoints: format of checkpoints, unless `states="gpu"`. `"file"`: one file, which plain Lightning loads, too.
             `"sharded"`: a directory of safetensors. Both are written and read in the memory of a few units, and
             training resumes from either. `lightning-ssd export` makes a plain folder of weights of both.
+        compile: compile the blocks of the model, those of `units`, with `torch.compile` while it trains, except blocks
+            that are compiled already. This changes the last digits of results, as your own `block.compile()` does.
         accelerator: as in Lightning's strategies.
         parallel_devices: the one device.
         checkpoint_io: as in Lightning's strategies.
@@ -189,6 +193,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         clip: Literal["auto", "deferred", "speculative"] = "auto",
         recover: bool = False,
         checkpoints: Literal["file", "sharded"] = "file",
+        compile: bool = False,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: fabric.plugins.CheckpointIO | None = None,
@@ -204,6 +209,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         self._budgets = self.config
         """`config` with byte counts in place of percentages, once a training or evaluation is set up."""
         check_choice("checkpoints", checkpoints, ("file", "sharded"))
+        check_flag("compile", compile)
+        self._compile = compile
         self._save = save if checkpoints == "file" else save_sharded
         self.states_config = StatesConfig(states, gpu_memory, units, overlap, state_format, clip, recover)
         self.offloader: ActivationOffloader | None = None
@@ -320,6 +327,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         assert self.model is not None
         self._budgets = self.config.resolve(trainer.default_root_dir)
         self._offloads = None
+        if fitting and self._compile:
+            self._compile_blocks()
         try:
             if self._offloads_states():
                 self._setup_with_states(trainer, fitting=fitting)
@@ -348,6 +357,19 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         of_activations = describe_activations(offloader, self.config, decided_by="SwapPlanner" if planned else None)
         drives = describe_drives(offloader, states, self.config, trainer.default_root_dir)
         return "; ".join(part for part in (of_states, of_activations, drives) if part is not None)
+
+    def _compile_blocks(self) -> None:
+        """Compiles the blocks of the model until teardown, before hooks are registered around compiled modules."""
+        assert self.lightning_module is not None
+        blocks = find_blocks(self.lightning_module, self.states_config.units)
+        if not blocks and next(compiled_regions(self.lightning_module), None) is None:
+            raise ValueError(
+                "`compile=True` compiles the repeated blocks of a model, and this one has none. Name the classes of "
+                "its blocks by `units`, or compile parts of it yourself (`module.compile()`)."
+            )
+        for block in blocks:
+            block.compile()
+            self._restore_callbacks.append(functools.partial(setattr, block, "_compiled_call_impl", None))
 
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Runs Lightning's setup, and offloads model states before all of them are on the device."""
@@ -405,7 +427,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             if (record := self.model_states.recovered) is not None:
                 self.model_states.state_dicts.protected = True
                 self._recovery.resume(record, self._setup.settings)
-        self._restore_callbacks = [
+        self._restore_callbacks += [
             summon_full_params(callback, self.whole_weights, self._loaded) for callback in averaging
         ]
         self._precision = self.precision_plugin
@@ -416,6 +438,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         config, states = self.config, self.states_config
         own = {
             "checksum": config.checksum,
+            "compile": self._compile,
             "min_bytes": parse_bytes(config.min_bytes, "min_bytes"),
             "state_format": states.state_format,
             "units": states.units,

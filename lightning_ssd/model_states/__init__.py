@@ -1,7 +1,7 @@
 """Model states off the device: weights, gradients, master weights, optimizer states. Imports torch, not Lightning."""
 
 from lightning_ssd.model_states.build import make_model_states
-from lightning_ssd.model_states.compile import is_compiled
+from lightning_ssd.model_states.compile import compiled_regions, is_compiled
 from lightning_ssd.model_states.config import GPU_SHARE, Setup, StatesConfig
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.journal import CommitRecord
@@ -14,7 +14,7 @@ from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings
 from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
-from lightning_ssd.model_states.units import Unit, find_units
+from lightning_ssd.model_states.units import Unit, find_blocks, find_units
 from lightning_ssd.model_states.user_optimizers import register_optimizer, stepped_whole, zeroes_otherwise
 
 __all__ = [
@@ -34,7 +34,9 @@ __all__ = [
     "differences",
     "exact_value",
     "find_replaced",
+    "find_blocks",
     "find_units",
+    "compiled_regions",
     "is_compiled",
     "is_sharded",
     "offloaded_parameters",

@@ -62,6 +62,22 @@ def find_units(module: nn.Module, by: Sequence[str] | Callable[[nn.Module], bool
     return units
 
 
+def find_blocks(module: nn.Module, by: Sequence[str] | None = None) -> list[nn.Module]:
+    """Returns the outermost blocks of `module` as in `find_units`, without those inside of compiled modules."""
+    is_block = _block_rule(module, by)
+
+    def search(part: nn.Module) -> Iterator[nn.Module]:
+        if is_compiled(part):
+            return
+        if is_block(part):
+            yield part
+            return
+        for child in part.children():
+            yield from search(child)
+
+    return list(dict.fromkeys(search(module)))
+
+
 _Owner = tuple[str, nn.Module, list[nn.Parameter]]
 
 # Modules that use their children's parameters without calling the children.

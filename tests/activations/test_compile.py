@@ -239,3 +239,44 @@ def test_tensors_saved_by_a_compiled_region_are_offloaded(tmp_path: Path) -> Non
         trainer.fit(Trained(function, backend), DataLoader(torch.randn(8, 32), batch_size=8))
         amounts.append(stored.stored)
     assert min(amounts) > 0
+
+
+class Stack(nn.Module):
+    """Repeated blocks, of which the last one is compiled by the user."""
+
+    def __init__(self, backend: str, compiled: slice) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3))
+        for block in self.blocks[compiled]:
+            block.compile(backend=backend)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+def test_compile_compiles_the_blocks_while_the_model_trains(
+    states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers and Dynamo's counts are those of the same blocks compiled by the user."""
+    plain, expected = train(lambda backend: Stack(backend, slice(None)), "aot_eager", "auto", tmp_path)
+    compile_module = nn.Module.compile
+    compiled: list[nn.Module] = []
+
+    def compile_eagerly(module: nn.Module, backend: str = "aot_eager") -> None:
+        compiled.append(module)
+        compile_module(module, backend=backend)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
+    strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, states=states, compile=True)
+    numbers, counters = train(lambda backend: Stack(backend, slice(2, None)), "aot_eager", strategy, tmp_path)
+    assert counters == expected
+    assert all(torch.equal(one, other) for one, other in zip(numbers, plain, strict=True))
+    assert [block._compiled_call_impl is not None for block in compiled] == [True, False, False]
+
+
+def test_compile_refuses_a_model_without_blocks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has none"):
+        train(lambda backend: nn.Linear(32, 32), "aot_eager", SSDOffloadStrategy(tmp_path, compile=True), tmp_path)
