@@ -1,4 +1,4 @@
-"""Tests marked `gpu` are skipped without a CUDA device, and drives are measured on few bytes."""
+"""Tests marked `gpu` are skipped without a CUDA device, and the machine is measured on few bytes."""
 
 import os
 from uuid import uuid4
@@ -13,15 +13,21 @@ import torch  # noqa: E402
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+from lightning_ssd.activations import config  # noqa: E402
 from lightning_ssd.callbacks import plan_cache  # noqa: E402
+from lightning_ssd.profiling import machine  # noqa: E402
 from lightning_ssd.storage import calibration  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def quick_calibration(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures a drive on one piece, unless bandwidth is tested: otherwise every store first writes 192 MiB."""
+def quick_measurements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures drives, copies and steps on few bytes, unless bandwidth is tested: most trainings would take longer
+    to measure the machine than to train."""
     if "storage" not in request.path.parts and "gpu" not in request.path.parts:
-        monkeypatch.setattr(calibration, "_MOST_BYTES", 16 * 2**20)
+        monkeypatch.setattr(calibration, "_MOST_BYTES", 2**20)
+        monkeypatch.setattr(config, "_MEASURED_BYTES", 2**20)
+        monkeypatch.setattr(machine, "COPIED", 2**22)
+        monkeypatch.setattr(machine, "STEPPED", 2**20)
 
 
 @pytest.fixture(autouse=True)

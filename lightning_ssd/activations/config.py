@@ -253,8 +253,8 @@ def _make_ssd_tier(
 
 def _copy_speed(copies: CopyEngine, pool: PinnedPool) -> tuple[float, float]:
     """Returns the bandwidths of d2h and h2d copies in bytes/s, each the best of three copies of one buffer."""
-    data = copies.empty(SMALLEST_TIER)
-    buffer = pool.acquire(SMALLEST_TIER)
+    data = copies.empty(_MEASURED_BYTES)
+    buffer = pool.acquire(_MEASURED_BYTES)
     clock = make_clock(copies.device)
     seconds = []
     for copy, src, dst in ((copies.d2h, data, buffer.tensor), (copies.h2d, buffer.tensor, data)):
@@ -267,12 +267,14 @@ def _copy_speed(copies: CopyEngine, pool: PinnedPool) -> tuple[float, float]:
             best = min(best, clock.elapsed(start, end) or best)
         seconds.append(best)
     buffer.release()
-    return SMALLEST_TIER / seconds[0], SMALLEST_TIER / seconds[1]
+    return _MEASURED_BYTES / seconds[0], _MEASURED_BYTES / seconds[1]
 
 
 _PIECE_BYTES = 16 * 2**20  # bytes of an I/O request: enough for a drive's full bandwidth, few enough to stage
 SMALLEST_TIER = 64 * 2**20
-"""Least bytes of a tier, which are also copied to measure its bandwidth."""
+"""Least bytes of a tier."""
+
+_MEASURED_BYTES = SMALLEST_TIER  # of a copy that measures the bandwidth of the host tier
 
 
 LEAST_BUDGET = 10**6

@@ -59,7 +59,7 @@ def calibrate(volumes: Sequence[Volume], *, piece_bytes: int, threads: int, capa
             f"no room to measure {', '.join(str(volume.path) for volume in volumes)}: {PAGE} bytes needed on "
             f"each, {capacity} available in all. Free space, or give other paths."
         )
-    block = min(piece_bytes, share)
+    block = min(piece_bytes, share, _MOST_BYTES)
     size = min(_MOST_BYTES, _MOST_BLOCKS * block, share) // block * block
     # The slab belongs to this function until the engine is closed. All volumes share it: the bytes do not
     # matter.
