@@ -8,6 +8,7 @@ the way to the device.
 from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
 from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
 from lightning_ssd.device.cuda_events import Mark
+from lightning_ssd.device.empty_storage import allow_access, refuse_access
 from lightning_ssd.device.futures import all_of, ended, error_of, finished, pass_on, then
 from lightning_ssd.device.memory import (
     CUDAMemory,
@@ -34,6 +35,7 @@ __all__ = [
     "Worker",
     "all_of",
     "allocator_memory",
+    "allow_access",
     "available_memory",
     "ended",
     "error_of",
@@ -44,6 +46,7 @@ __all__ = [
     "make_copy_engine",
     "pass_on",
     "process_gpu_memory",
+    "refuse_access",
     "then",
     "usable_gpu_memory",
     "usable_memory",

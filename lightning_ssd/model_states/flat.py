@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.activations.record import check_version
 from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, unmark_offloaded
+from lightning_ssd.device import allow_access, refuse_access
 from lightning_ssd.model_states.shared_memory import SharedMemory
 
 ALIGNMENT = 64
@@ -114,6 +115,7 @@ class FlatParameter:
 
     def allocate(self) -> Tensor:
         """Allocates the storage's memory on the compute stream and returns its bytes, whose contents are undefined."""
+        allow_access(self._storage)
         self._storage.resize_(self.nbytes)
         self.resident = True
         return self._bytes
@@ -123,7 +125,7 @@ class FlatParameter:
         self.resident = False
         self.end_loans()
         if not self.aliased:
-            self._storage.resize_(0)
+            self._free()
             return
         unmark_offloaded(self._storage)
         self._make_storage()
@@ -223,8 +225,13 @@ class FlatParameter:
             del weights
         self._references = torch._C._storage_Use_Count(self._storage._cdata)
         """References to the storage, without those of parameters that are views of it."""
-        self._storage.resize_(0)
+        self._free()
         mark_offloaded(self._storage, _FlatReferences(self))
+
+    def _free(self) -> None:
+        allow_access(self._storage)  # `resize_` reads the address
+        self._storage.resize_(0)
+        refuse_access(self._storage, self.name)
 
     def refuse_unshard(self) -> None:
         """Raises RuntimeError, because the training of the flat parameter has ended."""

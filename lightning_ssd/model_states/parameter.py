@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd.activations.record import check_version
 from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, offloaded_weights, storage_of
+from lightning_ssd.device import refuse_access
 from lightning_ssd.model_states.shared_memory import over
 
 if TYPE_CHECKING:
@@ -108,10 +109,11 @@ def ordinary(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 class OffloadedParameter(TrainedParameter):
     """The class of a parameter while its weights are offloaded.
 
-    Some functions of torch do not call `__torch_function__` and read a tensor's memory in C++. An evicted parameter has
-    no memory: on a CPU these functions end the process with SIGSEGV. They are `torch.tensor(p)`, `x.new_tensor(p)`,
-    `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. Use `p.clone()` instead,
-    or call them inside `whole_weights()`. `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
+    Some functions of torch do not call `__torch_function__` and read a tensor's memory in C++: `torch.tensor(p)`,
+    `x.new_tensor(p)`, `torch.utils.dlpack.to_dlpack(p)`, and reads of the tensor that `torch.Tensor(p)` returns. An
+    evicted parameter has no memory: these functions raise RuntimeError (`device/empty_storage.py`), or end the process
+    if torch is built without CUDA. Use `p.clone()` instead, or call them inside `whole_weights()`.
+    `torch.from_dlpack(p)` and `torch.as_tensor(p)` work.
 
     Attributes:
         flat: flat parameter that it is a view of.
@@ -320,6 +322,7 @@ def hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devic
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
         tensor.untyped_storage().resize_(0)
+        refuse_access(tensor.untyped_storage(), "a view of a weight")
         return tensor
 
 

@@ -1,5 +1,6 @@
 """Reads and writes of offloaded weights by user code, with a GPU and late copies."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.device import empty_storage
 from lightning_ssd.model_states import build
+from lightning_ssd.model_states.parameter import OffloadedParameter
 from tests.support import trainings
 from tests.support.access import ACTIONS, Toy, _graph, _prune, loader
 from tests.support.compare import assert_same
@@ -72,3 +75,39 @@ def test_tensors_that_are_assigned_share_memory(
     monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     strategy = SSDOffloadStrategy(states=states, min_bytes=1, gpu_memory="1B", offload="none")
     assert_same(fit(tmp_path, make(), strategy, precision), expected)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": torch.tensor,
+    "new_tensor": lambda p: torch.empty(0, device=p.device).new_tensor(p),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "assigned data": lambda p: _assigned(p) + 1,
+}
+"""Functions that read memory in C++ and call no hook."""
+
+
+def _assigned(parameter: torch.Tensor) -> torch.Tensor:
+    x = torch.empty_like(parameter, requires_grad=False)
+    x.data = parameter.data
+    return x
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(empty_storage._ALLOW is None, reason="this torch can't refuse access to a storage")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_reads_of_evicted_weights_without_a_hook_are_refused(tmp_path: Path, precision: str) -> None:
+    """They would end the process, or read memory of other tensors. Training continues after the error."""
+
+    def act(module: Any) -> None:
+        offloaded = [parameter for parameter in module.parameters() if isinstance(parameter, OffloadedParameter)]
+        evicted = [parameter for parameter in offloaded if not parameter.flat.resident]
+        assert bool(evicted) == bool(offloaded)  # none under plain Lightning
+        for function in FUNCTIONS.values() if evicted else ():
+            with pytest.raises(RuntimeError, match="which is offloaded.*whole_weights"):
+                function(evicted[0])
+
+    def make() -> Toy:
+        return Toy("on_train_batch_end", act, lr=2**-5)
+
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B", offload="none")
+    assert_same(fit(tmp_path, make(), strategy, precision), fit(tmp_path, make(), "auto", precision))
