@@ -49,7 +49,7 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: boo
     Args:
         precision: the Trainer's plugin.
         states: argument `states` of the strategy, for the message.
-        fitting: whether the model is trained; fp64 models can only be evaluated.
+        fitting: whether the model is trained; fp64 and fp16 models can only be evaluated.
 
     Raises:
         ValueError: model states can't be offloaded with this plugin.
@@ -60,7 +60,7 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: boo
         return torch.bfloat16 if precision.precision == "bf16-mixed" else torch.float16
     if type(precision) is pl.plugins.HalfPrecision and precision.precision == "bf16-true":
         return None
-    if type(precision) is pl.plugins.DoublePrecision and not fitting:
+    if type(precision) in (pl.plugins.DoublePrecision, pl.plugins.HalfPrecision) and not fitting:
         return None
     raise ValueError(
         f"`states={states!r}` trains with `precision='32-true'`, `'bf16-mixed'`, `'16-mixed'` or `'bf16-true'`, and "

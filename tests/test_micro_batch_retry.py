@@ -79,7 +79,7 @@ class Stateful(pl.LightningModule):
         self.metric.update(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("metric", self.metric, on_step=False, on_epoch=True)
-        return {"loss": loss, "hidden": hidden}
+        return {"loss": loss, "hidden": hidden, "batch": batch}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -93,7 +93,7 @@ class CountHooks(pl.Callback):
         self.outputs: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.outputs += outputs["hidden"].flatten().tolist()
+        self.outputs += outputs["hidden"].flatten().tolist() + outputs["batch"].flatten().tolist()
 
 
 def _count(name: str) -> Any:

@@ -11,7 +11,7 @@ from lightning_ssd.model_states.split import join, split
 from lightning_ssd.storage import PinnedBuffer
 
 WHOLE_DTYPES = (torch.float32, torch.float64)
-"""Dtypes of weights that are their own master weights. fp64 weights are evaluated only."""
+"""Dtypes of weights that are their own master weights, as fp16 ones are. fp64 and fp16 weights are evaluated only."""
 
 
 @dataclass
@@ -113,7 +113,8 @@ class Layout:
     @property
     def whole_master(self) -> bool:
         """Whether there are fp32 master weights beside the compute weights."""
-        return self.flat.dtype not in WHOLE_DTYPES and not self.split
+        evaluated = self.flat.dtype == torch.float16 and not self.flat.mixed
+        return self.flat.dtype not in WHOLE_DTYPES and not self.split and not evaluated
 
     @property
     def opt_state_bytes(self) -> int:

@@ -38,11 +38,12 @@ def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) ->
 
     Args:
         module: the model.
-        min_bytes: smaller fp32 and fp64 parameters are kept on the device. bf16 ones of all sizes are offloaded: only
-            offloaded ones have fp32 master weights.
-        fitting: whether the model is trained: fp64 parameters are kept then, because steps are computed in fp32.
+        min_bytes: smaller fp32, fp64 and fp16 parameters are kept on the device. bf16 ones of all sizes are offloaded:
+            only offloaded ones have fp32 master weights.
+        fitting: whether the model is trained: fp64 and fp16 parameters are kept then, because steps are computed in
+            fp32.
     """
-    whole = (torch.float32,) if fitting else WHOLE_DTYPES
+    whole = (torch.float32,) if fitting else (*WHOLE_DTYPES, torch.float16)
     resident: set[nn.Parameter] = set()
     for owner in module.modules():
         if getattr(owner, "sparse", False):  # an embedding, whose gradient is no dense tensor

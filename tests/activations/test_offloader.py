@@ -773,6 +773,19 @@ def test_the_prefetch_window_moves_on_with_backward(tmp_path: Path) -> None:
             assert ssd(cache).bytes_in == loaded * storage
 
 
+def test_storages_that_backward_has_skipped_are_not_prefetched(tmp_path: Path) -> None:
+    """The window is for the storages that follow in the expected order, which is that of saving in reverse here."""
+    storage = 32 * 32 * 4
+    with open_cache(tmp_path) as cache:
+        cache.begin_micro_batch()
+        with cache.hooks():
+            losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(6)]
+        change_policy(cache, window_bytes=2 * storage)
+        for index in (2, 1, 0):
+            losses[index].backward()
+            assert ssd(cache).bytes_in == 3 * storage
+
+
 def test_storages_kept_for_the_begin_of_backward_count_in_the_window(tmp_path: Path) -> None:
     """As long as backward has not unpacked them, so much less is prefetched."""
     storage, count = 32 * 32 * 4, 8
@@ -796,8 +809,9 @@ def test_storages_saved_after_backward_began_are_prefetched(tmp_path: Path) -> N
     with open_cache(tmp_path) as cache:
         cache.begin_micro_batch()
         with cache.hooks():
-            first = [randn(32, 32).requires_grad_().exp().sum() for _ in range(2)]
-        first.pop().backward()
+            first = [randn(32, 32).requires_grad_().exp().sum() for _ in range(4)]
+        for _ in range(3):
+            first.pop().backward()
         with cache.hooks():
             second = [randn(32, 32).requires_grad_().exp().sum() for _ in range(4)]
         change_policy(cache, window_bytes=9 * storage)

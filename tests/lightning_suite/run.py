@@ -29,9 +29,12 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 DIRECTORIES = [
     f"tests_pytorch/{name}"
-    for name in ("trainer", "loops", "callbacks", "checkpointing", "core", "models", "tuner", "utilities")
-]
-"""Tests that make most Trainers of the default strategy."""
+    for name in (
+        "trainer", "loops", "callbacks", "checkpointing", "core", "models", "tuner", "utilities", "loggers",
+        "profilers", "plugins", "strategies", "accelerators", "deprecated_api", "helpers", "test_cli.py",
+    )
+]  # fmt: skip
+"""Tests of which some make Trainers of the default strategy."""
 
 Results = Mapping[str, Mapping[str, Any]]
 """Of each test, by its name, what the plugin wrote."""

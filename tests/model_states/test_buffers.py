@@ -308,7 +308,7 @@ def test_memory_that_runs_out_during_a_move(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("states", ["host", "ssd"])
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "16-true", "bf16-true"])
 def test_evaluation_of_a_model_that_was_never_trained(tmp_path: Path, states: str, precision: Any) -> None:
     class Evaluated(Model):
         def on_test_start(self) -> None:

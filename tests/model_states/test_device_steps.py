@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.device import CPUCopyEngine, Worker, ended, finished
-from lightning_ssd.model_states import build
+from lightning_ssd.device import CPUCopyEngine, WorkCounter, Worker, ended, finished
+from lightning_ssd.model_states import build, device_share
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.device_stepper import DeviceStepper, pieces
 from lightning_ssd.model_states.flat import FlatParameter
@@ -120,6 +120,57 @@ def test_no_step_runs_while_values_are_page_locked(tmp_path: Path, monkeypatch: 
     assert calls == ["drain", "pin"]
 
 
+class OneShare:
+    """In place of a `ShareTrial`: one share is tried, and the CPU alone is faster than it."""
+
+    def __init__(self, parameters: list[int], nbytes: int, select: Any) -> None:
+        self.share: float | None = None
+        self.sizes = parameters, nbytes
+        self.ends: list[Any] = []
+        self._select = select
+
+    def note(self, end: Any) -> None:
+        self.ends.append(end)
+        if len(self.ends) == 1:
+            assert self._select([0])
+        else:
+            self.share = 0.0
+
+
+def test_a_trial_of_shares_notes_each_step_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the device is freed then, when no step runs."""
+    calls: list[str] = []
+    trials: list[OneShare] = []
+
+    class Stepper:
+        PIECES, PIECE_BYTES, nbytes, failed = 1, 7, 7, False
+
+        def __init__(self, copies: Any) -> None:
+            self.close = lambda: calls.append("close")
+
+    def trial(*arguments: Any) -> OneShare:
+        trials.append(OneShare(*arguments))
+        return trials[-1]
+
+    monkeypatch.setattr(StateStore, "pin", lambda store: None)
+    monkeypatch.setattr(device_share, "ShareTrial", trial)
+    monkeypatch.setattr(device_share, "DeviceStepper", Stepper)
+    copied = WorkCounter(1, 0.1), WorkCounter(2, 0.2)
+    copies: Any = SimpleNamespace(device=torch.device("cuda"), busy=lambda: copied)
+    prefetcher: Any = SimpleNamespace(change_budget=lambda nbytes: calls.append(f"budget {nbytes:+}") or True)
+    flat = FlatParameter("flat", [("w", nn.Parameter(torch.zeros(5)))], torch.float32, CPU)
+    with open_store(tmp_path, ("host", "host"), Layout(flat, False, STATES, True, 1)) as (store, _):
+        share = DeviceShare({flat: store}, [flat], copies, prefetcher, lambda: calls.append("drain"))
+        works = [WorkCounter(step, 0.1 * step) for step in range(4)]
+        for work in works:
+            share.note(work)
+            assert (share.stepper_of(flat) is not None) == (work is works[0])
+    (only,) = trials
+    assert only.sizes == ([flat.numel], flat.numel * 4 * (len(STATES) + 2))  # fp32 weights, states and gradient
+    assert [(end.work, end.copied) for end in only.ends] == [(work, copied) for work in works[:2]]
+    assert calls == ["budget -7", "drain", "drain", "close", "budget +7"]
+
+
 class InTurns(Model):
     """Two optimizers, of a half of the units each, which are stepped one after the other."""
 
@@ -174,6 +225,7 @@ def test_a_device_that_is_behind_the_host_has_the_same_numbers(
     assert_same(train(tmp_path, offloading(clip=clip), Model(), **how), expected)
     assert shared.steps > 0 and len(Engines.made) == 2
     assert [violation for engine in Engines.made for violation in engine.violations] == []
+    assert "late-device" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_states_that_move_and_checkpoints_amid_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
