@@ -131,6 +131,18 @@ class Probe(pl.Callback):
             auto, _ = _planners(trainer)
             if auto is not None and auto.regions is not None:
                 self.result["memory_budget"] = auto.regions.memory_budget
+                self.result["trials"] = [
+                    {
+                        "memory_budget": trial.memory_budget,
+                        "offloaded": None if trial.plan is None else trial.plan.offloaded_bytes,
+                        "predicted_stall": None if trial.plan is None else trial.plan.stall_seconds,
+                        "window": None if trial.plan is None else trial.plan.window_bytes,
+                        "saved": trial.saved_bytes,
+                        "step": trial.seconds,
+                        "stalled": trial.stalled,
+                    }
+                    for trial in auto.regions.trials
+                ]
             if self._trace is not None:
                 self._profiler = torch.profiler.profile()
                 self._profiler.start()

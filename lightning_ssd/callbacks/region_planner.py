@@ -59,12 +59,14 @@ class Trial:
         plan: plan of saved storages; `None`: those without room are offloaded, evenly spread over the forward.
         saved_bytes: bytes that a micro-batch saves.
         seconds: measured duration of a step; infinite if a micro-batch ran out of memory.
+        stalled: measured share of forward and backward in which the device waited for transfers.
     """
 
     memory_budget: float
     plan: StoragePlan | None
     saved_bytes: int
     seconds: float = math.inf
+    stalled: float = 0.0
 
 
 class RegionPlanner:
@@ -89,6 +91,7 @@ class RegionPlanner:
 
     Attributes:
         applied: the trial in force, or being timed; `None` before the first one.
+        trials: the trials that have ended, in their order.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class RegionPlanner:
         recompiles: bool,
     ) -> None:
         self.applied: Trial | None = None
+        self.trials: list[Trial] = []
         self._offloader = offloader
         self._limit = limit
         self._schedulers = schedulers
@@ -109,7 +113,6 @@ class RegionPlanner:
         self._recompiles = recompiles
         self._tiers_in_order = tuple(offloader.tiers)
         self._phase: Phase = "recording"
-        self._trials: list[Trial] = []
         self._num_recordings = 0
         """Micro-batches that were recorded in a row."""
         self._num_budgets = 0
@@ -130,6 +133,8 @@ class RegionPlanner:
         self._pending: deque[tuple[Any, Any]] = deque()
         """Begin and end of timed steps that the device has not ended."""
         self._seconds: list[float] = []
+        self._before = offloader.stats()
+        """Totals of the offloader when the present trial began."""
 
     @property
     def decided(self) -> bool:
@@ -222,7 +227,7 @@ class RegionPlanner:
         self._num_recordings = 0
         self._timeline = timeline
         self._room_bytes = self._limit.room_bytes
-        if self._trials:
+        if self.trials:
             self._begin_trial(self._plan(timeline))
         else:
             self._begin_trial(None)
@@ -252,6 +257,7 @@ class RegionPlanner:
         self._apply(Trial(self._budget.value, plan, saved))
         self._phase = "timing"
         self._wait = WARM_UP
+        self._before = self._offloader.stats()
         self._began = None
         self._pending.clear()
         self._seconds = []
@@ -284,13 +290,14 @@ class RegionPlanner:
         """Adds the present trial, and begins the next one, or applies the fastest."""
         trial = self.applied
         assert trial is not None and self._timeline is not None
-        trial.seconds = seconds
-        self._trials.append(trial)
+        trial.seconds, trial.stalled = seconds, self._stalled()
+        self.trials.append(trial)
         log.info(
-            "%s with activation_memory_budget=%g: %.4f s a step",
+            "%s with activation_memory_budget=%g: %.4f s a step, %.1f %% of it stalled",
             "no plan" if trial.plan is None else f"{format_bytes(trial.plan.offloaded_bytes)} offloaded",
             trial.memory_budget,
             seconds,
+            100 * trial.stalled,
         )
         if trial.plan is None:
             self._begin_trial(self._plan(self._timeline))
@@ -306,24 +313,31 @@ class RegionPlanner:
             )
             self._compile(value)
 
+    def _stalled(self) -> float:
+        """Returns the share of the micro-batches of the present trial in which the device waited for transfers."""
+        before, now = self._before, self._offloader.stats()
+        seconds = now.seconds - before.seconds
+        stalls = now.store_stall + now.load_stall - before.store_stall - before.load_stall
+        return stalls / seconds if seconds else 0.0
+
     # ---- the partitioner's budget ----
 
     def _next_budget(self, trial: Trial, plan: StoragePlan, timeline: SavedTimeline) -> float | None:
         """Returns the next value of `activation_memory_budget` to try; `None`: no more."""
         if not self._recompiles or self._num_budgets == MAX_BUDGETS or not self._budget.may_change:
             return None
-        if not plan.excess_bytes and plan.stall_seconds <= TOLERATED_STALL * timeline.seconds:
+        stalled = max(plan.stall_seconds / timeline.seconds, trial.stalled)
+        if not plan.excess_bytes and stalled <= TOLERATED_STALL and trial.seconds < math.inf:
             return None
-        fastest = min(
-            (one.seconds for one in self._trials if one.memory_budget > trial.memory_budget), default=math.inf
-        )
+        fastest = min((one.seconds for one in self.trials if one.memory_budget > trial.memory_budget), default=math.inf)
         if fastest < math.inf and fastest <= trial.seconds:
             return None  # more recomputation has made steps slower
         # After this trial code is compiled again, and once more if an earlier one was faster.
         if self._spent_seconds + 2 * self._compile_seconds > MAX_COMPILE_SECONDS:
             return None
-        carried = free_bytes(timeline, self._speeds(), TOLERATED_STALL / 2) + self._room_bytes
-        share = min(1.0, carried / trial.saved_bytes) * trial.memory_budget
+        free = sum(timeline.sizes[index] for index in timeline.movable - timeline.early(self._window_bytes))
+        excess = free - self._room_bytes - free_bytes(timeline, self._speeds(), TOLERATED_STALL / 2)
+        share = (1 - max(0.0, excess) / trial.saved_bytes) * trial.memory_budget
         value = min(math.floor(10 * share) / 10, round(trial.memory_budget - 0.1, 1))
         value = max(0.1, value)
         return value if value < trial.memory_budget else None
@@ -346,8 +360,8 @@ class RegionPlanner:
 
     def _decide(self) -> None:
         """Applies the fastest trial: an earlier one, unless a later one is faster by `MIN_GAIN`."""
-        chosen = self._trials[0]
-        for trial in self._trials[1:]:
+        chosen = self.trials[0]
+        for trial in self.trials[1:]:
             if trial.seconds < (1 - MIN_GAIN) * chosen.seconds:
                 chosen = trial
         self._phase = "decided"
@@ -356,7 +370,7 @@ class RegionPlanner:
             self._limit.restart()
         if chosen is not self.applied:
             self._apply(chosen)
-        without, plan = self._trials[0].seconds, chosen.plan
+        without, plan = self.trials[0].seconds, chosen.plan
         text = f"a step with compiled code takes {chosen.seconds:.4f} s"
         if plan is None:
             self._log(f"{text} without a plan, and is not faster with one")
