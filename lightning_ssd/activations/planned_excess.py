@@ -42,8 +42,7 @@ class PlannedExcess(OffloadExcess):
     def begin(self, expected_bytes: int) -> None:
         super().begin(expected_bytes)
         self._position, self._follows = 0, True
-        if self._reserved_bytes and not self.limit.measuring:
-            self.limit.keep(self._reserved_bytes)
+        self.limit.reserve(self._reserved_bytes)
 
     @override
     def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:

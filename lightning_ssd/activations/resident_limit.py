@@ -197,6 +197,10 @@ class ResidentLimit:
         """Returns the share of `nbytes` bytes of storages to keep for which there is no room."""
         return max(0.0, 1.0 - self._room / nbytes) if nbytes else 0.0
 
+    def reserve(self, nbytes: int) -> None:
+        """Reduces the room of the present micro-batch by `nbytes`, or to nothing."""
+        self._room = max(0.0, self._room - nbytes)
+
     def keep(self, nbytes: int) -> bool:
         """Returns whether a saved storage of `nbytes` may be kept on the device, and if so, counts it as kept."""
         if nbytes > self._room:
