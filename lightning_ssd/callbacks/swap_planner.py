@@ -100,8 +100,9 @@ class SwapPlanner(StepProfiling):
     the step, and hardware that would make it faster.
 
     With `states="auto"` and no `gpu_memory` of the strategy, offloaded weights and optimizer states are moved, between
-    two steps, to the tiers that make a step shorter: GPU, host memory or SSDs, unit by unit. Then the training is
-    profiled again. Results are the same, except the last digits of an optimizer that steps on the GPU from then on.
+    two steps, to the tiers that make a step shorter, or to those of a paper's plan: GPU, host memory or SSDs, unit by
+    unit. Then the training is profiled again. Results are the same, except the last digits of an optimizer that steps
+    on the GPU from then on.
 
     A tensor is recomputed only if its recomputation gave the same bytes as autograd had saved, in one micro-batch. With
     manual optimization nothing is recomputed.
@@ -477,13 +478,22 @@ class SwapPlanner(StepProfiling):
     # ---- model states ----
 
     def _plan_states(self, runner: PlanRunner, prediction: Prediction) -> Plan | None:
-        """Returns a plan with another placement of model states, if it is faster than `prediction` and fits."""
+        """Returns a plan with another placement of model states that fits, if it should be applied.
+
+        That of a paper is, as the paper's rule for activations is one for its own placement. Our own is if it is faster
+        than `prediction`, or if that does not fit.
+        """
         if self._states is None or self.user_plan is not None or self._gpu_memory == "least":
             return None
         plan = make_plan(runner.profile, runner.hardware, self._planner)
         better = simulate(runner.profile, runner.hardware, plan)
+        if better.excess_bytes(runner.hardware):
+            return None
+        if self._planner != "holistic":
+            same = runner.placement.apply(plan).units == plan.units
+            return None if same or self._states_moved else plan
         faster = better.step_seconds <= (1 - MIN_MOVE_GAIN) * prediction.step_seconds
-        return plan if faster and not better.excess_bytes(runner.hardware) else None
+        return plan if faster or prediction.excess_bytes(runner.hardware) else None
 
     def _relocate_states(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner, plan: Plan

@@ -29,8 +29,8 @@ GPU_SHARES = tuple(step / 8 for step in range(9))
 NUM_AMOUNTS = 32
 """Number of amounts of saved activations for which the bound is computed."""
 
-PAPER_PLANNERS = (plan_ssdtrain, plan_fuyou, plan_lohan, plan_units)
-"""Planners whose plans are candidates."""
+PAPER_PLANNERS = (plan_ssdtrain, plan_fuyou, plan_lohan)
+"""Planners whose plans are candidates, besides Teraio's."""
 
 TOP_K = 3
 """Number of search points with the least bound that are simulated."""
@@ -94,6 +94,7 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
     for plan in (
         min_memory_plan(model, ssd_bytes=hardware.ssd_bytes),
         *(of_papers(model, hardware) for of_papers in PAPER_PLANNERS),
+        plan_units(model, hardware, fixed),
     ):
         search.consider(plan if fixed is None else fixed.apply(plan))
     of_papers = search.fastest

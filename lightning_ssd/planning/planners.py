@@ -57,7 +57,7 @@ PLANNERS: Mapping[str, Planner] = {
     "lohan": _with_states(plan_lohan),
     "fuyou": _with_states(plan_fuyou),
     "ssdtrain": _with_states(plan_ssdtrain),
-    "teraio": _with_states(plan_units),
+    "teraio": plan_units,
 }
 """All planners; the first is the default."""
 

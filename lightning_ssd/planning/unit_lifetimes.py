@@ -1,16 +1,23 @@
 """Teraio's algorithm for plans of units: lifetimes from a model's profile, and its migrations as tiers of a plan."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, TensorLifetime
-from lightning_ssd.planning.migration import HOST, MigrationMachine
+from lightning_ssd.planning.migration import HOST, Migration, MigrationMachine
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.saved_groups import INPUT, build_plan
+from lightning_ssd.planning.saved_groups import INPUT, FixedPlacement, build_plan
+from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
 
+TRIES = 6
+"""Most plans that are made, each for less memory: prefetching needs some, which the lifetimes lack."""
 
-def plan_units(model: ModelProfile, hardware: HardwareProfile) -> Plan:
+
+def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns Teraio's plan: tensors with inactive periods of the best ratio migrate, and nothing is recomputed.
 
     A unit stays on the GPU unless its weights or states migrate. Then the CPU steps it, because a training moves states
@@ -19,31 +26,44 @@ def plan_units(model: ModelProfile, hardware: HardwareProfile) -> Plan:
     Args:
         model: profile of the model.
         hardware: profile of the machine.
+        fixed: tiers of model states; None: weights and states migrate, too.
     """
-    steps = _Steps(model, hardware)
-    chosen = plan_in_time(steps.profile(), MigrationMachine.of(hardware), min_bytes=1)
-    tiers: dict[tuple[str, int, int], InputChoice] = {}
-    for migration in chosen.migrations:
-        tiers[steps.keys[migration.tensor]] = "host" if migration.drive == HOST else "ssd"
-    weights: list[Tier] = []
-    states: list[Tier] = []
-    saved: dict[tuple[int, int], InputChoice] = {}
-    for index, unit in enumerate(model.units):
-        of_weights = tiers.get(("weight", index, 0))
-        of_states = tiers.get(("optimizer state", index, 0), of_weights)
-        weights.append("gpu" if of_states is None else of_weights or of_states)  # type: ignore[arg-type]
-        states.append("gpu" if of_states is None else of_states)  # type: ignore[arg-type]
-        for position in (INPUT, *range(len(unit.operators))):
-            saved[index, position] = tiers.get(("saved tensor", index, position), "keep")
-    return build_plan(model, weights=weights, states=states, saved=saved)
+    steps = _Steps(model, hardware, fixed)
+    lifetimes = steps.profile()
+    machine = _machine(hardware, fixed)
+    plans = []
+    for tried in range(TRIES):
+        made = steps.plan(plan_in_time(lifetimes, machine, min_bytes=1).migrations)
+        plan = made if fixed is None else fixed.apply(made)
+        found = simulate(model, hardware, plan)
+        plans.append((found.excess_bytes(hardware), found.step_seconds, tried, plan))
+        less = 2**tried * (found.gpu_peak_bytes - hardware.gpu_bytes)
+        if not 0 < less < machine.gpu_bytes:
+            break
+        machine = replace(machine, gpu_bytes=machine.gpu_bytes - less)
+    return min(plans)[-1]
+
+
+def _machine(hardware: HardwareProfile, fixed: FixedPlacement | None) -> MigrationMachine:
+    """Returns what carries and stores the tensors that may migrate."""
+    machine = MigrationMachine.of(hardware)
+    if not hardware.ssd_bytes:
+        machine = replace(machine, drives=())
+    if fixed is not None and fixed.host_limit is not None:
+        machine = replace(machine, host_bytes=min(machine.host_bytes, fixed.host_limit))
+    return machine
 
 
 class _Steps:
-    """The operators and tensors of a step of one micro-batch, in which each unit is stepped on the GPU."""
+    """The operators and tensors of a step of one micro-batch, in which each unit is stepped on the GPU.
 
-    def __init__(self, model: ModelProfile, hardware: HardwareProfile) -> None:
+    With a fixed placement, states on the GPU are always there, and those of other units while their unit runs.
+    """
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> None:
         self._model = model
         self._bandwidth = hardware.gpu_memory_bandwidth
+        self._fixed = fixed
         self.keys: list[tuple[str, int, int]] = []
         """Class, unit and operator of each tensor."""
         self._tensors: list[TensorLifetime] = []
@@ -75,6 +95,23 @@ class _Steps:
             add("optimizer", moved / self._bandwidth)
         return LifetimeProfile(model.name, tuple(spans), tuple(self._tensors))
 
+    def plan(self, migrations: Sequence[Migration]) -> Plan:
+        """Returns the plan in which the tensors of `migrations` leave the GPU."""
+        tiers: dict[tuple[str, int, int], InputChoice] = {}
+        for migration in migrations:
+            tiers[self.keys[migration.tensor]] = "host" if migration.drive == HOST else "ssd"
+        weights: list[Tier] = []
+        states: list[Tier] = []
+        saved: dict[tuple[int, int], InputChoice] = {}
+        for index, unit in enumerate(self._model.units):
+            of_weights = tiers.get(("weight", index, 0))
+            of_states = tiers.get(("optimizer state", index, 0), of_weights)
+            weights.append("gpu" if of_states is None else of_weights or of_states)  # type: ignore[arg-type]
+            states.append("gpu" if of_states is None else of_states)  # type: ignore[arg-type]
+            for position in (INPUT, *range(len(unit.operators))):
+                saved[index, position] = tiers.get(("saved tensor", index, position), "keep")
+        return build_plan(self._model, weights=weights, states=states, saved=saved)
+
     def _add_unit(
         self, index: int, forward: dict[tuple[int, int], int], backward: dict[tuple[int, int], int], step: int
     ) -> None:
@@ -84,9 +121,15 @@ class _Steps:
             *(forward[index, one] for one in range(count)),
             *(backward[index, one] for one in reversed(range(count))),
         ]
-        self._add("weight", index, 0, unit.weight_bytes, (*runs, step))
-        self._add("optimizer state", index, 0, unit.state_bytes_read, (step,))
-        self._add("gradient", index, 0, unit.gradient_bytes, (*runs[count:], step), runs[count], step)
+        if self._fixed is None:
+            self._add("weight", index, 0, unit.weight_bytes, (*runs, step))
+            self._add("optimizer state", index, 0, unit.state_bytes_read, (step,))
+            self._add("gradient", index, 0, unit.gradient_bytes, (*runs[count:], step), runs[count], step)
+        elif self._fixed.states[index] == "gpu":
+            self._add("weight", index, 0, unit.weight_bytes + unit.state_bytes_read + unit.gradient_bytes, ())
+        else:
+            for part, nbytes in ((runs[:count], 0), (runs[count:], unit.gradient_bytes)):
+                self._add("transient", index, 0, unit.weight_bytes + nbytes, tuple(part), part[0], part[-1])
         first, last = forward[index, 0], backward[index, 0]
         self._add("saved tensor", index, INPUT, unit.input_bytes, (first, last), first, last)
         for position, operator in enumerate(unit.operators):

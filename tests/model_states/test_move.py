@@ -171,6 +171,46 @@ def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
 
 
+def test_teraios_plan_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are moved to the tiers of its plan, and a micro-batch offloads the saved tensors of its plan."""
+    monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
+    moves: list[Plan] = []
+    stored: list[int] = []
+    move_states = SSDOffloadStrategy.move_states
+
+    def record_move(strategy: SSDOffloadStrategy, plan: Plan) -> None:
+        moves.append(plan)
+        move_states(strategy, plan)
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            stored.append(trainer.strategy.offloader.stats().stored)
+
+    monkeypatch.setattr(SSDOffloadStrategy, "move_states", record_move)
+    machine = tmp_path / "machine.json"
+    rates = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e9)
+    rates |= dict.fromkeys(("ssd_read", "ssd_write", "ssd_mixed"), 1e8)
+    replace(HardwareProfile.from_json(MACHINE), **rates).to_json(machine)
+    swaps = planner(planner="teraio", machine=machine, gpu_memory="125kB")
+    how: Any = {"limit_val_batches": 0}
+    strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, host_memory="32MiB")
+    actual = train(tmp_path, strategy, Model(), callbacks=[swaps, Watch()], **how)
+    assert actual.losses == train(tmp_path, "auto", Model(), **how).losses
+    plan, runner = swaps.plan, swaps.runner
+    assert len(moves) == 1 and plan is not None and runner is not None
+    own = {unit.name for unit in runner.profile.units if unit.weight_bytes}
+    placed = {name: (unit.weights, unit.states) for name, unit in plan.units.items() if name in own}
+    assert placed == {name: (unit.weights, unit.states) for name, unit in moves[0].units.items() if name in own}
+    assert len({states for _, states in placed.values()}) > 1
+    offloaded = 0
+    for unit in runner.profile.units:
+        choices = plan.units[unit.name].operators
+        offloaded += sum(one.saved_bytes for one in unit.operators if choices[one.name] != "keep")
+        # The input of the first unit is the batch, which user code owns, too.
+        offloaded += unit.input_bytes if unit.name != "embed" and plan.units[unit.name].input != "keep" else 0
+    assert stored[-1] - stored[-2] == offloaded > 0
+
+
 class Scalars(Model):
     """Has parameters of one element without dimensions."""
 
