@@ -11,7 +11,7 @@ Modes, each a `Trainer.fit` on the same weights, one after the other, `--rounds`
   ssd        `ssd_offload` with no host tier, `offload="ssdtrain"`: to the SSD alone, as many bytes as it writes
   offload    `ssd_offload` with `offload="ssdtrain"`: host memory first, then SSD
   slow-ssd   `ssd` with the drive throttled to a tenth of its measured speed
-  host=1.0, ssd=0.5, ...   a fixed share of the bytes: what memory costs in time when nothing adapts
+  host=1.0, ssd=0.5, ...   a fixed share of the bytes: the time that saved memory costs if nothing adapts
   planned    `cpu_offload` with `SwapPlanner(gpu_memory="least")`; planned=30 is `gpu_memory="30GiB"`, planned=auto that
 
 A shape is HIDDENxLAYERS, or HIDDENxLAYERSxBATCH: batch 16 by default. With `--models`, the shapes and modes are those
@@ -180,7 +180,7 @@ class Probe(pl.Callback):
 
 
 def strategy_for(mode: str, path: Path, ssd_speed: float) -> Any:
-    """Returns the strategy of a mode; `ssd_speed` in bytes/s is what the drive was measured to write."""
+    """Returns the strategy of a mode; `ssd_speed`: measured write bandwidth of the drive, bytes/s."""
     mode, _, share = mode.partition("=")
     offload: Any = float(share) if share and mode != "planned" else "ssdtrain"
     match mode:
@@ -228,7 +228,7 @@ def quiet_trainer(
 def fit(
     model: Benchmarked, batch: int, mode: str, path: Path, ssd_speed: float, steps: int, warm_up: int
 ) -> dict[str, float]:
-    """Trains `model` for `warm_up + steps` steps and returns what was measured."""
+    """Trains `model` for `warm_up + steps` steps and returns the measurements."""
     if model.model is not None:
         model.recompute(mode == "recompute")
     probe = Probe(warm_up)

@@ -83,7 +83,7 @@ def move(case: dict[str, Any]) -> dict[str, Any]:
         memory = pool.acquire(buffers * piece).tensor.view(buffers, piece)
         memory.random_(0, 256, generator=torch.Generator().manual_seed(0))
         seconds: dict[str, list[float]] = {"write": [], "read": []}
-        # Each buffer has the bytes of one piece only, so that what is read is what was written.
+        # Each buffer has the bytes of one piece only, so that each read returns the bytes that were written.
         groups = [blob.pieces[start : start + buffers] for start in range(0, len(blob.pieces), buffers)]
         for _ in range(4):
             for name, call in (("write", store.write), ("read", store.read)):

@@ -10,7 +10,7 @@ Modes, each a `Trainer.fit` of its own with the same weights and data, in turn, 
   recompute    Lightning's own strategy with gradient checkpointing of every layer, each layer compiled
   ours         `ssd_offload` with its defaults, every layer compiled
   ours-ssdtrain    the same with `offload="ssdtrain"`
-  ours-none    the same with `offload="none"`: what the strategy costs by itself
+  ours-none    the same with `offload="none"`: the overhead of the strategy by itself
   ours=0.5     the same with a fixed share of the saved bytes offloaded
   planned      `ssd_offload` with `SwapPlanner()`, which refuses compiled layers: with `-eager` only
   plain-eager, ours-eager, ...   the same with nothing compiled

@@ -14,9 +14,9 @@ Each command is one case:
 `long` runs with and without this package: `plain` is Lightning's own strategy with gradient checkpointing and whole
 logits, `ours` the defaults of `ssd_offload` and the loss in chunks. Sequences double from `--shortest` until one fails,
 each in a process of its own. Step: median of the time from one step's begin to the next, after the warm-up. RAM: the
-most that was taken of what was free before the process began. Random tokens, the same in every step, so that the loss
+largest decrease of the free memory since the process began. Random tokens, the same in every step, so that the loss
 falls. Plain bf16-true has no fp32 masters, so that its states take less than ours.
-`--tiny` takes toy sizes on a CPU: a rehearsal of the script itself.
+`--tiny` uses toy sizes on a CPU, to test the script itself.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def train(case: dict[str, Any], path: str) -> None:
 
 
 def run(case: dict[str, Any], path: str) -> dict[str, Any]:
-    """Runs a case in a process of its own, and returns what it printed, with the RAM that it took."""
+    """Runs a case in a process of its own, and returns its printed result, with the RAM that it used."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.finetune", "--path", path, "--one", json.dumps(case)]
     return run_alone(command)
 

@@ -27,8 +27,8 @@ Options:
 
 Batches of 16 x 1024 tokens (and 229 of a T5's decoder), gradient checkpointing, bf16 weights with fp32 master weights
 and states (`bf16-true`; with `mixed`, `bf16-mixed`), AdamW. Step: median of the time from one step's begin to the next,
-after the warm-up; what is left of the last step on the CPU is `drain`. RAM: the most that was taken of what was free
-before the process began. Random tokens, the same in every step, so that the loss falls. `--timeline NAME` writes a
+after the warm-up; `drain` is the rest of the last step on the CPU. RAM: the largest decrease of the free memory since
+the process began. Random tokens, the same in every step, so that the loss falls. `--timeline NAME` writes a
 Chrome trace and a picture.
 """
 
@@ -170,7 +170,7 @@ def train(case: dict[str, Any], path: str, timeline: str | None) -> None:
     print(json.dumps(result), flush=True)
     import os
 
-    os._exit(0)  # what is left to do is to make the model whole again
+    os._exit(0)  # the rest would only make the model whole again
 
 
 def _fixed_share(share: float) -> Callable[..., None]:
@@ -216,7 +216,7 @@ def parse(text: str, model: str) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any], path: str, timeline: str | None) -> dict[str, Any]:
-    """Runs a case in a process of its own, and returns what it printed, with the RAM that it took."""
+    """Runs a case in a process of its own, and returns its printed result, with the RAM that it used."""
     if case["mode"].startswith("deepspeed"):
         arguments = {name: case[name] for name in ("model", "hidden", "layers", "batch", "steps")}
         arguments |= {

@@ -42,7 +42,7 @@ def small_gpt(device: torch.device) -> GPT2LMHeadModel:
 
 
 def main() -> None:
-    """Prints a table: microseconds a saved tensor, by what becomes of the large ones."""
+    """Prints a table: microseconds per saved tensor, by the treatment of the large ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=30)
@@ -70,7 +70,7 @@ def main() -> None:
     print(
         f"{len(counted)} saved tensors a pass, {sum(size >= LARGE for size in counted)} of 64 KiB or more, on {device}"
     )
-    print("| what becomes of them | stored a pass | us a saved tensor (quartiles) |")
+    print("| treatment | stored a pass | us a saved tensor (quartiles) |")
     print("|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         for name, config in CASES.items():

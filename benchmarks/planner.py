@@ -134,7 +134,7 @@ class AdamGPT(BenchmarkGPT):
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Returns what a setting asks for."""
+    """Returns the arguments that the text of a setting stands for."""
     tiers, _, rest = text.partition(":")
     shape, *options = rest.split(",")
     hidden, layers = map(int, shape.split("x"))

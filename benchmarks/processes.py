@@ -12,7 +12,7 @@ from lightning_ssd.device import available_memory
 
 
 def cap_gpu_memory(gib: float) -> None:
-    """Limits what this process may allocate on the first GPU to `gib` GiB, or to all that the GPU has."""
+    """Limits the memory of this process on the first GPU to `gib` GiB, or to all of the GPU's."""
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
 

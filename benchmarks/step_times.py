@@ -13,7 +13,7 @@ class StepTimes(pl.Callback):
     """Records the begin of every step, after the GPU has finished the step before.
 
     Args:
-        losses: record the loss of every step, too, and print it as training goes on.
+        losses: record the loss of every step, too, and print it during training.
 
     Attributes:
         begun: seconds on the host's clock at which each step began, and then at which training ended.

@@ -1,4 +1,4 @@
-"""Ctrl-C, which Python raises between any two bytecodes of the main thread, in code that must not end halfway."""
+"""Protects code that must not end halfway from Ctrl-C, which Python raises between any two bytecodes."""
 
 import functools
 import signal

@@ -1,4 +1,4 @@
-"""What the lifetimes of a step's tensors show: Teraio's characterisation, as text and as its pictures."""
+"""Teraio's characterisation of a training step, as text and as figures, from the lifetimes of its tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ PAPER_BANDWIDTH = 6.5e9
 """Bytes/s of one SSD in Teraio's paper, for the line of its figure 2."""
 
 SMALL, LARGE = 10 * 10**6, 10**9
-"""Bytes of the tensors that most of the paper's statements are about."""
+"""Smallest and largest bytes of the tensors that most of the paper's statements describe."""
 
 BINS = 200
 """Intervals of a step in which the bandwidth of migrations is averaged."""
@@ -35,7 +35,7 @@ def active_share(lifetimes: LifetimeProfile, gpu_bytes: int) -> tuple[float, flo
 
 
 def migratable_share(lifetimes: LifetimeProfile, bandwidth: float = PAPER_BANDWIDTH) -> float:
-    """Returns the share of inactive periods of tensors of 10 MB to 1 GB in which they can leave and return.
+    """Returns the share of inactive periods, of tensors of 10 MB to 1 GB, that are longer than the tensor's migration.
 
     Args:
         lifetimes: the profile.

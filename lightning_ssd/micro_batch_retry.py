@@ -1,9 +1,9 @@
 """`MicroBatchRetry`: runs a micro-batch that has run out of device memory again, with all saved tensors offloaded.
 
-What fits is not known before the first backward, and a prediction may be wrong later: allocations of other processes,
-fragments, a longer text beside the tensors of a batch. The failed attempt leaves no trace: its graph and gradients are
-dropped, the state that `training_step` may have changed is restored (`StepState`), and `training_step` runs again with
-the same random numbers. Hooks between forward and backward have run and are not repeated.
+The peak memory of a micro-batch is not known before the first backward, and a later prediction may be wrong: other
+processes allocate memory, fragments grow, inputs outside of the batch's tensors get longer. The failed attempt has no
+effect: its graph and gradients are dropped, the state that `training_step` may have changed is restored (`StepState`),
+and `training_step` runs again with the same random numbers. Hooks between forward and backward are not repeated.
 
 The micro-batch is not run again where user code could tell the difference: where hooks of the module run between
 forward and backward or callbacks set its attributes there, where hooks of modules or parameters run in backward, where
@@ -43,8 +43,8 @@ class MicroBatchRetry:
         states: offloaded model states; `None`: all are on the device. Once a backward has offloaded a gradient, its
             optimizer step may have begun.
         forward: runs `training_step`.
-        save_memory: called before the second attempt, with the part of the first one that has failed; puts a policy in
-            force that needs less device memory.
+        save_memory: called before the second attempt, with the part of the first one that has failed ("forward" or
+            "backward"); applies a policy that needs less device memory.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class MicroBatchRetry:
         except torch.OutOfMemoryError as error:
             error.add_note(
                 f"lightning_ssd: memory has run out again in the {part}{_place(error, self._module)}, with all saved "
-                "tensors offloaded, one at a time: what else is there needs more memory than there is."
+                "tensors offloaded, one at a time: all other tensors together need more memory than there is."
             )
             raise
 

@@ -4,8 +4,8 @@ It consists of the states of random number generators, and of everything that is
 parameter groups of optimizers and learning rate schedulers: attributes, buffers, states of metrics, and the containers
 and objects that attributes refer to. Lightning's logged values are recorded, too. Tensors are copied to the host. Large
 tensors, the batch's and parameters are not copied: their version counters tell whether they were changed, and then the
-state can't be restored. Nor can it with large NumPy arrays that may be written, which have no counters. Global
-variables, files and loggers are not recorded.
+state can't be restored. Large writable NumPy arrays have no counters, so that a state with one can't be restored
+either. Global variables, files and loggers are not recorded.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class StepState:
 
     Args:
         module: the module.
-        inputs: arguments of its `training_step`, and what else it may reach: their tensors are not copied.
+        inputs: arguments of its `training_step`, and other objects that it may reach; their tensors are not copied.
         logged: values that were logged, by their key.
         offloaded: offloaded parameters, which are not recorded.
 
@@ -248,7 +248,7 @@ def _refill_slots(
 
 
 def _restore_generator(value: Any) -> Callable[[], None] | None:
-    """Returns a function that restores a generator of random numbers; `None`: the value is none."""
+    """Returns a function that restores a generator of random numbers; `None`: `value` is no generator."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: (value.set_state(state), None)[1]

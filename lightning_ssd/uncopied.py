@@ -7,8 +7,8 @@ from typing import Any
 class Uncopied:
     """Base class of objects that own threads, files or buffers of one training, or work on its tensors.
 
-    In a copy (`copy.deepcopy`, pickle) of an object that refers to one there is None in its place: the copy does not
-    continue the training.
+    A copy (`copy.deepcopy`, pickle) of an object that refers to one has None in its place: the copy does not continue
+    the training.
     """
 
     def __reduce__(self) -> Any:
@@ -16,7 +16,7 @@ class Uncopied:
 
 
 class _Unscriptable:
-    """A hook that `torch.jit.script` can't compile, and which says so."""
+    """A hook on a module, which makes `torch.jit.script` of the module raise an error with the reason."""
 
     @property
     def __name__(self) -> str:

@@ -45,7 +45,7 @@ class ResumableDataLoader(DataLoader[dict[str, Tensor]]):
         # A generator, so that nothing is read before the first batch is asked for: Lightning makes the
         # iterator first and tells the sampler its epoch afterwards.
         state, self._resume_from = self._resume_from, None
-        # What was saved at an epoch's end is resumed in the next one, which starts at its beginning.
+        # A state that was saved at an epoch's end is resumed in the next one, which starts at its beginning.
         self._batches = state["batches"] if state and state["epoch"] == self._epoch() else 0
         if state and self._batches and state["order"] != self._order():
             raise ValueError(

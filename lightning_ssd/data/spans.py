@@ -24,7 +24,7 @@ class SpanLengths(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """Tokens of the encoder: what remains, a sentinel for each span, and the end."""
+        """Tokens of the encoder: those that remain, a sentinel for each span, and the end."""
         return self.text - self.noise + self.spans + 1
 
     @property

@@ -50,7 +50,7 @@ class CUDAAdamKernel:
         """Launches a step in place.
 
         Args:
-            name: of the function.
+            name: name of the function.
             spans: start and number of elements of each part.
             arrays: weights, master weights or low halves, two moments, gradient: contiguous.
             settings: as `settings_of` returns them.

@@ -64,5 +64,5 @@ def _compile(compiler: str) -> Path:
             made = Path(directory) / library.name
             command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            made.replace(library)  # whole, whoever else compiles at this moment
+            made.replace(library)  # whole, even if another process compiles at the same time
     return library

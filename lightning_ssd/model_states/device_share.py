@@ -28,7 +28,7 @@ class DeviceShare:
         stores: where the values of each flat parameter are stored.
         order: flat parameters that are stepped, in the order in which the forward needs them.
         copies: copies of the device.
-        prefetcher: prefetches weights within a budget of device memory, which the device's steps take a part of.
+        prefetcher: prefetches weights within a budget of device memory, of which the device's steps use a part.
         drain: returns when the submitted steps have ended.
 
     Attributes:
@@ -76,7 +76,7 @@ class DeviceShare:
                 self.close()
 
     def select(self, chosen: Collection[FlatParameter]) -> bool:
-        """Has the device make the next steps of `chosen` alone, those of them that are in host memory as a whole.
+        """Selects the flat parameters that the device steps from now on: those of `chosen` that are in host memory.
 
         Returns:
             Whether there is memory for it; if not, nothing changes.

@@ -58,7 +58,7 @@ class DeviceStepper:
     the memory of the failed piece, until `close` has waited for them.
 
     Args:
-        copies: engine of the training, which a sibling is made of.
+        copies: copy engine of the training; the stepper uses a sibling of it, with streams of its own.
 
     Attributes:
         nbytes: bytes of device memory.

@@ -125,10 +125,10 @@ def materialize_on(root: nn.Module, device: torch.device, loaded: Loaded) -> Non
     if uninitialized.parameters or uninitialized.buffers:
         units = find_units(root)
         for group in init_groups(root, units):
-            born = [parameter for index in group for _, parameter in units[index].parameters]
-            born = [parameter for parameter in born if parameter in uninitialized.parameters]
-            materialize(root, [units[index] for index in group], uninitialized, device, loaded)
-            for parameter in born:
+            members = [units[index] for index in group]
+            made = [p for unit in members for _, p in unit.parameters if p in uninitialized.parameters]
+            materialize(root, members, uninitialized, device, loaded)
+            for parameter in made:
                 parameter.data = parameter.data.to(device, copy=parameter in loaded)
         materialize_buffers(root, uninitialized)
 

@@ -60,8 +60,8 @@ class ShareTrial:
 
     Args:
         parameters: number of parameters of each flat parameter, in the order in which the forward needs them.
-        nbytes: bytes that a step copies one way, of all of them.
-        select: has the device step the flat parameters of these indices, and no others; returns whether it can.
+        nbytes: bytes that a step of all flat parameters on the device copies in one direction.
+        select: selects the flat parameters, by index, that the device steps from now on; returns False if it can't.
 
     Attributes:
         share: share of the parameters that the device steps, once the trial has ended; None before.

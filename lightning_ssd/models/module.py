@@ -139,7 +139,7 @@ class RecipeModule(pl.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on with the saved count of tokens (or images)."""
+        """Continues from the saved count of tokens (or images)."""
         self.seen = checkpoint[f"{self.unit}_seen"]
 
     def _log_evaluation(self, batch: Any, stage: str) -> None:

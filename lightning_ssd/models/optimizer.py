@@ -20,7 +20,7 @@ def adamw_with_cosine(
     weight_decay: float,
     warmup_steps: int,
 ) -> "OptimizerLRSchedulerConfig":
-    """Returns what `configure_optimizers` returns: AdamW, and a schedule that ends with the Trainer's run.
+    """Returns the result of `configure_optimizers`: AdamW, and a schedule that ends with the Trainer's run.
 
     Args:
         module: Its trainable parameters are optimized. Matrices decay; norms and biases do not.

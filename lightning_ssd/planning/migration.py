@@ -23,7 +23,7 @@ Direction = Literal["out", "in"]
 
 @dataclass(frozen=True)
 class MigrationMachine:
-    """What carries and stores migrated tensors.
+    """Capacities and bandwidths of the memories between which tensors migrate.
 
     Attributes:
         gpu_bytes: capacity of the GPU.
@@ -78,7 +78,7 @@ class Migration:
     Attributes:
         tensor: index of the tensor in the profile.
         after: last operator that uses it before the period: its offload begins when that has ended.
-        absent_from: operator at whose begin it must have left GPU memory.
+        absent_from: operator at whose begin its GPU memory must be free.
         absent_until: operator at whose begin its prefetch may begin; its GPU memory is allocated from here on.
         before: operator that needs it.
         drive: number of the drive that stores it, or `HOST`; None: it is recomputed before `before`.
@@ -154,7 +154,7 @@ class MigrationPrediction:
 
     @property
     def score(self) -> tuple[int, float]:
-        """What plans are compared by: bytes that do not fit, then seconds."""
+        """Order of plans, the smallest first: bytes that do not fit, then seconds."""
         return self.excess_bytes, self.step_seconds
 
     def describe(self) -> str:
@@ -199,7 +199,7 @@ class _CPUStep:
 
     Attributes:
         ready: the last operator of backward that uses the unit's gradients.
-        absent_from: operator at whose begin the gradients must have left GPU memory.
+        absent_from: operator at whose begin the GPU memory of the gradients must be free.
         before: the next operator that uses the unit's weights.
         gradients: bytes that are offloaded.
         weights: bytes that are copied back.

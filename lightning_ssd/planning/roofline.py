@@ -1,5 +1,5 @@
 """Replays of a profiled step at other bandwidths, host memories and numbers of drives (Teraio, figures 3 and 9), and
-what the machines cost (table 2)."""
+the costs of the machines (table 2)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

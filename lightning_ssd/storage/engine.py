@@ -165,7 +165,7 @@ class Engine:
         if transferred != size:
             raise StorageError(
                 f"{request.verb} only {transferred} of {size} bytes at offset {piece.offset} of {target.path}. "
-                "The scratch file was truncated by somebody, or the drive is failing: look at `dmesg`."
+                "The scratch file was truncated, or the drive is failing: look at `dmesg`."
             )
         if not request.write and self._checksums is not None:
             self._checksums.verify(piece, buffer, target.path)

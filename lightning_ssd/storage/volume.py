@@ -66,7 +66,7 @@ class Volume:
                 raise from_os_error(error, "open the scratch file", self.path) from error
             except ValueError as error:
                 raise StorageError(
-                    f"{self.path} is not what the run that was killed left: remove {self._directory.path}, and start "
+                    f"{self.path} is not the file of the run that was killed: remove {self._directory.path}, and start "
                     "from a checkpoint"
                 ) from error
             except StorageError:
@@ -109,7 +109,7 @@ class Volume:
                     "the filesystem of %s cannot preallocate: writes are slower, and may find it full", self.path
                 )
         except OSError as error:
-            with clean_up(f"give back what was preallocated from offset {size}", self.path):
+            with clean_up(f"free the bytes that were preallocated from offset {size}", self.path):
                 os.ftruncate(self._fd, size)
             raise from_os_error(error, action, self.path) from error
         self.slots.grow(nbytes)

@@ -352,7 +352,7 @@ def test_a_scratch_file_that_was_cut_is_named(tmp_path: Path) -> None:
         fit(recovering(tmp_path), callbacks=[FailAt(20)])
     with open(tmp_path / KEPT / "scratch.bin", "r+b") as file:
         file.truncate(8192)
-    with pytest.raises(StorageError, match="scratch.bin is not what the run that was killed left"):
+    with pytest.raises(StorageError, match="scratch.bin is not the file of the run that was killed"):
         fit(recovering(tmp_path))
 
 
