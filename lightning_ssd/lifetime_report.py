@@ -7,6 +7,7 @@ from lightning_ssd.planning import HardwareProfile, LifetimeProfile
 from lightning_ssd.planning.lifetimes import CLASSES, PHASES
 from lightning_ssd.planning.migration import MigrationMachine, MigrationPrediction
 from lightning_ssd.sizes import format_bytes, format_seconds
+from lightning_ssd.timeline import PHASE_COLORS
 
 PAPER_BANDWIDTH = 6.5e9
 """Bytes/s of one SSD in Teraio's paper, for the line of its figure 2."""
@@ -25,7 +26,6 @@ COLORS = {
     "transient": "#8a8a8a",
     "communication buffer": "#17a2b8",
 }
-PHASE_COLORS = {"forward": "#cfe8cf", "backward": "#cfdcf0", "optimizer": "#f3d3cf"}
 
 
 def active_share(lifetimes: LifetimeProfile, gpu_bytes: int) -> tuple[float, float]:

@@ -44,7 +44,7 @@ class RecomputeNode:
         args: Any,
         kwargs: Any,
         returned: Sequence[Tensor],
-        random: "RandomState | None",
+        random: "GeneratorState | None",
         pack: Pack,
         unpack: Callable[[Any], Tensor],
     ) -> None:
@@ -204,11 +204,11 @@ class Recomputed(RefCountedBytes):
             self.data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-RandomState = tuple[torch.Generator, Tensor]
+GeneratorState = tuple[torch.Generator, Tensor]
 """A generator, and one of its states."""
 
 
-def random_state(func: Any, device: torch.device) -> RandomState | None:
+def random_state(func: Any, device: torch.device) -> GeneratorState | None:
     """Returns the generator of an operation on `device` and its state, or None if it draws no random numbers."""
     if not is_random(func):
         return None
@@ -257,7 +257,7 @@ def _nodes_reading(tensor: Tensor) -> "weakref.WeakSet[RecomputeNode] | None":
 
 
 @contextlib.contextmanager
-def _restored_generator(random: RandomState | None) -> Iterator[None]:
+def _restored_generator(random: GeneratorState | None) -> Iterator[None]:
     """Sets the generator to the state `random` within the context, and restores its own state afterwards."""
     if random is None:
         yield

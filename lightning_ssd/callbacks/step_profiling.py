@@ -12,7 +12,7 @@ from lightning_ssd.model_states import find_units
 from lightning_ssd.planning import ModelProfile
 from lightning_ssd.profiling import Profiler, count_samples
 
-Phase = Literal["idle", "waiting", "recording", "checking", "timing"]
+ProfilingPhase = Literal["idle", "waiting", "recording", "checking", "timing"]
 
 
 class StepProfiling(pl.Callback):
@@ -36,7 +36,7 @@ class StepProfiling(pl.Callback):
         self._profiler: Profiler | None = None
         self._step = 0
         """Number of ended steps."""
-        self._phase: Phase = "idle"
+        self._phase: ProfilingPhase = "idle"
         """Purpose of the present micro-batch, or of the last one."""
         self._due = 0
         """Number of the step whose first micro-batch is recorded."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from lightning_ssd.model_states.compiled import Settings, adam_library
+from lightning_ssd.model_states.compiled import KernelSettings, adam_library
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class AdamKernel:
         return torch.tensor(rows, dtype=torch.int64)
 
     def step(
-        self, name: str, items: Tensor, arrays: Sequence[Tensor], settings: Settings, parts: Parts | None = None
+        self, name: str, items: Tensor, arrays: Sequence[Tensor], settings: KernelSettings, parts: Parts | None = None
     ) -> None:
         """Makes a step.
 
@@ -148,7 +148,9 @@ class AdamKernel:
         STORES.note(past_caches, numel / (perf_counter() - begun))
 
 
-def settings_of(options: Mapping[str, Any], implementation: Implementation, step: int, scale: float) -> Settings | None:
+def settings_of(
+    options: Mapping[str, Any], implementation: Implementation, step: int, scale: float
+) -> KernelSettings | None:
     """Returns the numbers of one step, each computed as torch computes it, or None for settings adam.c does not know.
 
     Args:
@@ -165,7 +167,7 @@ def settings_of(options: Mapping[str, Any], implementation: Implementation, step
     if isinstance(lr, Tensor):  # the for-loop computes with the tensor
         lr = lr.item() if implementation == "fused" else lr.squeeze()
     correction = 1 - beta2**step
-    return Settings(
+    return KernelSettings(
         scale=-scale if options["maximize"] else scale,
         decay=1 - lr * decay if options["decoupled_weight_decay"] or not decay else decay,
         lerp=1 - beta1,

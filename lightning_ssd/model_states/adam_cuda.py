@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.model_states.adam import AdamKernel, settings_of
-from lightning_ssd.model_states.compiled import Settings
+from lightning_ssd.model_states.compiled import KernelSettings
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,9 @@ class CUDAAdamKernel:
             result = self._driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
             _check(result, "cuModuleGetFunction")
 
-    def step(self, name: str, spans: Iterable[tuple[int, int]], arrays: Sequence[Tensor], settings: Settings) -> None:
+    def step(
+        self, name: str, spans: Iterable[tuple[int, int]], arrays: Sequence[Tensor], settings: KernelSettings
+    ) -> None:
         """Launches a step in place.
 
         Args:

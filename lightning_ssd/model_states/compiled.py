@@ -21,7 +21,7 @@ FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=off
          "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC", "-std=gnu11")  # fmt: skip
 
 
-class Settings(ctypes.Structure):
+class KernelSettings(ctypes.Structure):
     """The numbers of one step; see `Settings` in adam.c."""
 
     _fields_ = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ssd.device import CopyEngine, Mark, Worker, all_of, ended, then
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import StagedState
-from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, Span, StepInput
+from lightning_ssd.model_states.optimizers import ElementSpan, FlatOptimizer, Options, StepInput
 from lightning_ssd.model_states.state_store import StateStore
 
 _ROW_ALIGNMENT = 256
@@ -150,7 +150,7 @@ class DeviceStepper:
         room = self.PIECE_BYTES - len(arrays) * _ROW_ALIGNMENT
         return room // sum(array.itemsize for array in arrays)
 
-    def _step(self, step: DeviceStep, staged: StagedState, spans: Sequence[Span]) -> "_Piece":
+    def _step(self, step: DeviceStep, staged: StagedState, spans: Sequence[ElementSpan]) -> "_Piece":
         """Issues the copies of a piece to the device, and its step."""
         copies = self._copies
         start, end = spans[0][0], sum(spans[-1])
@@ -173,7 +173,7 @@ class DeviceStepper:
         return _Piece(memory, values, copies.mark())
 
     def _copy_back(
-        self, piece: "_Piece", out: StagedState, spans: Sequence[Span]
+        self, piece: "_Piece", out: StagedState, spans: Sequence[ElementSpan]
     ) -> "tuple[Future[None], Future[None]]":
         """Issues the copies of a piece to host memory.
 
@@ -208,14 +208,14 @@ class _Piece:
     stepped: Mark
 
 
-def pieces(flat: FlatParameter, elements: int) -> Iterator[list[Span]]:
+def pieces(flat: FlatParameter, elements: int) -> Iterator[list[ElementSpan]]:
     """Yields pieces of a flat parameter of at most `elements` elements each, as spans of neighbouring parameters.
 
     A parameter is divided at multiples of 1024 elements, which no vector of a kernel crosses.
     """
     most = elements // 1024 * 1024
     assert most
-    piece: list[Span] = []
+    piece: list[ElementSpan] = []
     for item in flat.param_views:
         for low in range(item.start, item.start + item.numel, most):
             span = (low, min(most, item.start + item.numel - low))

@@ -32,7 +32,7 @@ Options = Mapping[str, Any]
 Part = Literal["whole", "weights", "opt_state"]
 """Part of a step: the compute weights, which the next forward needs; all other values; or both."""
 
-Span = tuple[int, int]
+ElementSpan = tuple[int, int]
 """Start and number of neighbouring elements of one parameter. The start is in a flat parameter or in a piece of it."""
 
 
@@ -90,7 +90,7 @@ class FlatOptimizer(ABC):
         """Returns whether the device can make this step in pieces (`step_piece`), with the bits of `step`."""
         return False
 
-    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[Span]) -> None:
+    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
         """Makes a part of a step on the device, where `steps_on_device`. Called on the thread `device-optimizer`.
 
         Args:
@@ -166,7 +166,7 @@ class ElementwiseOptimizer(FlatOptimizer):
         has_states = all(name in staged.states for name in self.state_names(given.options))
         return alike and has_states and self._device.type == "cpu"
 
-    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[Span]) -> None:
+    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
         self._step_spans(replace(given, options=self._on_cpu(given.options)), staged, spans, self._steps[0], "whole")
 
     def _on_cpu(self, options: Options) -> Options:
@@ -203,7 +203,9 @@ class ElementwiseOptimizer(FlatOptimizer):
                 item.of(row).zero_()
         self._steps[index] = int(state.get("step", 1)) if state else 0
 
-    def _step_spans(self, given: StepInput, staged: StagedState, spans: Sequence[Span], steps: int, part: Part) -> None:
+    def _step_spans(
+        self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, part: Part
+    ) -> None:
         """Steps elements of parameters that have made `steps` steps so far.
 
         Torch's kernels run over chunks that stay in the cache, between the conversions of the gradient to fp32 and of
@@ -252,13 +254,15 @@ class AdamOptimizer(ElementwiseOptimizer):
     def __init__(self, flat: FlatParameter, *, compiled: bool = True) -> None:
         super().__init__(flat)
         self._compiled = compiled
-        self._items: dict[tuple[AdamKernel, tuple[Span, ...]], Tensor] = {}
+        self._items: dict[tuple[AdamKernel, tuple[ElementSpan, ...]], Tensor] = {}
         """The kernel's work list for the parameters of the last step, which are mostly all of them."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if options["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def _step_spans(self, given: StepInput, staged: StagedState, spans: Sequence[Span], steps: int, part: Part) -> None:
+    def _step_spans(
+        self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, part: Part
+    ) -> None:
         options, gradient = given.options, given.gradient
         name = self._function(staged, gradient)
         settings = settings_of(options, implementation_of(options, self._device), steps + 1, given.scale)
@@ -290,7 +294,7 @@ class AdamOptimizer(ElementwiseOptimizer):
             return False
         return cuda_kernel(self._device, kernel) is not None
 
-    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[Span]) -> None:
+    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
         if self._device.type == "cpu":
             super().step_piece(given, staged, spans)
             return

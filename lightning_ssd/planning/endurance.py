@@ -1,6 +1,6 @@
 """Lifetime of SSDs under the writes of a training, and the cost of a training."""
 
-from lightning_ssd.planning.record import check_positive
+from lightning_ssd.planning.validation import check_positive
 
 DAY = 86_400.0
 """Seconds of a day."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.phase import Phase
+from lightning_ssd.planning.phase import PhaseWork
 
 
-def largest_swap(hardware: HardwareProfile, backward: Phase) -> float:
+def largest_swap(hardware: HardwareProfile, backward: PhaseWork) -> float:
     """Returns D_max: the bytes that can be swapped while the GPU is the bottleneck (equations 9 and 10).
 
     The bandwidths are those of all SSDs, BW N.

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_ssd.planning.record import as_mapping, check_not_negative, check_positive, from_mapping, load_json
+from lightning_ssd.planning.validation import as_mapping, check_not_negative, check_positive, from_mapping, load_json
 from lightning_ssd.sizes import check_choice, format_bytes, format_seconds, show_value
 
 VERSION = 1

@@ -9,7 +9,7 @@ from typing import Literal
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.record import check_not_negative, check_positive
+from lightning_ssd.planning.validation import check_not_negative, check_positive
 from lightning_ssd.sizes import format_bytes, format_seconds
 
 HOST = -1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from lightning_ssd.planning.record import (
+from lightning_ssd.planning.validation import (
     as_mapping,
     check_not_negative,
     check_positive,

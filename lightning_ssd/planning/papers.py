@@ -3,7 +3,7 @@
 from lightning_ssd.planning import fuyou, lohan
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.phase import Phase, iteration_seconds, step_phases
+from lightning_ssd.planning.phase import PhaseWork, iteration_seconds, step_phases
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.saved_groups import SavedGroup, build_plan, default_window, host_then_ssd, saved_groups
 from lightning_ssd.planning.simulator import JOBS_AHEAD
@@ -103,7 +103,7 @@ def _phases(
     to_ssd: float,
     recompute: float,
     cpu: float = 0.0,
-) -> tuple[Phase, Phase]:
+) -> tuple[PhaseWork, PhaseWork]:
     """Returns forward and backward of a micro-batch with all states on SSDs, and its share of optimizer bytes."""
     share = 1 / model.micro_batches
     weights = sum(unit.weight_bytes for unit in model.units)

@@ -6,7 +6,7 @@ from lightning_ssd.planning.hardware import HardwareProfile
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseWork:
     """The work of a forward or backward for each resource of a machine.
 
     Attributes:
@@ -56,7 +56,7 @@ def step_phases(
     swapped: float,
     swapped_to_ssd: float,
     weights_on_ssd: float | None = None,
-) -> tuple[Phase, Phase]:
+) -> tuple[PhaseWork, PhaseWork]:
     """Returns the forward and the backward of a step whose model states and activations are offloaded.
 
     The transfers are those of LoHan's table II and equations 2 and 5: weights are prefetched twice, gradients are
@@ -77,11 +77,11 @@ def step_phases(
     """
     fetched = weights if weights_on_ssd is None else weights_on_ssd
     return (
-        Phase(forward, weights, swapped, fetched, swapped_to_ssd),
-        Phase(backward, weights + swapped, gradients, fetched + read + swapped_to_ssd, written, cpu),
+        PhaseWork(forward, weights, swapped, fetched, swapped_to_ssd),
+        PhaseWork(backward, weights + swapped, gradients, fetched + read + swapped_to_ssd, written, cpu),
     )
 
 
-def iteration_seconds(hardware: HardwareProfile, forward: Phase, backward: Phase) -> float:
+def iteration_seconds(hardware: HardwareProfile, forward: PhaseWork, backward: PhaseWork) -> float:
     """Returns T_iter = T_f + T_b (equation 1 of LoHan and of Fuyou), each the maximum over its resources."""
     return forward.seconds(hardware) + backward.seconds(hardware)

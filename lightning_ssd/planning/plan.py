@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.record import as_mapping, read_text
+from lightning_ssd.planning.validation import as_mapping, read_text
 from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes, show_value
 from lightning_ssd.types import CHOICES, CLIP_MODES, INPUT_CHOICES, TIERS, Choice, ClipMode, InputChoice, Tier
 

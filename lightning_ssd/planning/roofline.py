@@ -10,8 +10,8 @@ import yaml
 
 from lightning_ssd.planning.lifetimes import LifetimeProfile
 from lightning_ssd.planning.migration import MigrationMachine, simulate_migrations
-from lightning_ssd.planning.record import as_mapping, check_not_negative, from_mapping, read_text
 from lightning_ssd.planning.teraio import plan_migrations, plan_teraio
+from lightning_ssd.planning.validation import as_mapping, check_not_negative, from_mapping, read_text
 
 BANDWIDTHS = (4e9, 16e9, 32e9, 48e9, 128e9)
 """Bytes/s of a roofline's points."""

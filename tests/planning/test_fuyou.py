@@ -16,7 +16,7 @@ from lightning_ssd.planning.fuyou import (
     priority_queues,
     swap_benefit_factor,
 )
-from lightning_ssd.planning.phase import Phase, iteration_seconds
+from lightning_ssd.planning.phase import PhaseWork, iteration_seconds
 from tests.support.papers import fuyou_phases
 from tests.support.profiles import GB, H100
 
@@ -53,8 +53,8 @@ def test_largest_swap() -> None:
     """Equations 9 and 10: 10 s of computation, 4 s of SSDs; 6 s at the least of the bandwidths."""
     machine = replace(H100, copy_out=10e9, copy_in=10e9, copy_out_both=10e9, copy_in_both=10e9)
     machine = replace(machine, ssd_read=4e9, ssd_write=2e9)
-    assert largest_swap(machine, Phase(10, GB, GB, 8 * GB, 4 * GB)) == 6 * 2e9
-    assert largest_swap(machine, Phase(1, GB, GB, 8 * GB, 4 * GB)) == 0
+    assert largest_swap(machine, PhaseWork(10, GB, GB, 8 * GB, 4 * GB)) == 6 * 2e9
+    assert largest_swap(machine, PhaseWork(1, GB, GB, 8 * GB, 4 * GB)) == 0
 
 
 def test_high_queue_first() -> None:

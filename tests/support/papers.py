@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_ssd.planning.lohan import bytes_to_ssd
-from lightning_ssd.planning.phase import Phase, step_phases
+from lightning_ssd.planning.phase import PhaseWork, step_phases
 
 
 def fuyou_phases(
@@ -13,7 +13,7 @@ def fuyou_phases(
     optimizer: float,
     parameters: float,
     swapped: float,
-) -> tuple[Phase, Phase]:
+) -> tuple[PhaseWork, PhaseWork]:
     """Returns the forward and the overlapped backward of Fuyou's equations 3, 4 and 6 to 8 (16-bit formats).
 
     Args:
@@ -67,7 +67,7 @@ def lohan_phases(
     swapped: float,
     host: float,
     cpu: float = 0.0,
-) -> tuple[Phase, Phase]:
+) -> tuple[PhaseWork, PhaseWork]:
     """Returns the forward of LoHan's equation 4 and the backward of equation 5.
 
     Args:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.record import check_positive
+from lightning_ssd.planning.validation import check_positive
 
 WIDTH = 2
 """Bytes of a 16-bit number."""

@@ -1,4 +1,4 @@
-"""Records as JSON: dataclasses of numbers, names and further records."""
+"""Validation of profiles and plans: of the fields of their dataclasses, and of the files that have them."""
 
 import json
 import stat
