@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import HardwareProfile, LifetimeProfile, ModelProfile, Plan, UnitPlan, record
+from lightning_ssd.planning import HardwareProfile, LifetimeProfile, ModelProfile, Plan, UnitPlan, validation
 from lightning_ssd.planning.lifetimes import OperatorSpan, TensorLifetime
 from tests.support.profiles import H100, make_model
 
@@ -102,7 +102,7 @@ def test_paths_that_are_no_files(kind: Kind, tmp_path: Path, monkeypatch: pytest
         with pytest.raises(ValueError, match=rf"{tmp_path / name} is not a file"):
             kind.load(tmp_path / name)
     (tmp_path / "file").write_text(kind.text)
-    monkeypatch.setattr(record, "MOST_BYTES", 100)
+    monkeypatch.setattr(validation, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match=rf"{tmp_path}/file has \d+ bytes, and at most 100 are read"):
         kind.load(tmp_path / "file")
     with pytest.raises(FileNotFoundError, match="absent"):
