@@ -9,7 +9,8 @@ from lightning_ssd.planning.planners import PLANNERS, calibrate, calibrate_step_
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, plan_with_coefficient
 from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, plan_storages
-from lightning_ssd.planning.simulator import Prediction, replay, resident_bytes, simulate
+from lightning_ssd.planning.resident import resident_bytes
+from lightning_ssd.planning.simulator import Prediction, replay, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 
 __all__ = [

@@ -19,7 +19,8 @@ from lightning_ssd.planning.saved_groups import (
     host_then_ssd,
     saved_groups,
 )
-from lightning_ssd.planning.simulator import Prediction, count_steps, cut_stages, simulate
+from lightning_ssd.planning.simulator import Prediction, count_steps, simulate
+from lightning_ssd.planning.stages import cut_stages
 from lightning_ssd.planning.unit_lifetimes import plan_units
 from lightning_ssd.types import ClipMode, InputChoice, Tier
 

@@ -5,8 +5,8 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.phase import PhaseWork, iteration_seconds, step_phases
 from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.resident import JOBS_AHEAD
 from lightning_ssd.planning.saved_groups import SavedGroup, build_plan, default_window, host_then_ssd, saved_groups
-from lightning_ssd.planning.simulator import JOBS_AHEAD
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.types import InputChoice, Tier
 

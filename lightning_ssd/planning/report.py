@@ -12,9 +12,11 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import min_memory_plan, plan_holistic
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import FixedPlacement
-from lightning_ssd.planning.simulator import Prediction, cut_stages, resident_by_kind, simulate
+from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.ssdtrain import required_write_bandwidth
+from lightning_ssd.planning.stages import cut_stages
 from lightning_ssd.sizes import format_bytes, format_seconds
 
 MIN_GAIN = 1.01

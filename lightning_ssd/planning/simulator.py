@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import ceil
 
 from lightning_ssd.planning.endurance import DAY
@@ -21,9 +20,11 @@ from lightning_ssd.planning.events import (
     run,
 )
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.plan import Plan, UnitPlan
-from lightning_ssd.types import EVICT_MARGIN, TIERS, InputChoice, Tier
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.resident import JOBS_AHEAD, kept_weights, resident_bytes
+from lightning_ssd.planning.stages import Stage, cut_stages
+from lightning_ssd.types import EVICT_MARGIN
 
 STEPS = 3
 """Number of simulated steps: the first begins without earlier work in flight, and the optimizer jobs of a step overlap
@@ -31,9 +32,6 @@ the next forward. One step fewer is enough with several micro-batches per step, 
 
 MICRO_BATCHES = 3
 """Simulated micro-batches of a step that has many: the first, one like all others, and the last."""
-
-STAGES = 96
-"""Least number of stages of a forward: with fewer units, each is divided into several stages."""
 
 IN_FLIGHT = 2**25
 """Bytes whose writes are running when backward needs them: only queued writes are cancelled."""
@@ -44,14 +42,9 @@ PIECES = 192
 BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
 
-STATES = ("compute weights", "optimizer states", "gradients")
-
 WEIGHTS_PART, REST_PART = 16 / 28, 26 / 28
 """Time of each part of an optimizer job in two parts / time of a job in one part: the ratio of the bytes that they read
 and write for a parameter with a 16-bit weight and gradient, fp32 master weights and two moments."""
-
-JOBS_AHEAD = 3
-"""Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
 
 
 @dataclass(frozen=True)
@@ -99,139 +92,6 @@ class Prediction:
         if hardware.ssd_bytes_per_day is None:
             return 0
         return max(0, ceil(self.ssd_written_bytes - hardware.ssd_bytes_per_day * self.step_seconds / DAY))
-
-
-@dataclass(kw_only=True, slots=True)
-class Stage:
-    """Neighbouring operators of one unit, which are simulated as one compute task.
-
-    Attributes:
-        unit: index of the unit.
-        first: whether the unit's forward begins with this stage.
-        last: whether the unit's forward ends with this stage.
-        forward: seconds of GPU time.
-        backward: seconds of GPU time, without recomputation.
-        saved: bytes of saved tensors on the GPU after the forward: kept and offloaded ones, not recomputed ones.
-        swapped: bytes of `saved` that are offloaded.
-        to_ssd: bytes of `swapped` that are offloaded to SSDs.
-        largest: bytes of the largest offloaded tensor.
-        num_saved: saved tensors.
-        num_swapped: offloaded tensors.
-        fwd_workspace: peak bytes that only the forward needs.
-        bwd_workspace: peak bytes that only the backward needs.
-        recomputed: bytes of recomputed tensors that are released after the backward of this stage.
-        remat_bytes: bytes that recomputation allocates before the backward of this stage: tensors that this backward
-            needs, and their inputs.
-        remat_seconds: seconds of recomputation.
-        remat_operations: operations that recomputation launches.
-        operations: operations of the forward.
-        launch: seconds in which the host launches the forward, without the overhead of a plan.
-    """
-
-    unit: int
-    first: bool
-    last: bool
-    forward: float = 0.0
-    backward: float = 0.0
-    saved: int = 0
-    swapped: int = 0
-    to_ssd: int = 0
-    largest: int = 0
-    num_saved: int = 0
-    num_swapped: int = 0
-    fwd_workspace: int = 0
-    bwd_workspace: int = 0
-    recomputed: int = 0
-    remat_bytes: int = 0
-    remat_seconds: float = 0.0
-    remat_operations: int = 0
-    operations: int = 0
-    launch: float = 0.0
-
-    def offload(self, nbytes: int, choice: InputChoice) -> None:
-        """Counts a saved tensor of `nbytes` that is not recomputed."""
-        self.saved += nbytes
-        if choice != "keep":
-            self.swapped += nbytes
-            self.to_ssd += nbytes if choice == "ssd" else 0
-            self.largest = max(self.largest, nbytes)
-            self.num_swapped += 1
-
-
-def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
-    """Returns the stages of a forward, with sums of the operators' bytes and seconds by the plan's choices."""
-    pieces = ceil(STAGES / len(model.units))
-    stages = []
-    for index, profile in enumerate(model.units):
-        unit = plan.units[profile.name]
-        count = len(profile.operators)
-        remat_bytes = _remat_bytes(profile, unit)
-        bounds = [count * piece // min(pieces, count) for piece in range(min(pieces, count) + 1)]
-        for start, stop in pairwise(bounds):
-            stage = Stage(unit=index, first=start == 0, last=stop == count, remat_bytes=sum(remat_bytes[start:stop]))
-            _add_operators(stage, profile, unit, start, stop)
-            stages.append(stage)
-    return stages
-
-
-def _remat_bytes(profile: UnitProfile, unit: UnitPlan) -> list[int]:
-    """Returns, for each operator, the bytes that recomputation allocates when backward needs its saved tensor.
-
-    Recomputed tensors that precede it are allocated with it, and held until backward needs them.
-    """
-    remat_bytes = [0] * len(profile.operators)
-    waiting = 0
-    last: int | None = None
-    for number, operator in enumerate(profile.operators):
-        if not operator.saved_bytes:
-            continue
-        if unit.operators[operator.name] == "recompute":
-            waiting += operator.saved_bytes
-            last = number
-        elif last is not None:
-            remat_bytes[last], waiting, last = waiting, 0, None
-    if last is not None:
-        remat_bytes[last] = waiting
-    return remat_bytes
-
-
-def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: int, stop: int) -> None:
-    """Adds bytes and seconds of the operators from `start` to before `stop` to an empty stage."""
-    operators = profile.operators
-    if stage.first and profile.input_bytes:
-        stage.num_saved += 1
-        stage.offload(profile.input_bytes, unit.input)
-    peak = stage.saved + (profile.forward_bytes if stage.first else 0)
-    if stage.first or stage.last:
-        stage.bwd_workspace = profile.backward_bytes
-    # A dropped result is freed after the next operator has used it.
-    before = _dropped(operators[start - 1], unit) if start else 0
-    for operator in operators[start:stop]:
-        stage.forward += operator.forward_seconds
-        stage.backward += operator.backward_seconds
-        stage.launch += operator.launch_seconds
-        stage.operations += operator.operations
-        stage.num_saved += operator.saved_bytes > 0
-        dropped = _dropped(operator, unit)
-        needed = operator.wanted_bytes
-        if dropped:
-            stage.recomputed += dropped
-            needed += operator.recompute_bytes
-            stage.remat_seconds += operator.recompute_seconds or 0.0
-            stage.remat_operations += operator.again_operations
-        elif operator.saved_bytes:
-            choice = unit.operators[operator.name]
-            assert choice != "recompute"
-            stage.offload(operator.saved_bytes, choice)
-        peak = max(peak, stage.saved + before + dropped + operator.forward_bytes)
-        stage.bwd_workspace = max(stage.bwd_workspace, needed, operator.backward_bytes)
-        before = dropped
-    stage.fwd_workspace = max(0, peak - stage.saved)
-
-
-def _dropped(operator: OperatorProfile, unit: UnitPlan) -> int:
-    """Returns the bytes of an operator's saved tensor that are dropped for recomputation."""
-    return operator.saved_bytes if unit.operators[operator.name] == "recompute" else 0
 
 
 def count_steps(model: ModelProfile, plan: Plan) -> int:
@@ -386,7 +246,7 @@ class _Builder:
         # Tensors are prefetched one by one. With many stages, one transfer for all of a stage is accurate enough.
         self._most_pieces = max(1, PIECES // len(self.stages))
         self._jobs: list[Task] = []  # the last task of each job that uses staging memory
-        self._kept_weights = _kept_weights(model, plan)
+        self._kept_weights = kept_weights(model, plan)
         self._launch = hardware.launch
         self._followed = not plan.keeps_all
         self.launch_seconds = 0.0
@@ -690,62 +550,6 @@ def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) 
         bound=max(busy, key=lambda resource: busy[resource]),
         memory=samples,
     )
-
-
-def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
-    """Returns the permanently allocated bytes of compute weights, optimizer states and gradients in each tier."""
-    resident: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
-    weights, states, gradients = resident.values()
-    versions = 2 if plan.clip == "speculative" else 1
-    for profile in model.units:
-        unit = plan.units[profile.name]
-        weights[unit.weights] += versions * profile.weight_bytes
-        states[unit.states] += versions * profile.state_bytes_read
-        # Gradients are allocated permanently: they are accumulated, and wait for the norm.
-        gradients["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
-    return resident
-
-
-def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
-    """Returns permanently allocated bytes (GPU, host, SSD): weights, states, gradients, memory of optimizer jobs."""
-    kinds = resident_by_kind(model, plan).values()
-    gpu, host, ssd = (sum(kind[tier] for kind in kinds) for tier in TIERS)
-    job_bytes: list[int] = []
-    for profile in model.units:
-        unit = plan.units[profile.name]
-        if unit.states == "ssd":
-            job_bytes.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
-    gpu += _param_budget(model, plan)
-    return gpu, host + sum(sorted(job_bytes, reverse=True)[:JOBS_AHEAD]), ssd
-
-
-def _streamed(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
-    """Returns index and weight bytes of the units with offloaded weights."""
-    return [
-        (index, unit.weight_bytes)
-        for index, unit in enumerate(model.units)
-        if plan.units[unit.name].weights != "gpu" and unit.weight_bytes
-    ]
-
-
-def _param_budget(model: ModelProfile, plan: Plan) -> int:
-    """Returns the GPU bytes reserved for streamed parameters: at least the largest unit, at most all of them."""
-    sizes = [nbytes for _, nbytes in _streamed(model, plan)]
-    if model.weight_room_bytes is None or not sizes:
-        return 0
-    return min(max(model.weight_room_bytes, *sizes), sum(sizes))
-
-
-def _kept_weights(model: ModelProfile, plan: Plan) -> set[int]:
-    """Returns the units whose weights are kept from forward to backward: the last ones that fit."""
-    room = _param_budget(model, plan)
-    kept = set()
-    for index, nbytes in reversed(_streamed(model, plan)):
-        room -= nbytes
-        if room < 0:
-            break
-        kept.add(index)
-    return kept
 
 
 def replay(

@@ -7,7 +7,7 @@ import pytest
 from lightning_ssd.planning import make_plan, make_report, render_report, simulate
 from lightning_ssd.planning.holistic import min_memory_plan
 from lightning_ssd.planning.report import breakeven_tokens, find_what_ifs, largest_samples
-from lightning_ssd.planning.simulator import cut_stages
+from lightning_ssd.planning.stages import cut_stages
 from tests.support.profiles import GB, GIB, H100, make_model
 from tests.support.transformer import transformer_profile
 

@@ -21,15 +21,8 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
-from lightning_ssd.planning.simulator import (
-    JOBS_AHEAD,
-    REST_PART,
-    WEIGHTS_PART,
-    BoundedFifo,
-    _Builder,
-    _simulate,
-    resident_bytes,
-)
+from lightning_ssd.planning.resident import JOBS_AHEAD, resident_bytes
+from lightning_ssd.planning.simulator import REST_PART, WEIGHTS_PART, BoundedFifo, _Builder, _simulate
 from tests.support.profiles import GB, H100, machines, make_model, models, plans
 
 # A machine on which bytes and parameters are seconds.

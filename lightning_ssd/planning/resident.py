@@ -1,0 +1,66 @@
+"""Bytes that a plan allocates permanently in each tier."""
+
+from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.plan import Plan
+from lightning_ssd.types import TIERS, Tier
+
+STATES = ("compute weights", "optimizer states", "gradients")
+
+JOBS_AHEAD = 3
+"""Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
+
+
+def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, int]]:
+    """Returns the permanently allocated bytes of compute weights, optimizer states and gradients in each tier."""
+    resident: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
+    weights, states, gradients = resident.values()
+    versions = 2 if plan.clip == "speculative" else 1
+    for profile in model.units:
+        unit = plan.units[profile.name]
+        weights[unit.weights] += versions * profile.weight_bytes
+        states[unit.states] += versions * profile.state_bytes_read
+        # Gradients are allocated permanently: they are accumulated, and wait for the norm.
+        gradients["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
+    return resident
+
+
+def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
+    """Returns permanently allocated bytes (GPU, host, SSD): weights, states, gradients, memory of optimizer jobs."""
+    kinds = resident_by_kind(model, plan).values()
+    gpu, host, ssd = (sum(kind[tier] for kind in kinds) for tier in TIERS)
+    job_bytes: list[int] = []
+    for profile in model.units:
+        unit = plan.units[profile.name]
+        if unit.states == "ssd":
+            job_bytes.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
+    gpu += param_budget(model, plan)
+    return gpu, host + sum(sorted(job_bytes, reverse=True)[:JOBS_AHEAD]), ssd
+
+
+def streamed_weights(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
+    """Returns index and weight bytes of the units with offloaded weights."""
+    return [
+        (index, unit.weight_bytes)
+        for index, unit in enumerate(model.units)
+        if plan.units[unit.name].weights != "gpu" and unit.weight_bytes
+    ]
+
+
+def param_budget(model: ModelProfile, plan: Plan) -> int:
+    """Returns the GPU bytes reserved for streamed parameters: at least the largest unit, at most all of them."""
+    sizes = [nbytes for _, nbytes in streamed_weights(model, plan)]
+    if model.weight_room_bytes is None or not sizes:
+        return 0
+    return min(max(model.weight_room_bytes, *sizes), sum(sizes))
+
+
+def kept_weights(model: ModelProfile, plan: Plan) -> set[int]:
+    """Returns the units whose weights are kept from forward to backward: the last ones that fit."""
+    room = param_budget(model, plan)
+    kept = set()
+    for index, nbytes in reversed(streamed_weights(model, plan)):
+        room -= nbytes
+        if room < 0:
+            break
+        kept.add(index)
+    return kept

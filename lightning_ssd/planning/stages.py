@@ -1,0 +1,145 @@
+"""Stages of a forward: neighbouring operators that are simulated as one task, and their bytes and seconds in a plan."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
+from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.types import InputChoice
+
+STAGES = 96
+"""Least number of stages of a forward: with fewer units, each is divided into several stages."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Stage:
+    """Neighbouring operators of one unit, which are simulated as one compute task.
+
+    Attributes:
+        unit: index of the unit.
+        first: whether the unit's forward begins with this stage.
+        last: whether the unit's forward ends with this stage.
+        forward: seconds of GPU time.
+        backward: seconds of GPU time, without recomputation.
+        saved: bytes of saved tensors on the GPU after the forward: kept and offloaded ones, not recomputed ones.
+        swapped: bytes of `saved` that are offloaded.
+        to_ssd: bytes of `swapped` that are offloaded to SSDs.
+        largest: bytes of the largest offloaded tensor.
+        num_saved: saved tensors.
+        num_swapped: offloaded tensors.
+        fwd_workspace: peak bytes that only the forward needs.
+        bwd_workspace: peak bytes that only the backward needs.
+        recomputed: bytes of recomputed tensors that are released after the backward of this stage.
+        remat_bytes: bytes that recomputation allocates before the backward of this stage: tensors that this backward
+            needs, and their inputs.
+        remat_seconds: seconds of recomputation.
+        remat_operations: operations that recomputation launches.
+        operations: operations of the forward.
+        launch: seconds in which the host launches the forward, without the overhead of a plan.
+    """
+
+    unit: int
+    first: bool
+    last: bool
+    forward: float = 0.0
+    backward: float = 0.0
+    saved: int = 0
+    swapped: int = 0
+    to_ssd: int = 0
+    largest: int = 0
+    num_saved: int = 0
+    num_swapped: int = 0
+    fwd_workspace: int = 0
+    bwd_workspace: int = 0
+    recomputed: int = 0
+    remat_bytes: int = 0
+    remat_seconds: float = 0.0
+    remat_operations: int = 0
+    operations: int = 0
+    launch: float = 0.0
+
+    def offload(self, nbytes: int, choice: InputChoice) -> None:
+        """Counts a saved tensor of `nbytes` that is not recomputed."""
+        self.saved += nbytes
+        if choice != "keep":
+            self.swapped += nbytes
+            self.to_ssd += nbytes if choice == "ssd" else 0
+            self.largest = max(self.largest, nbytes)
+            self.num_swapped += 1
+
+
+def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
+    """Returns the stages of a forward, with sums of the operators' bytes and seconds by the plan's choices."""
+    pieces = ceil(STAGES / len(model.units))
+    stages = []
+    for index, profile in enumerate(model.units):
+        unit = plan.units[profile.name]
+        count = len(profile.operators)
+        remat_bytes = _remat_bytes(profile, unit)
+        bounds = [count * piece // min(pieces, count) for piece in range(min(pieces, count) + 1)]
+        for start, stop in pairwise(bounds):
+            stage = Stage(unit=index, first=start == 0, last=stop == count, remat_bytes=sum(remat_bytes[start:stop]))
+            _add_operators(stage, profile, unit, start, stop)
+            stages.append(stage)
+    return stages
+
+
+def _remat_bytes(profile: UnitProfile, unit: UnitPlan) -> list[int]:
+    """Returns, for each operator, the bytes that recomputation allocates when backward needs its saved tensor.
+
+    Recomputed tensors that precede it are allocated with it, and held until backward needs them.
+    """
+    remat_bytes = [0] * len(profile.operators)
+    waiting = 0
+    last: int | None = None
+    for number, operator in enumerate(profile.operators):
+        if not operator.saved_bytes:
+            continue
+        if unit.operators[operator.name] == "recompute":
+            waiting += operator.saved_bytes
+            last = number
+        elif last is not None:
+            remat_bytes[last], waiting, last = waiting, 0, None
+    if last is not None:
+        remat_bytes[last] = waiting
+    return remat_bytes
+
+
+def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: int, stop: int) -> None:
+    """Adds bytes and seconds of the operators from `start` to before `stop` to an empty stage."""
+    operators = profile.operators
+    if stage.first and profile.input_bytes:
+        stage.num_saved += 1
+        stage.offload(profile.input_bytes, unit.input)
+    peak = stage.saved + (profile.forward_bytes if stage.first else 0)
+    if stage.first or stage.last:
+        stage.bwd_workspace = profile.backward_bytes
+    # A dropped result is freed after the next operator has used it.
+    before = _dropped(operators[start - 1], unit) if start else 0
+    for operator in operators[start:stop]:
+        stage.forward += operator.forward_seconds
+        stage.backward += operator.backward_seconds
+        stage.launch += operator.launch_seconds
+        stage.operations += operator.operations
+        stage.num_saved += operator.saved_bytes > 0
+        dropped = _dropped(operator, unit)
+        needed = operator.wanted_bytes
+        if dropped:
+            stage.recomputed += dropped
+            needed += operator.recompute_bytes
+            stage.remat_seconds += operator.recompute_seconds or 0.0
+            stage.remat_operations += operator.again_operations
+        elif operator.saved_bytes:
+            choice = unit.operators[operator.name]
+            assert choice != "recompute"
+            stage.offload(operator.saved_bytes, choice)
+        peak = max(peak, stage.saved + before + dropped + operator.forward_bytes)
+        stage.bwd_workspace = max(stage.bwd_workspace, needed, operator.backward_bytes)
+        before = dropped
+    stage.fwd_workspace = max(0, peak - stage.saved)
+
+
+def _dropped(operator: OperatorProfile, unit: UnitPlan) -> int:
+    """Returns the bytes of an operator's saved tensor that are dropped for recomputation."""
+    return operator.saved_bytes if unit.operators[operator.name] == "recompute" else 0
