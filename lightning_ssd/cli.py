@@ -1,6 +1,7 @@
 """The commands `lightning-ssd run | plan | profile | bench | export | tiny-llama` and `lightning run`.
 
-Torch and Lightning are imported inside the functions that need them, so that `--help` is quick.
+Torch and Lightning are imported inside the functions that need them, so that `--help` is quick. The file has the
+arguments, checks and printed text of each command, and no other work.
 """
 
 import argparse

@@ -1,14 +1,13 @@
 """Conversations and prompts with completions: tokens of which only the answers are predicted."""
 
 import ast
-import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.data.documents import documents
+from lightning_ssd.data.documents import documents, json_lines
 
 __all__ = ["Sample", "Templates", "library_samples", "read_samples"]
 
@@ -113,16 +112,8 @@ def read_samples(path: Path, templates: Templates) -> Iterator[tuple[str, Sample
             f"data.path={path} is not a file: set it to a .jsonl file of lines with 'messages', or with 'prompt' and"
             f" 'completion', or leave it out for functions of Python's standard library"
         )
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            source = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # JSON and UTF-8 errors both are
-                raise ValueError(f"{source} is not a line of JSON ({error}): correct or remove it") from error
-            yield source, templates.encode(record, source)
+    for source, record in json_lines(path):
+        yield source, templates.encode(record, source)
 
 
 def library_samples(templates: Templates, most: int) -> Iterator[tuple[str, Sample]]:

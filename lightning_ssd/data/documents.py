@@ -5,7 +5,7 @@ import random
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PIECE_BYTES = 1 << 18  # bounds what a tokenizer holds for one call, which is a hundred times its text
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -38,7 +38,7 @@ def documents(path: Path | None, pattern: str, field: str) -> Iterator[Document]
     """
     for file in _files(path, pattern):
         if file.suffix == ".jsonl":
-            yield from _json_lines(file, field)
+            yield from _json_documents(file, field)
         else:
             yield Document(str(file), _pieces(file))
 
@@ -81,20 +81,29 @@ def _pieces(file: Path) -> Iterator[bytes]:
             yield b"".join(lines)
 
 
-def _json_lines(file: Path, field: str) -> Iterator[Document]:
+def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields file and number of each line of JSON, for messages, and its content. Empty lines are skipped.
+
+    Raises:
+        ValueError: A line is not JSON.
+    """
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             source = f"{file}:{number}"
             try:
-                record = json.loads(line)
+                yield source, json.loads(line)
             except ValueError as error:  # JSON and UTF-8 errors both are
                 raise ValueError(f"{source} is not a line of JSON ({error}): correct or remove it") from error
-            text = record.get(field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                found = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-                if isinstance(record, dict) and field in record:
-                    found = f"a value of type {type(text).__name__} there"
-                raise ValueError(f"{source} has no text under {field!r} (it has {found}): set data.field")
-            yield Document(source, [text.encode()])
+
+
+def _json_documents(file: Path, field: str) -> Iterator[Document]:
+    for source, record in json_lines(file):
+        text = record.get(field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            found = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+            if isinstance(record, dict) and field in record:
+                found = f"a value of type {type(text).__name__} there"
+            raise ValueError(f"{source} has no text under {field!r} (it has {found}): set data.field")
+        yield Document(source, [text.encode()])

@@ -426,24 +426,22 @@ class StepScheduler:
         Raises:
             Exception: it could not be written.
         """
+        self._last_record().result()
+
+    def _last_record(self) -> "Future[None]":
         with self._lock:
-            recorded = self._recorded
-        recorded.result()
+            return self._recorded
 
     def drop_record(self) -> None:
         """Removes the last record, since values that it names are about to change: a killed run would begin anew."""
         if self._journal is not None:
-            with self._lock:
-                recorded = self._recorded
-            wait([recorded])
+            wait([self._last_record()])
             self._journal.forget()
 
     def close_journal(self) -> None:
         """Ends the journal's thread after its last record."""
         if self._journal is not None:
-            with self._lock:
-                recorded = self._recorded
-            wait([recorded])
+            wait([self._last_record()])
             self._journal.close()
 
     def end_record(self, ending: Ending) -> bool:
