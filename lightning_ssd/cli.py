@@ -354,13 +354,13 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     from lightning_ssd.planning import (
         ModelProfile,
         Plan,
+        Prices,
         make_plan,
         make_report,
         render_report,
         simulate,
     )
     from lightning_ssd.planning import large_write_endurance as large_writes
-    from lightning_ssd.planning.roofline import Prices
 
     _, overrides = options.parse_known_args(args.overrides, namespace=args)
     with _reporting(parser):
@@ -408,9 +408,15 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
 
 def _print_replay(config: Any, model: Any, hardware: Any, plan: Any, batch: Sequence[str], prices: Any) -> None:
     """Prints throughputs, 1 where the GPU never waits. A model profile from a file has no lifetimes of tensors."""
-    from lightning_ssd.planning import replay
-    from lightning_ssd.planning.migration import MigrationMachine
-    from lightning_ssd.planning.roofline import BANDWIDTHS, best_throughput, by_hardware, cost_table, roofline
+    from lightning_ssd.planning import (
+        BANDWIDTHS,
+        MigrationMachine,
+        best_throughput,
+        by_hardware,
+        cost_table,
+        replay,
+        roofline,
+    )
 
     ours = replay(model, hardware, plan, BANDWIDTHS)
     if config is None:
@@ -572,7 +578,7 @@ def _add_tiny_llama(commands: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
-    from lightning_ssd.models.tiny_llama import make_tiny_llama
+    from lightning_ssd.models import make_tiny_llama
 
     with _reporting(parser):
         make_tiny_llama(folder)
@@ -582,7 +588,7 @@ def _tiny_llama(parser: argparse.ArgumentParser, folder: Path) -> None:
 def _bench_io(parser: argparse.ArgumentParser, paths: Sequence[Path], size: int) -> None:
     import torch
 
-    from lightning_ssd.storage.bench import bench_io, format_table
+    from lightning_ssd.storage import bench_io, format_table
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with _reporting(parser):

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.device.clock import HostClock
+from lightning_ssd.device import HostClock
 from lightning_ssd.model_states import GPU_SHARE, Unit, find_units
 from lightning_ssd.planning import (
     FixedPlacement,
@@ -25,10 +25,11 @@ from lightning_ssd.planning import (
     LifetimeProfile,
     ModelProfile,
     Plan,
+    default_plan,
+    default_window,
     make_plan,
     simulate,
 )
-from lightning_ssd.planning.saved_groups import default_plan, default_window
 from lightning_ssd.profiling import LifetimeRecorder, TracingError, count_samples, fake_tensors, trace, unit_profiles
 from lightning_ssd.sizes import parse_bytes
 from lightning_ssd.strategy import SSDOffloadStrategy

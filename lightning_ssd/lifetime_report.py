@@ -3,9 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.planning import HardwareProfile, LifetimeProfile
-from lightning_ssd.planning.lifetimes import CLASSES, PHASES
-from lightning_ssd.planning.migration import MigrationMachine, MigrationPrediction
+from lightning_ssd.planning import (
+    CLASSES,
+    PHASES,
+    HardwareProfile,
+    LifetimeProfile,
+    MigrationMachine,
+    MigrationPrediction,
+)
 from lightning_ssd.sizes import format_bytes, format_seconds
 from lightning_ssd.timeline import PHASE_COLORS
 

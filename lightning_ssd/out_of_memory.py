@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_ssd.activations import ActivationOffloader, OffloadConfig
-from lightning_ssd.activations.weights import storage_of
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig, storage_of
 from lightning_ssd.device import allocator_memory, available_memory, process_gpu_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.sizes import format_bytes

@@ -26,9 +26,19 @@ import torch
 from torch import Tensor
 
 from lightning_ssd._lightning import fabric, pl
-from lightning_ssd.model_states import CommitRecord, ModelStates, Settings, describe, differences, model_settings
-from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
-from lightning_ssd.model_states.settings import show, type_name
+from lightning_ssd.model_states import (
+    CommitRecord,
+    ModelStates,
+    NotPlainError,
+    PlainData,
+    Settings,
+    describe,
+    differences,
+    encode,
+    model_settings,
+    show,
+    type_name,
+)
 from lightning_ssd.storage import StorageError
 from lightning_ssd.uncopied import Uncopied
 

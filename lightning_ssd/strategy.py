@@ -18,9 +18,16 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader, mark_weights
-from lightning_ssd.callbacks import AutoPlanner, SwapPlanner, add_default_callbacks, remove_default_callbacks
-from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
-from lightning_ssd.callbacks.offloader import trainer_callbacks
+from lightning_ssd.callbacks import (
+    AutoPlanner,
+    SwapPlanner,
+    add_default_callbacks,
+    average_of,
+    averages_weights,
+    remove_default_callbacks,
+    summon_full_params,
+    trainer_callbacks,
+)
 from lightning_ssd.checkpoints import can_write, is_local, read_checkpoint
 from lightning_ssd.device import expand_segments
 from lightning_ssd.interrupts import uninterrupted
@@ -53,8 +60,7 @@ from lightning_ssd.model_states import (
     zeroes_otherwise,
 )
 from lightning_ssd.out_of_memory import explain_out_of_memory
-from lightning_ssd.planning import Plan
-from lightning_ssd.planning.model import is_later_call
+from lightning_ssd.planning import Plan, is_later_call
 from lightning_ssd.precision import autocast_dtype, offload_precision, scale, scales_only
 from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import check_choice, check_flag, parse_bytes

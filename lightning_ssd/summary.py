@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lightning_ssd.activations import ActivationOffloader, OffloadConfig
-from lightning_ssd.activations.ssd_base import SSDTierBase
+from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.sizes import format_bytes
 

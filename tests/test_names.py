@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import lightning_ssd
-from lightning_ssd.device import storage_tags
+from lightning_ssd import storage_tags
 
 PACKAGE = Path(lightning_ssd.__file__).parent
 

@@ -8,7 +8,7 @@ import lightning_ssd
 PACKAGE = Path(lightning_ssd.__file__).parent
 ROOT = Path(__file__).parents[1]
 
-LEAVES = {"types", "sizes", "spans", "uncopied", "interrupts"}
+LEAVES = {"types", "sizes", "spans", "storage_tags", "uncopied", "interrupts"}
 """Modules that import nothing of the package."""
 
 ROOMS = dict.fromkeys(LEAVES, set[str]()) | {
@@ -44,6 +44,19 @@ def test_folders_import_those_below_them_only() -> None:
             imported = {name.split(".")[1] for name in names if name.startswith("lightning_ssd.")} & folders
             assert imported <= ROOMS[room] | {room}, f"{file} imports {imported - ROOMS[room]}"
     assert seen == set(ROOMS)
+
+
+def test_folders_are_entered_by_their_init() -> None:
+    """A name that another folder uses is in the `__all__` of its own, so that all others may change freely."""
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.count(".") > 1:
+                package, folder, _ = node.module.split(".", 2)
+                own = file.relative_to(PACKAGE).parts[0]
+                assert package != PACKAGE.name or folder == own or folder not in folders, (
+                    f"{file}:{node.lineno} imports {node.module}, not the folder {folder}"
+                )
 
 
 def test_test_modules_import_no_test_module() -> None:

@@ -2,45 +2,76 @@
 
 from lightning_ssd.activations.backward_graph import backward_nodes
 from lightning_ssd.activations.compiled_code import compile_seconds, records_cuda_graphs
-from lightning_ssd.activations.config import OffloadConfig, make_offloader
-from lightning_ssd.activations.graph import ForwardGraph, Saved
+from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, make_offloader
+from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, Saved, is_random, tensors_of, written
+from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.memory_budget import PartitionerBudget
 from lightning_ssd.activations.offloader import ActivationOffloader, BudgetError, OffloadStats
 from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExcess, OffloadOnPressure, PlacementPolicy
 from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
 from lightning_ssd.activations.planned_excess import PlannedExcess
 from lightning_ssd.activations.policy import OffloadPolicy
-from lightning_ssd.activations.record import SavedStorage, State
+from lightning_ssd.activations.record import SavedStorage, State, check_version
 from lightning_ssd.activations.resident_limit import AllocatorMeter, ResidentLimit
-from lightning_ssd.activations.unit_dispatch_mode import UnitCall, UnitDispatchMode
-from lightning_ssd.activations.weights import mark_weights
+from lightning_ssd.activations.ssd import SSDTier
+from lightning_ssd.activations.ssd_base import SSDTierBase
+from lightning_ssd.activations.transient_memory import Interval
+from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode, in_backward
+from lightning_ssd.activations.weights import (
+    SavedWeight,
+    is_weight,
+    mark_offloaded,
+    mark_weights,
+    offloaded_weights,
+    storage_of,
+    unmark_offloaded,
+)
 
 __all__ = [
+    "LEAST_BUDGET",
+    "ActivationOffloader",
     "AllocatorMeter",
     "BudgetError",
-    "OffloadStats",
-    "PlanMode",
+    "Buffer",
     "ForwardGraph",
+    "HostTier",
+    "Interval",
     "KeepAll",
-    "OffloadConfig",
-    "OffloadPolicy",
-    "PartitionerBudget",
-    "PlacementPolicy",
-    "PlannedExcess",
-    "ResidentLimit",
-    "Saved",
-    "SavedStorage",
-    "State",
     "OffloadAll",
+    "OffloadConfig",
     "OffloadExcess",
     "OffloadOnPressure",
-    "ActivationOffloader",
+    "OffloadPolicy",
+    "OffloadStats",
+    "Operation",
+    "PartitionerBudget",
+    "PlacementPolicy",
+    "PlanMode",
+    "PlannedExcess",
+    "ResidentLimit",
+    "SSDTier",
+    "SSDTierBase",
+    "Saved",
+    "SavedStorage",
+    "SavedWeight",
+    "Segment",
+    "State",
     "UnitCall",
     "UnitDispatchMode",
     "backward_nodes",
+    "check_version",
     "compile_seconds",
-    "make_schedule",
+    "in_backward",
+    "is_random",
+    "is_weight",
     "make_offloader",
+    "make_schedule",
+    "mark_offloaded",
     "mark_weights",
+    "offloaded_weights",
     "records_cuda_graphs",
+    "storage_of",
+    "tensors_of",
+    "unmark_offloaded",
+    "written",
 ]

@@ -44,10 +44,10 @@ from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.activations.weights import is_weight, offloaded_weights, storage_of
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
 from lightning_ssd.device import CopyEngine, Mark, Stopwatch, make_clock
-from lightning_ssd.device.storage_tags import KEPT_IN
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
+from lightning_ssd.storage_tags import KEPT_IN
 from lightning_ssd.types import EVICT_MARGIN, OFFLOAD_TIERS, Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 

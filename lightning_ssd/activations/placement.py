@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lightning_ssd.activations.micro_batch import MicroBatchProfile
 from lightning_ssd.activations.resident_limit import ResidentLimit
-from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
+from lightning_ssd.planning import TierSpeed, offload_amounts
 from lightning_ssd.types import OffloadTierName
 
 

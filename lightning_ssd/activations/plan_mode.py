@@ -19,7 +19,7 @@ from lightning_ssd.activations.recompute import (
 )
 from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitDispatchMode
-from lightning_ssd.device.storage_tags import CHOICE, TRIED
+from lightning_ssd.storage_tags import CHOICE, TRIED
 from lightning_ssd.types import Choice
 
 

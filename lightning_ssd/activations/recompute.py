@@ -19,7 +19,7 @@ from torch._C import DispatchKey
 
 from lightning_ssd.activations.graph import is_random, tensors_of
 from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, forget_original
-from lightning_ssd.device.storage_tags import RECOMPUTE_NODES, RECOMPUTED
+from lightning_ssd.storage_tags import RECOMPUTE_NODES, RECOMPUTED
 
 Pack = Callable[[Tensor], Any]
 """The hook `ActivationOffloader.pack`, which returns `InlineSaved` or a `SavedHandle` under a `UnitDispatchMode`."""

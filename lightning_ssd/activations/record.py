@@ -36,7 +36,7 @@ from torch import Tensor
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.activations.weights import SavedWeight
 from lightning_ssd.device import Mark
-from lightning_ssd.device.storage_tags import SAVED
+from lightning_ssd.storage_tags import SAVED
 from lightning_ssd.types import OffloadTierName
 
 if TYPE_CHECKING:

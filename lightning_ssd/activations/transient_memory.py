@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
-from lightning_ssd.device.storage_tags import TRANSIENT
+from lightning_ssd.storage_tags import TRANSIENT
 
 Interval = tuple[UnitCall, int | None]
 """Part of a unit call that begins, in forward, when a saved buffer is made, or, in backward, when it is first read; it

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.device.storage_tags import OFFLOADED_WEIGHTS, WEIGHT
+from lightning_ssd.storage_tags import OFFLOADED_WEIGHTS, WEIGHT
 
 
 class SavedWeight(ABC):

@@ -2,10 +2,12 @@
 
 from lightning_ssd.callbacks.activation_offload import ActivationOffload
 from lightning_ssd.callbacks.auto_planner import AutoPlanner
+from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
 from lightning_ssd.callbacks.defaults import add_default_callbacks, remove_default_callbacks
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
+from lightning_ssd.callbacks.offloader import trainer_callbacks
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.save_folder import SaveFolder
 from lightning_ssd.callbacks.swap_planner import SwapPlanner
@@ -22,5 +24,9 @@ __all__ = [
     "SwapPlanner",
     "TimelineRecorder",
     "add_default_callbacks",
+    "average_of",
+    "averages_weights",
     "remove_default_callbacks",
+    "summon_full_params",
+    "trainer_callbacks",
 ]

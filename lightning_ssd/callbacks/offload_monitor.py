@@ -13,9 +13,9 @@ from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config
 from lightning_ssd.device import allocator_memory
 from lightning_ssd.model_states import ModelStates
-from lightning_ssd.planning.endurance import YEAR, bytes_per_day, lifetime_seconds
+from lightning_ssd.planning import YEAR, bytes_per_day, lifetime_seconds
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.storage.smart import read_wear
+from lightning_ssd.storage import read_wear
 
 WEAR_INTERVAL = 600.0
 """Least seconds between two reads of the drives' wear."""

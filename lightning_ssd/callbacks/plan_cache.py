@@ -8,8 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan
-from lightning_ssd.planning.record import MOST_BYTES, as_mapping, check_not_negative, parse_json
+from lightning_ssd.planning import (
+    MOST_BYTES,
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    as_mapping,
+    check_not_negative,
+    parse_json,
+)
 from lightning_ssd.storage import NotPrivateError, PrivateDirectory
 
 __all__ = ["CachedPlan", "PlanCache"]

@@ -14,9 +14,9 @@ from lightning_ssd.activations import (
     PartitionerBudget,
     PlannedExcess,
     ResidentLimit,
+    SSDTierBase,
     compile_seconds,
 )
-from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.device import make_clock
 from lightning_ssd.planning import SavedTimeline, StoragePlan, TierSpeed, free_bytes, plan_storages

@@ -1,6 +1,7 @@
 """Data for the recipes: samples in an order that a resumed run continues."""
 
-from lightning_ssd.data.batch import Batch, count_items, count_samples, count_tokens, input_ids
+from lightning_ssd.data.batch import IGNORED, Batch, count_items, count_samples, count_tokens, input_ids
+from lightning_ssd.data.documents import documents
 from lightning_ssd.data.finetune import CompletionDataModule
 from lightning_ssd.data.images import ImageDataModule
 from lightning_ssd.data.loader import ResumableDataLoader
@@ -10,10 +11,11 @@ from lightning_ssd.data.spans import SpanCorruptionDataModule
 from lightning_ssd.data.text import TextDataModule
 
 __all__ = [
+    "IGNORED",
     "Batch",
+    "CompletionDataModule",
     "ImageDataModule",
     "MaskedTextDataModule",
-    "CompletionDataModule",
     "RecipeDataModule",
     "ResumableDataLoader",
     "SpanCorruptionDataModule",
@@ -21,5 +23,6 @@ __all__ = [
     "count_items",
     "count_samples",
     "count_tokens",
+    "documents",
     "input_ids",
 ]

@@ -5,7 +5,7 @@
 the way to the device.
 """
 
-from lightning_ssd.device.clock import Clock, Stopwatch, make_clock
+from lightning_ssd.device.clock import Clock, HostClock, Stopwatch, make_clock
 from lightning_ssd.device.copies import CopyEngine, CPUCopyEngine, CUDACopyEngine, WorkCounter, make_copy_engine
 from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.empty_storage import allow_access, refuse_access
@@ -23,15 +23,16 @@ from lightning_ssd.device.staging import StagedReader, h2d_and_release
 from lightning_ssd.device.worker import Worker
 
 __all__ = [
-    "WorkCounter",
     "CPUCopyEngine",
     "CUDACopyEngine",
     "CUDAMemory",
     "Clock",
     "CopyEngine",
+    "HostClock",
     "Mark",
     "StagedReader",
     "Stopwatch",
+    "WorkCounter",
     "Worker",
     "all_of",
     "allocator_memory",

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_ssd.activations.record import check_version
-from lightning_ssd.activations.weights import SavedWeight, offloaded_weights
+from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.parameter import (
     FollowedView,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.sizes import format_bytes
-from lightning_ssd.storage.slots import align_up
+from lightning_ssd.storage import align_up
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_ssd.device import StagedReader, all_of, finished
-from lightning_ssd.storage import Blob, BlobStore, DetachedBlobs, PinnedPool
-from lightning_ssd.storage.slab import Slab
-from lightning_ssd.storage.slots import PAGE, align_up
+from lightning_ssd.storage import PAGE, Blob, BlobStore, DetachedBlobs, PinnedPool, Slab, align_up
 from lightning_ssd.types import OffloadTierName
 
 

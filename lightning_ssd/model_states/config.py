@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig
+from lightning_ssd.activations import LEAST_BUDGET, OffloadConfig
 from lightning_ssd.device import available_memory, process_gpu_memory, usable_gpu_memory, usable_memory
 from lightning_ssd.model_states.budget import MemoryPlan
 from lightning_ssd.model_states.buffers import SpareMemory

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.activations.record import check_version
-from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, unmark_offloaded
+from lightning_ssd.activations import SavedWeight, check_version, mark_offloaded, unmark_offloaded
 from lightning_ssd.device import allow_access, refuse_access
 from lightning_ssd.model_states.shared_memory import SharedMemory
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import CopyEngine, Mark, finished
-from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage import Slab
 from lightning_ssd.types import Clip
 
 _SLOT_BYTES = 8  # two fp32 numbers: the scale, and 1.0 if a gradient was not finite

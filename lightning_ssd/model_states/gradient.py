@@ -10,8 +10,7 @@ from torch import Tensor
 from lightning_ssd.device import Mark, ended, finished, then
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.spans import WAIT, span, wait_for
-from lightning_ssd.storage import PinnedPool
-from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage import PinnedPool, Slab
 
 
 class GradientPool:

@@ -19,9 +19,17 @@ from lightning_ssd.model_states.optimizers import FlatOptimizer
 from lightning_ssd.model_states.plain_data import DamagedError, PlainData, decode, encode, from_bytes, to_bytes
 from lightning_ssd.model_states.settings import Settings, describe, differences
 from lightning_ssd.model_states.state_store import StateStore
-from lightning_ssd.storage import Blob, BlobStore, Piece, PrivateDirectory, StorageError, StoreManifest, read_manifest
-from lightning_ssd.storage.calibration import Calibration
-from lightning_ssd.storage.errors import from_os_error
+from lightning_ssd.storage import (
+    Blob,
+    BlobStore,
+    Calibration,
+    Piece,
+    PrivateDirectory,
+    StorageError,
+    StoreManifest,
+    from_os_error,
+    read_manifest,
+)
 
 _FILE = "journal"
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.activations.record import check_version
-from lightning_ssd.activations.weights import SavedWeight, mark_offloaded, offloaded_weights, storage_of
+from lightning_ssd.activations import SavedWeight, check_version, mark_offloaded, offloaded_weights, storage_of
 from lightning_ssd.device import refuse_access
 from lightning_ssd.model_states.shared_memory import over
 

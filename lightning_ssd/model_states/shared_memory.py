@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations.weights import offloaded_weights
-from lightning_ssd.device.storage_tags import SHARERS
+from lightning_ssd.activations import offloaded_weights
+from lightning_ssd.storage_tags import SHARERS
 
 
 class SharedMemory:

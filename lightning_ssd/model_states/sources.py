@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_ssd.activations.weights import mark_offloaded
+from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.parameter import LentReferences, OffloadedParameter, OffloadedView
 from lightning_ssd.model_states.shared_memory import SharedMemory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ssd.activations.config import OffloadConfig
+from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.device import CopyEngine
 from lightning_ssd.model_states.budget import MemoryPlan
 from lightning_ssd.model_states.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging

@@ -9,6 +9,7 @@ from lightning_ssd.models.lora import LoRACausalLM
 from lightning_ssd.models.module import RecipeModule
 from lightning_ssd.models.samples import SampleGrid
 from lightning_ssd.models.t5 import T5
+from lightning_ssd.models.tiny_llama import make_tiny_llama
 
 __all__ = [
     "BERT",
@@ -20,4 +21,5 @@ __all__ = [
     "LoRACausalLM",
     "RecipeModule",
     "SampleGrid",
+    "make_tiny_llama",
 ]

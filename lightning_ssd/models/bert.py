@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 from typing_extensions import override
 
-from lightning_ssd.data.batch import Batch, count_tokens, input_ids
+from lightning_ssd.data import Batch, count_tokens, input_ids
 from lightning_ssd.models.language import LanguageModule, labels_of
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 from typing_extensions import override
 
-from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens, input_ids
+from lightning_ssd.data import IGNORED, Batch, count_samples, count_tokens, input_ids
 from lightning_ssd.model_states import materialize_on
 from lightning_ssd.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.models.module import RecipeModule, exact

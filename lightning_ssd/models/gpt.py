@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 from typing_extensions import override
 
-from lightning_ssd.data.batch import IGNORED, Batch, count_tokens, input_ids
+from lightning_ssd.data import IGNORED, Batch, count_tokens, input_ids
 from lightning_ssd.models.language import LanguageModule
 from lightning_ssd.sizes import check_least
 

@@ -14,7 +14,7 @@ from torchmetrics.text import Perplexity
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
-from lightning_ssd.data.batch import IGNORED, Batch, count_samples, count_tokens
+from lightning_ssd.data import IGNORED, Batch, count_samples, count_tokens
 from lightning_ssd.models.module import RecipeModule, exact
 from lightning_ssd.models.sizes import check_sizes
 from lightning_ssd.sizes import check_probability

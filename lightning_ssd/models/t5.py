@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 from typing_extensions import override
 
-from lightning_ssd.data.batch import Batch, input_ids
+from lightning_ssd.data import Batch, input_ids
 from lightning_ssd.models.language import LanguageModule, labels_of
 
 

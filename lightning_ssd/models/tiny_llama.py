@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_ssd.data.documents import documents
+from lightning_ssd.data import documents
 
 __all__ = ["cached_tiny_llama", "make_tiny_llama"]
 

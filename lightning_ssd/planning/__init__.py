@@ -1,41 +1,75 @@
 """Planners: from the profiles of a model and a machine to a plan and its predicted step. Pure Python, no torch."""
 
-from lightning_ssd.planning.endurance import large_write_endurance
+from lightning_ssd.planning.endurance import YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
 from lightning_ssd.planning.hardware import HardwareProfile, HostOverhead
-from lightning_ssd.planning.lifetimes import LifetimeProfile
-from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile
+from lightning_ssd.planning.lifetimes import (
+    CLASSES,
+    PHASES,
+    LifetimeProfile,
+    OperatorSpan,
+    Phase,
+    TensorClass,
+    TensorLifetime,
+)
+from lightning_ssd.planning.migration import MigrationMachine, MigrationPrediction
+from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile, is_later_call, unit_call_name
 from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, calibrate, calibrate_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
-from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, plan_with_coefficient
-from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, plan_storages
 from lightning_ssd.planning.resident import resident_bytes
+from lightning_ssd.planning.roofline import BANDWIDTHS, Prices, best_throughput, by_hardware, cost_table, roofline
+from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
+from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, plan_storages
 from lightning_ssd.planning.simulator import Prediction, replay, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
+from lightning_ssd.planning.validation import MOST_BYTES, as_mapping, check_not_negative, parse_json
 
 __all__ = [
+    "BANDWIDTHS",
+    "CLASSES",
+    "MOST_BYTES",
+    "PHASES",
     "PLANNERS",
+    "YEAR",
+    "FixedPlacement",
     "HardwareProfile",
     "HostOverhead",
     "LifetimeProfile",
+    "MigrationMachine",
+    "MigrationPrediction",
     "ModelProfile",
     "OperatorProfile",
+    "OperatorSpan",
+    "Phase",
     "Plan",
     "Prediction",
+    "Prices",
     "Report",
     "SavedTimeline",
     "StoragePlan",
-    "FixedPlacement",
+    "TensorClass",
+    "TensorLifetime",
     "TierSpeed",
     "UnitPlan",
     "UnitProfile",
+    "as_mapping",
+    "best_throughput",
+    "by_hardware",
+    "bytes_per_day",
     "calibrate",
     "calibrate_step_rate",
+    "check_not_negative",
+    "cost_table",
+    "default_plan",
+    "default_window",
     "free_bytes",
+    "is_later_call",
     "large_write_endurance",
+    "lifetime_seconds",
     "make_plan",
     "make_report",
     "offload_amounts",
+    "parse_json",
     "plan_for_least_memory",
     "plan_storages",
     "plan_with_coefficient",
@@ -43,7 +77,8 @@ __all__ = [
     "render_summary",
     "replay",
     "resident_bytes",
+    "roofline",
     "simulate",
     "swap_coefficient",
-    "default_plan",
+    "unit_call_name",
 ]

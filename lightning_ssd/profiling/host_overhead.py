@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ssd.activations.graph import Saved
-from lightning_ssd.activations.host import HostTier
-from lightning_ssd.activations.offloader import ActivationOffloader
-from lightning_ssd.activations.placement import KeepAll
-from lightning_ssd.activations.plan_mode import PlanMode, make_schedule
-from lightning_ssd.activations.policy import OffloadPolicy
+from lightning_ssd.activations import (
+    ActivationOffloader,
+    HostTier,
+    KeepAll,
+    OffloadPolicy,
+    PlanMode,
+    Saved,
+    make_schedule,
+)
 from lightning_ssd.device import make_copy_engine
 from lightning_ssd.planning import HostOverhead
 from lightning_ssd.profiling.trace_mode import TraceMode

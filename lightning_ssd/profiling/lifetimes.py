@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd.activations.graph import ForwardGraph, Saved, tensors_of
-from lightning_ssd.device.clock import Clock
-from lightning_ssd.device.storage_tags import LIFETIME
+from lightning_ssd.activations import ForwardGraph, Saved, tensors_of
+from lightning_ssd.device import Clock
 from lightning_ssd.model_states import Unit
-from lightning_ssd.planning.lifetimes import LifetimeProfile, OperatorSpan, Phase, TensorClass, TensorLifetime
+from lightning_ssd.planning import LifetimeProfile, OperatorSpan, Phase, TensorClass, TensorLifetime
+from lightning_ssd.storage_tags import LIFETIME
 
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")
 """Namespaces of operators that communicate, or copy to and from communication buffers."""
@@ -48,7 +48,7 @@ class _Lifetime:
 class LifetimeRecorder:
     """Records each operator of a step with the storages that it reads and writes.
 
-    A storage is alive as long as its Python object (see `device/storage_tags.py`). Storages may be freed on any thread;
+    A storage is alive as long as its Python object (see `storage_tags.py`). Storages may be freed on any thread;
     operators are recorded by the thread that runs them, one at a time.
 
     Attributes:

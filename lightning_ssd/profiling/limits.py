@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_ssd.activations import ActivationOffloader
-from lightning_ssd.activations.ssd import SSDTier
-from lightning_ssd.activations.ssd_base import SSDTierBase
+from lightning_ssd.activations import ActivationOffloader, SSDTier, SSDTierBase
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.device import usable_gpu_memory, usable_memory
-from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.layout import Layout, StagedState
-from lightning_ssd.model_states.optimizers import AdamOptimizer, StepInput
+from lightning_ssd.model_states import AdamOptimizer, FlatParameter, Layout, StagedState, StepInput
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
-from lightning_ssd.storage import BlobStore
-from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage import BlobStore, Slab
 
 PRODUCT = 8192
 """Rows and columns of the matrices that a GPU multiplies; a CPU multiplies matrices of an eighth of this size."""

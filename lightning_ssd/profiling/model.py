@@ -15,18 +15,24 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.activations import (
     ActivationOffloader,
     ForwardGraph,
+    Interval,
     PlanMode,
     Saved,
+    SavedStorage,
     UnitCall,
+    UnitDispatchMode,
     make_schedule,
 )
-from lightning_ssd.activations.record import SavedStorage
-from lightning_ssd.activations.transient_memory import Interval
-from lightning_ssd.activations.unit_dispatch_mode import UnitDispatchMode
 from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.model_states import ModelStates, Unit
-from lightning_ssd.planning import FixedPlacement, HostOverhead, ModelProfile, OperatorProfile, UnitProfile
-from lightning_ssd.planning.model import unit_call_name
+from lightning_ssd.planning import (
+    FixedPlacement,
+    HostOverhead,
+    ModelProfile,
+    OperatorProfile,
+    UnitProfile,
+    unit_call_name,
+)
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.types import Tier

@@ -12,13 +12,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, is_random, tensors_of, written
-from lightning_ssd.activations.record import SavedStorage
-from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode, in_backward
-from lightning_ssd.activations.weights import is_weight, offloaded_weights
+from lightning_ssd.activations import (
+    Buffer,
+    ForwardGraph,
+    Operation,
+    SavedStorage,
+    Segment,
+    UnitCall,
+    UnitDispatchMode,
+    in_backward,
+    is_random,
+    is_weight,
+    offloaded_weights,
+    tensors_of,
+    written,
+)
 from lightning_ssd.device import make_clock
-from lightning_ssd.device.storage_tags import BUFFER
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
+from lightning_ssd.storage_tags import BUFFER
 from lightning_ssd.uncopied import ModuleHook
 
 HEAD_START = 0.5

@@ -25,9 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_ssd.activations import ForwardGraph
-from lightning_ssd.activations.graph import tensors_of
-from lightning_ssd.activations.weights import is_weight
+from lightning_ssd.activations import ForwardGraph, is_weight, tensors_of
 from lightning_ssd.model_states import Unit
 from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder

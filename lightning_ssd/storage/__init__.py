@@ -4,10 +4,12 @@ Other rooms use `BlobStore` for the SSDs, `PinnedPool` for host memory, and the 
 """
 
 from lightning_ssd.storage.backend import Backend, BackendFile
+from lightning_ssd.storage.bench import bench_io, format_table
 from lightning_ssd.storage.blob import Blob, Piece
+from lightning_ssd.storage.calibration import Calibration
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
-from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError
+from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError, from_os_error
 from lightning_ssd.storage.kvikio_backend import KvikioBackend
 from lightning_ssd.storage.manifest import Manifest, read_manifest
 from lightning_ssd.storage.pool import PinnedBuffer, PinnedPool
@@ -15,19 +17,22 @@ from lightning_ssd.storage.posix_backend import PosixBackend
 from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.private import NotPrivateError, PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory, kept_directory
-from lightning_ssd.storage.slots import SlotAllocator
+from lightning_ssd.storage.slab import Slab
+from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
+from lightning_ssd.storage.smart import read_wear
 from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
 from lightning_ssd.storage.volume import Volume
 
 __all__ = [
+    "PAGE",
     "Backend",
     "BackendFile",
     "Blob",
     "BlobStore",
+    "Calibration",
     "ChecksumError",
     "DetachedBlobs",
     "IOStats",
-    "StoreManifest",
     "KvikioBackend",
     "Manifest",
     "NotPrivateError",
@@ -38,11 +43,18 @@ __all__ = [
     "PriorityQueue",
     "PrivateDirectory",
     "ScratchDirectory",
+    "Slab",
     "SlotAllocator",
     "StorageError",
     "StorageFullError",
+    "StoreManifest",
     "Volume",
+    "align_up",
+    "bench_io",
     "choose_backend",
+    "format_table",
+    "from_os_error",
     "kept_directory",
     "read_manifest",
+    "read_wear",
 ]
