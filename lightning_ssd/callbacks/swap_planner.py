@@ -698,4 +698,5 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     obstacle = obstacle_to_planning(trainer, module)
     if obstacle is not None:
         remedy = "Set `devices=1`" if trainer.world_size > 1 else "Remove `torch.compile`"
-        raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback.")
+        rest = "" if trainer.world_size > 1 else ": the default plans compiled code where memory is short"
+        raise ValueError(f"SwapPlanner can't plan: {obstacle}. {remedy}, or remove the callback{rest}.")

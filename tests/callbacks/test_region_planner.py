@@ -118,7 +118,7 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.thorough), "aot_eager", INDUCTOR])
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_compiled_code_is_planned_and_compiled_as_under_plain_lightning(
     backend: str, accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,11 +168,13 @@ def test_code_that_stalls_is_compiled_to_save_less(
     assert functorch.activation_memory_budget == 1.0
 
 
-@pytest.mark.parametrize("reason", ["deterministic", "set", "no time", "no backward"])
+@pytest.mark.parametrize(
+    "reason", ["set", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("deterministic", "no time", "eager"))]
+)
 def test_code_is_not_compiled_again_where_it_may_not(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """The user asks for deterministic algorithms or has set the budget; there is no time; the budget has no effect."""
+    """The user has set the budget or asks for deterministic algorithms; there is no time; backward is not compiled."""
     see = See()
     use(Meter(1e6, 980_000), monkeypatch)
     lower_budgets(monkeypatch)
@@ -180,7 +182,7 @@ def test_code_is_not_compiled_again_where_it_may_not(
         request.getfixturevalue("deterministic")
     elif reason == "no time":
         monkeypatch.setattr(region_planner, "MAX_COMPILE_SECONDS", 0.0)
-    backend = "eager" if reason == "no backward" else "aot_eager"
+    backend = "eager" if reason == "eager" else "aot_eager"
     with functorch.patch(activation_memory_budget=0.5 if reason == "set" else 1.0):
         _, counters = train(backend, SSDOffloadStrategy(**BOTH), tmp_path, 20, callbacks=[see])
     assert see.regions.decided and see.placements[-1] is PlannedExcess
@@ -201,7 +203,7 @@ def test_the_setting_is_restored_when_training_fails(tmp_path: Path, monkeypatch
     assert functorch.activation_memory_budget == 1.0
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_saved_tensors_of_cuda_graphs_are_kept_from_the_step_on_that_records_them(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
