@@ -1,6 +1,7 @@
 """Placement policies offload the right number of bytes, spread evenly over the forward."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -138,11 +139,14 @@ def test_auto_fills_tiers_by_their_shares() -> None:
         assert abs(placed.count(("ssd",)) - 10) <= 1
 
 
-def test_auto_measures_without_stalls() -> None:
-    """Stalls hide no transfers: a forward of 1 s with stalls of 0.4 s hides 0.6 s of transfers."""
+@pytest.mark.parametrize(
+    "measured", [dict(forward=1.0, ssd=(0.4, 0.0)), dict(forward=9.0, backward=1.0, ssd=(0.0, 0.4))]
+)
+def test_auto_measures_without_stalls(measured: dict[str, Any]) -> None:
+    """Stalls hide no transfers: a forward or a backward of 1 s with stalls of 0.4 s hides 0.6 s of transfers."""
     auto = SSDTrainAuto({"ssd": TierSpeed(500, 500)})
     for _ in range(SSDTrainAuto.WARM_UP + 1):
-        auto.observe(profile(auto.plan, forward=1.0, ssd=(0.4, 0.0)))
+        auto.observe(profile(auto.plan, **measured))
     assert place_all(auto, [10] * 100).count(("ssd",)) == round(30 * SSDTrainAuto.MARGIN)
 
 

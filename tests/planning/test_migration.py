@@ -154,6 +154,9 @@ def test_a_tensor_leaves_for_as_long_as_the_drive_allows() -> None:
     found = simulate_migrations(one_saved_tensor(10), machine, plan)
     assert (found.step_seconds, found.stalls, found.excess_bytes) == (pytest.approx(10.0), (), 0)
     assert (found.ssd_written_bytes, found.host_peak_bytes) == (10, 0)
+    for carried in ([part.out for part in found.traffic], [part.into for part in found.traffic]):
+        assert all(set(drives) <= {0} for drives in carried)
+        assert sum(drives.get(0, 0.0) for drives in carried) == pytest.approx(10.0)
 
 
 def test_a_slow_drive_stalls_the_operator_that_needs_the_memory() -> None:
