@@ -13,21 +13,16 @@ import torch  # noqa: E402
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-from lightning_ssd.activations import config  # noqa: E402
 from lightning_ssd.callbacks import plan_cache  # noqa: E402
-from lightning_ssd.profiling import machine  # noqa: E402
-from lightning_ssd.storage import calibration  # noqa: E402
+from tests.support.measurements import measure_few_bytes  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def quick_measurements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measures drives, copies and steps on few bytes, unless bandwidth is tested: most trainings would take longer
-    to measure the machine than to train."""
+    """Measures the machine on few bytes, unless bandwidth is tested: the measurement would take longer than most
+    trainings."""
     if "storage" not in request.path.parts and "gpu" not in request.path.parts:
-        monkeypatch.setattr(calibration, "_MOST_BYTES", 2**20)
-        monkeypatch.setattr(config, "_MEASURED_BYTES", 2**20)
-        monkeypatch.setattr(machine, "COPIED", 2**22)
-        monkeypatch.setattr(machine, "STEPPED", 2**20)
+        measure_few_bytes(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

@@ -230,7 +230,8 @@ def test_errors_of_user_code(tmp_path: Path, seed: int, number: int) -> None:
 def test_kills_at_any_call(tmp_path: Path, seed: int, kills: int) -> None:
     """By SIGKILL, of runs that are recorded; the process that forks them has no other threads."""
     module, call = "tests.support.faulty_trainings", f"kill(Path({str(tmp_path)!r}), {seed}, {kills})"
-    script = f"from pathlib import Path\nfrom {module} import kill\n{call}\n"
+    quick = "from tests.support.measurements import measure_few_bytes\nmeasure_few_bytes()"
+    script = f"from pathlib import Path\nfrom {module} import kill\n{quick}\n{call}\n"
     done = subprocess.run(
         [sys.executable, "-c", script], env=script_environment(), capture_output=True, text=True, timeout=280
     )

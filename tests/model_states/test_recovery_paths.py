@@ -272,7 +272,8 @@ def test_a_kill_at_any_moment_asks_for_no_other_paths(
 ) -> None:
     """While a run begins, records, or ends: with the same paths the next one resumes or begins anew."""
     call = f"check_kills(Path({str(tmp_path / 'kept')!r}), {before!r}, {start_over}, {every})"
-    script = f"from pathlib import Path\nfrom {__name__} import check_kills\n{call}\nprint('whole')\n"
+    quick = "from tests.support.measurements import measure_few_bytes\nmeasure_few_bytes()"
+    script = f"from pathlib import Path\nfrom {__name__} import check_kills\n{quick}\n{call}\nprint('whole')\n"
     done = subprocess.run(
         [sys.executable, "-c", script], env=script_environment(), capture_output=True, text=True, timeout=250
     )

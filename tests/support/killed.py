@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.storage import PosixBackend
 from tests.support.faults import FaultyBackend, Move, Operation
+from tests.support.measurements import measure_few_bytes
 from tests.support.trainings import make_trainer
 
 
@@ -170,4 +171,5 @@ class FailAt(pl.Callback):
 
 
 if __name__ == "__main__":
+    measure_few_bytes()
     main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -18,6 +18,7 @@ import lightning_ssd.callbacks
 import lightning_ssd.data
 import lightning_ssd.models  # noqa: F401
 from tests.support.killed import DyingBackend
+from tests.support.measurements import measure_few_bytes
 from tests.support.recipes import read
 
 OPTIONS = ["--trainer.accelerator=cpu", "--trainer.max_steps=6", "--trainer.limit_val_batches=1"]
@@ -97,5 +98,6 @@ def main(root: Path, recipes: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    measure_few_bytes()
     sys.argv, arguments = sys.argv[:1], sys.argv[1:]
     main(Path(arguments[0]), arguments[1:])
