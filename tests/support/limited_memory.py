@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssd.activations.graph import tensors_of
+from tests.support.meter import Meter
 
 _COUNTED = "_counted_by_limited_memory"
 
@@ -17,11 +18,11 @@ SCALAR = 8
 """Bytes of the largest tensors that are not counted: Lightning makes some between forward and backward."""
 
 
-class LimitedMemory(TorchDispatchMode):
+class LimitedMemory(TorchDispatchMode, Meter):
     """Counts the bytes of the storages that operations make in a training within the context, until they are freed.
 
     An allocation of a micro-batch beyond the limit raises torch.OutOfMemoryError. Tensors that exist before are not
-    counted. The object is also the meter of an allocator, for `tests.support.meter.use`.
+    counted.
 
     The training needs the callback `counting`.
 
@@ -34,9 +35,9 @@ class LimitedMemory(TorchDispatchMode):
 
     def __init__(self, most: float = math.inf, fails_at: Iterable[tuple[int, int]] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        Meter.__init__(self, most, 0)
         self._fails_at = set(fails_at)
-        self.most = most
-        self.level = self.highest = self.highest_ever = 0
+        self.highest_ever = 0
         self.counting = _Counting()
         self.failures = 0
         """Allocations that found no room."""
@@ -69,15 +70,6 @@ class LimitedMemory(TorchDispatchMode):
         self.level += nbytes
         self.highest, self.highest_ever = max(self.highest, self.level), max(self.highest_ever, self.level)
         setattr(storage, _COUNTED, _Allocation(self, nbytes))
-
-    def limit(self) -> float:
-        return self.most
-
-    def allocated(self) -> int:
-        return self.level
-
-    def peak(self) -> int:
-        return self.highest
 
     def reset_peak(self) -> None:
         self.highest = self.level

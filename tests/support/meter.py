@@ -12,7 +12,7 @@ from lightning_ssd.planning import HardwareProfile
 MACHINE = Path(__file__).parents[2] / "configs/machines/h100.json"
 
 
-@dataclass
+@dataclass(eq=False)
 class Meter:
     """Statistics of an allocator: a limit, the bytes before each micro-batch, and the peak of each, in bytes."""
 
