@@ -357,6 +357,22 @@ def in_backward(function: Callable[[], None], operations: int) -> None:
     Call.apply(x, function).sum().backward()
 
 
+class WatchedLock:
+    """A re-entrant lock that sets an event when a thread waits for another one to release it."""
+
+    def __init__(self, waited: threading.Event) -> None:
+        self._lock = threading.RLock()
+        self._waited = waited
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waited.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class TwoThreads(pl.Callback):
     """Two threads of one backward: autograd's, and the training thread, which runs operations on the CPU."""
 
@@ -368,20 +384,21 @@ class TwoThreads(pl.Callback):
         stream: ParamPrefetcher = states._prefetcher
         stream.evict_all()
         first, *others = states.stores
-        into, again = states._copies.h2d, threading.Event()
+        into, arrived = states._copies.h2d, threading.Event()
 
         def held(*args: Any, **kwargs: Any) -> Any:
             self.fetches += 1
             if self.fetches == 1:
                 other.start()
-                again.wait(1)  # for a second prefetch of the same weights, which must not begin
+                assert arrived.wait(60)  # the other thread waits for this one, or begins a second prefetch
             else:
-                again.set()
+                arrived.set()
             return into(*args, **kwargs)
 
         other = threading.Thread(target=stream.unshard, args=(first,))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(states._copies, "h2d", held)
+            patch.setattr(stream, "_lock", WatchedLock(arrived))
             stream.unshard(first)
             other.join()
 
