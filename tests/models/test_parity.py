@@ -110,6 +110,7 @@ def plain(make: Any, steps: int, **settings: Any) -> tuple[list[Tensor], dict[st
         ("bf16-mixed", False, t5, "ssd", "host"),
         ("bf16-mixed", True, untied_t5, "gpu", "ssd"),
     ],
+    together=3,
 )
 def test_numbers_are_plain_lightnings(
     tmp_path: Path, precision: str, checkpointing: bool, make: Any, states: Any, activations: str
