@@ -20,6 +20,7 @@ from lightning_ssd.activations import BudgetError
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
 from tests.support.compare import assert_same
 from tests.support.faults import FaultyBackend
+from tests.support.products import thorough
 from tests.support.trainings import (  # noqa: F401
     SmallModel,
     Watch,
@@ -388,7 +389,12 @@ def _held_run(root: Path, *, forward: bool = True) -> "Iterator[subprocess.Popen
 
 @pytest.mark.parametrize(
     ("number", "forward"),
-    [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGINT, False)],
+    [
+        (signal.SIGTERM, True),
+        thorough(signal.SIGTERM, False),
+        thorough(signal.SIGINT, True),
+        (signal.SIGINT, False),
+    ],
 )
 def test_a_terminated_run_leaves_no_files(tmp_path: Path, number: signal.Signals, forward: bool) -> None:
     with _held_run(tmp_path, forward=forward) as process:

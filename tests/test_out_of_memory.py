@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.sizes import format_bytes
 from tests.support.plans import planner, quiet_trainer
+from tests.support.products import combinations
 
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 GiB."
 
@@ -97,8 +98,9 @@ def test_remedies_are_those_that_the_training_does_not_use(tmp_path: Path) -> No
     assert "states='host'" not in note and "`offload=" not in note
 
 
-@pytest.mark.parametrize("states", ["gpu", "host"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@combinations(
+    "where, states", ["forward", "backward"], ["gpu", "host"], quick=[("forward", "host"), ("backward", "gpu")]
+)
 def test_lightnings_batch_size_finder_continues_below_the_batch_that_ran_out_of_memory(
     states: Any, where: str, tmp_path: Path
 ) -> None:
