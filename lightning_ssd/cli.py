@@ -445,44 +445,60 @@ def _print_replay(config: Any, model: Any, hardware: Any, plan: Any, batch: Sequ
 def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     options = _tracing_options()
     options.add_argument("--out", type=Path, metavar="DIR", help="directory for lifetimes.json and three pictures")
+    options.add_argument(
+        "--profile",
+        type=_file,
+        metavar="FILE.json",
+        help="lifetimes that the callback ModelProfiler(..., lifetimes=FILE) has measured, instead of a RECIPE",
+    )
     parser = commands.add_parser(
         "profile",
         parents=[options],
         help="show when each tensor of a training step is used, without training",
-        description="Traces a recipe's training step without memory, operator by operator, and shows how long its "
-        "tensors are active and inactive on a GPU that has room for all of them. `--out` saves the lifetimes, and "
-        "draws active bytes, inactive periods and memory by class.",
-        usage="%(prog)s [-h] RECIPE [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...]",
+        description="Traces a recipe's training step without memory, operator by operator, or reads a measured one, "
+        "and shows how long its tensors are active and inactive on a GPU that has room for all of them. `--out` saves "
+        "the lifetimes, and draws active bytes, inactive periods and memory by class.",
+        usage="%(prog)s [-h] (RECIPE | --profile FILE) [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...]",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as for `run`")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, as for `run`")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help="as for `run`")
     parser.set_defaults(command=lambda args: _profile(parser, options, args))
 
 
 def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    from lightning_ssd.dry_run import profile_lifetimes
     from lightning_ssd.lifetime_report import describe_lifetimes, save_lifetimes
 
     _, overrides = options.parse_known_args(args.overrides, namespace=args)
+    if (args.recipe is None) == (args.profile is None):
+        parser.error("give a RECIPE, or measured lifetimes by --profile FILE")
     with _reporting(parser):
-        _check_recipe(args.recipe, overrides)
-        config = _read_recipe(args.recipe, overrides, run=False)
+        config = None
+        if args.recipe is not None:
+            _check_recipe(args.recipe, overrides)
+            config = _read_recipe(args.recipe, overrides, run=False)
         hardware = _machine(args.machine, None, config)
-        lifetimes = profile_lifetimes(config, hardware, args.batch)
+        if config is None:
+            from lightning_ssd.planning import LifetimeProfile
+
+            lifetimes = LifetimeProfile.from_json(args.profile)
+        else:
+            from lightning_ssd.dry_run import profile_lifetimes
+
+            lifetimes = profile_lifetimes(config, hardware, args.batch)
         print(describe_lifetimes(lifetimes, hardware))
         if args.out is not None:
             print("\n".join(str(path) for path in save_lifetimes(lifetimes, hardware, args.out)))
 
 
 def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any:
-    """Returns a machine's profile: that of a file, or one measured with the drive of a directory or a recipe."""
+    """Returns a machine's profile: that of a file, or one measured with the drive of a directory or a recipe, if any."""
     from lightning_ssd.planning import HardwareProfile
 
     if profile is not None:
         return HardwareProfile.from_json(profile)
     from lightning_ssd.profiling import measure_machine
 
-    return measure_machine(drive or _scratch_path(config))
+    return measure_machine(drive or (None if config is None else _scratch_path(config)))
 
 
 def _scratch_path(config: Any) -> Path:

@@ -1,4 +1,4 @@
-"""`ModelProfiler` measures a model's training step for the planner."""
+"""`ModelProfiler` measures a model's training step for the planner, and the lifetimes of its tensors."""
 
 import logging
 from pathlib import Path
@@ -24,25 +24,43 @@ class ModelProfiler(StepProfiling):
         path: JSON file to write after the measured steps.
         warm_up: steps before the measured ones; a micro-batch of the last of them is traced.
         steps: measured steps; times are means over them.
+        lifetimes: JSON file for `lightning-ssd profile --profile FILE`: when each weight, gradient, optimizer state,
+            saved tensor and transient of the traced step is used by which operator of forward, backward and optimizer
+            step. All of them are on the GPU in that step, which must have room for them. None: no such file.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range; or lifetimes are wanted of a training that offloads model states,
+            accumulates gradients, or optimizes manually.
     """
 
-    def __init__(self, path: str | Path, warm_up: int = 3, steps: int = 3) -> None:
+    def __init__(self, path: str | Path, warm_up: int = 3, steps: int = 3, lifetimes: str | Path | None = None) -> None:
         super().__init__(warm_up, steps)
         self._path = Path(path)
+        self._lifetimes = None if lifetimes is None else Path(lifetimes)
         self._done = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._done = False
+        if self._lifetimes is not None:
+            if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
+                raise ValueError(
+                    "Lifetimes of tensors are measured in a step of one micro-batch. Set `accumulate_grad_batches=1` "
+                    "and `automatic_optimization=True`, or leave out `lifetimes` of ModelProfiler."
+                )
+            assert self._profiler is not None
+            self._profiler.record_lifetimes(pl_module)
 
     def profiled(self, trainer: pl.Trainer, pl_module: pl.LightningModule, profile: ModelProfile) -> None:
         self._done = True
         profile.to_json(self._path)
         log.info("profile of %d steps, in %s:\n%s", self._steps, self._path, profile.describe())
+        if self._lifetimes is not None:
+            assert self._profiler is not None
+            lifetimes = self._profiler.lifetimes(profile.name)
+            lifetimes.to_json(self._lifetimes)
+            log.info("lifetimes of all tensors, in %s:\n%s", self._lifetimes, lifetimes.describe())
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

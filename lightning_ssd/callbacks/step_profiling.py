@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
@@ -156,11 +157,19 @@ class StepProfiling(pl.Callback):
             self._end_backward()
 
     @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        assert self._profiler is not None
+        self._profiler.begin_optimizer()
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._profiler is not None
         self._profiler.end_recording()  # the batch may have had no backward
+        self._profiler.end_optimizer()
         if not pl_module.automatic_optimization:
             self._end_backward()
         self._profiler.end_checking()

@@ -53,6 +53,7 @@ class LifetimeRecorder:
 
     Attributes:
         phase: part of the step that runs.
+        closed: whether the recording has ended.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class LifetimeRecorder:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._of_operation: dict[int, int] = {}
         """Index of the operator of each operation of a forward graph."""
-        self._closed = False
+        self.closed = False
 
     def __len__(self) -> int:
         return len(self._operators)
@@ -137,19 +138,19 @@ class LifetimeRecorder:
         return number
 
     def _gone(self, number: int) -> None:
-        if not self._closed:
+        if not self.closed:
             self._lifetimes[number].freed = len(self._operators) - 1
 
     def close(self) -> None:
         """Ends the recording: storages that are alive now were not freed in the step."""
-        self._closed = True
+        self.closed = True
         self._alive.clear()
 
     def profile(self, name: str, clock: Clock, graph: ForwardGraph, saved: Sequence[Saved]) -> LifetimeProfile:
-        """Returns the profile, after `close`. The device must have executed all operators.
+        """Returns the profile, once, after `close`. The device must have executed all operators.
 
         A gradient that is alive at the end is counted as freed after its last use: `zero_grad` frees it before it is
-        written again.
+        written again. Gradients of the step before, which are alive at the begin, are left out.
 
         Args:
             name: name of the model.
@@ -166,13 +167,19 @@ class LifetimeRecorder:
         found = {
             number: _tensor(number, lifetime, backward_start, len(operators) - 1)
             for number, lifetime in enumerate(self._lifetimes)
-            if lifetime.nbytes and not (lifetime.freed is not None and lifetime.freed < (lifetime.allocated or 0))
+            if lifetime.nbytes
+            and not (lifetime.freed is not None and lifetime.freed < (lifetime.allocated or 0))
+            and (lifetime.uses or lifetime.kind != "gradient")
         }
         for number, recomputed in self._recomputed(graph, saved, operators).items():
             if number in found and found[number].kind == "saved tensor":
                 seconds, sources = recomputed
                 sources = tuple(one for one in sources if one in found)
                 found[number] = replace(found[number], recompute_seconds=seconds, sources=sources)
+        # The tags of weights reference this recorder as long as the weights live.
+        self._operators.clear()
+        self._lifetimes.clear()
+        self._of_operation.clear()
         return LifetimeProfile(name, tuple(operators), tuple(found.values()))
 
     def _recomputed(

@@ -16,6 +16,8 @@ from lightning_ssd.activations import (
     ActivationOffloader,
     ForwardGraph,
     Interval,
+    KeepAll,
+    PlacementPolicy,
     PlanMode,
     Saved,
     SavedStorage,
@@ -28,13 +30,15 @@ from lightning_ssd.model_states import ModelStates, Unit
 from lightning_ssd.planning import (
     FixedPlacement,
     HostOverhead,
+    LifetimeProfile,
     ModelProfile,
     OperatorProfile,
     UnitProfile,
     unit_call_name,
 )
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
-from lightning_ssd.profiling.trace_mode import TraceMode
+from lightning_ssd.profiling.lifetimes import LifetimeRecorder
+from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import ModuleHook, Uncopied
 
@@ -84,10 +88,17 @@ class Profiler(Uncopied):
         self._allow_recompute = allow_recompute
         self.saved: list[Saved] = []
         """Saved tensors of the recorded micro-batch that may be offloaded."""
+        self._lifetimes: LifetimeRecorder | None = None
+        """Recorder of all tensors' lifetimes in the recorded step, if they are recorded."""
+        self._module: nn.Module | None = None
+        """The model whose tensors are recorded."""
         self._trace_mode: TraceMode | None = None
+        self._traced: TraceMode | None = None
+        """The ended mode of the recorded micro-batch, which times the operators of its optimizer step."""
+        self._optimizer_trace: OptimizerTrace | None = None
         self._plan_mode: PlanMode | None = None
         self._recorded_backward = False
-        self._mode_before = offloader.policy.mode
+        self._policy_before = offloader.policy
         self._memory = allocator_memory(offloader.device)
         self._clock = make_clock(offloader.device)
         self._between: list[tuple[Any, Any]] = []
@@ -106,10 +117,33 @@ class Profiler(Uncopied):
 
     # ---- one micro-batch, operation by operation ----
 
+    def record_lifetimes(self, module: nn.Module) -> None:
+        """Has the lifetimes of all tensors recorded, too, in the step of the recorded micro-batch.
+
+        All saved tensors are kept on the device in that step.
+
+        Args:
+            module: the model.
+
+        Raises:
+            ValueError: model states are offloaded, so that weights and states are not tensors of the device.
+        """
+        if self._states is not None:
+            raise ValueError(
+                "Lifetimes of tensors are measured with all weights and optimizer states on the GPU, and this training "
+                "offloads them. Set `states='gpu'`, or trace the step without memory: `lightning-ssd profile RECIPE`."
+            )
+        self._module = module
+
     def begin_recording(self) -> None:
         """Records the next forward and its backward."""
-        self._trace_mode = TraceMode([unit.modules for unit in self.units], self._offloader.device)
-        self._enter_mode(self._trace_mode, self._trace_mode.on_saved, self._trace_mode.on_unpacked)
+        if self._module is not None:
+            self._lifetimes = LifetimeRecorder()
+            self._lifetimes.register_model(self.units, self._module, self._optimizers)
+        mode = TraceMode([unit.modules for unit in self.units], self._offloader.device, self._lifetimes)
+        self._trace_mode = mode
+        placement = self._offloader.policy.placement if self._lifetimes is None else KeepAll()
+        self._enter_mode(mode, mode.on_saved, mode.on_unpacked, placement)
 
     def begin_backward(self) -> None:
         """Called between the forward and the backward of every micro-batch."""
@@ -129,6 +163,23 @@ class Profiler(Uncopied):
             self.graph = tracer.graph
             saved = self.graph.saved(self._offloader.min_bytes)
             self.saved = [replace(item, recomputable=item.recomputable and self._allow_recompute) for item in saved]
+            if self._lifetimes is not None:
+                self._traced = tracer
+
+    def begin_optimizer(self) -> None:
+        """Called before each optimizer step, after its backward: records the step's operators for lifetimes."""
+        if self._traced is not None and self._lifetimes is not None and self._optimizer_trace is None:
+            self._lifetimes.register_gradients(self.units)
+            self._optimizer_trace = OptimizerTrace(self._traced, self._lifetimes)
+            self._optimizer_trace.__enter__()
+
+    def end_optimizer(self) -> None:
+        """Called at the end of every step: ends the recording of lifetimes."""
+        trace, self._optimizer_trace, self._traced = self._optimizer_trace, None, None
+        if trace is not None and self._lifetimes is not None:
+            trace.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._lifetimes.register_model(self.units, None, self._optimizers)  # states of a first step
+            self._lifetimes.close()
 
     # ---- one micro-batch in which each recomputable saved tensor is recomputed and compared ----
 
@@ -168,15 +219,24 @@ class Profiler(Uncopied):
         mode: UnitDispatchMode,
         on_saved: Callable[[torch.UntypedStorage, SavedStorage], None],
         on_unpacked: Callable[[SavedStorage], None],
+        placement: PlacementPolicy | None = None,
     ) -> None:
-        """Runs the next forward inside `mode`, with callbacks for saved and unpacked storages."""
-        policy = self._offloader.policy
-        self._mode_before = policy.mode
-        self._offloader.run(replace(policy, mode=mode, on_saved=on_saved, on_unpacked=on_unpacked))
+        """Runs the next forward inside `mode`, with callbacks for saved and unpacked storages.
+
+        Args:
+            mode: the mode.
+            on_saved: as in `OffloadPolicy`.
+            on_unpacked: as in `OffloadPolicy`.
+            placement: as in `OffloadPolicy`; None: it does not change.
+        """
+        policy = self._policy_before = self._offloader.policy
+        changes: dict[str, Any] = {} if placement is None else {"placement": placement}
+        self._offloader.run(replace(policy, mode=mode, on_saved=on_saved, on_unpacked=on_unpacked, **changes))
 
     def _leave_mode(self) -> None:
-        policy = self._offloader.policy
-        self._offloader.run(replace(policy, mode=self._mode_before, on_saved=None, on_unpacked=None))
+        policy, before = self._offloader.policy, self._policy_before
+        placement = before.placement if isinstance(policy.placement, KeepAll) else policy.placement
+        self._offloader.run(replace(policy, mode=before.mode, placement=placement, on_saved=None, on_unpacked=None))
 
     # ---- ordinary steps ----
 
@@ -264,10 +324,27 @@ class Profiler(Uncopied):
     def close(self) -> None:
         """Removes all hooks and modes."""
         self._stop_recording()
+        self.end_optimizer()
         self.end_checking()
         self._unhook()
 
     # ---- results ----
+
+    def lifetimes(self, name: str) -> LifetimeProfile:
+        """Returns the recorded lifetimes of all tensors, after `profile`, or another wait for the device.
+
+        Args:
+            name: name of the model in the profile.
+
+        Raises:
+            ValueError: no whole step was recorded, such as with gradient accumulation.
+        """
+        if self._lifetimes is None or not self._lifetimes.closed:
+            raise ValueError(
+                "Lifetimes of tensors need a step of one micro-batch that Lightning makes. Set "
+                "`accumulate_grad_batches=1`, and `automatic_optimization=True`."
+            )
+        return self._lifetimes.profile(name, self._clock, self.graph, self.saved)
 
     def name_of(self, unit_call: UnitCall) -> str:
         """Returns the name of a call in profiles and plans."""

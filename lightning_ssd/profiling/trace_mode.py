@@ -275,7 +275,7 @@ class OptimizerTrace(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":
+        if func.namespace in ("prim", "profiler"):
             return func(*args, **(kwargs or {}))
         result, span = self._trace.time(func, args, kwargs or {})
         if span is not None:
