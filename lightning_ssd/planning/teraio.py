@@ -174,9 +174,16 @@ class _Search:
         self.nbytes = np.array(step.nbytes, dtype=np.float64)
         self.pressure: Floats = np.maximum(0.0, self.nbytes - machine.gpu_bytes)
         self.host: Floats = np.full(self.count, float(step.host_bytes))
-        self.starts: Floats = np.concatenate([[0.0], np.cumsum(self.seconds)])
+        self.times: list[float] = np.concatenate([[0.0], np.cumsum(np.tile(self.seconds, 2))]).tolist()
+        """Begin of each operator, for two steps, because periods reach into the next one."""
         self.links = {"out": machine.link_out * self.seconds, "in": machine.link_in * self.seconds}
         self.drives = [{"out": write * self.seconds, "in": read * self.seconds} for read, write in machine.drives]
+        self.rooms: dict[tuple[str, int], Floats] = {}
+        """Bytes that can be carried while each operator of two steps runs, by direction and drive."""
+        for direction, link in self.links.items():
+            self.rooms[direction, HOST] = np.tile(link, 2)
+            for drive, rates in enumerate(self.drives):
+                self.rooms[direction, drive] = np.tile(np.minimum(link, rates[direction]), 2)
         writes = inf if machine.host_bytes > self.host[0] else sum(write for _, write in machine.drives)
         self.most_out = min(machine.link_out, writes) * float(np.sum(step.seconds))
         """Bytes that can leave the GPU in a step that is not lengthened."""
@@ -316,7 +323,7 @@ class _Search:
         start, stop = first + 1, last
         if start >= stop:
             return None, SATURATED
-        elapsed = self._time(start) - self._time(after + 1), self._time(before) - self._time(stop)
+        elapsed = self.times[start] - self.times[after + 1], self.times[before] - self.times[stop]
         idle = size / self.machine.rate(drive, "out"), size / self.machine.rate(drive, "in")
         # Transfers end with an operator: one operator more is no sign of saturation.
         slack = self.seconds[(start - 1) % self.count], self.seconds[stop % self.count]
@@ -329,26 +336,15 @@ class _Search:
         None: it does not end before `stop`.
         """
         way = 1 if start <= stop else -1
+        room = self.rooms[direction, drive]
         done, count = 0.0, CHUNK
         while start != stop:
             end = start + way * min(count, abs(stop - start))
-            low, high = (start, end) if way > 0 else (end + 1, start + 1)
-            total = np.cumsum(self._room(direction, drive, low, high)[::way])
+            total = _ordered(room, start, end).cumsum()
             if done + total[-1] >= size:
-                return start + way * int(np.searchsorted(total, size - done))
+                return start + way * int(total.searchsorted(size - done))
             done, start, count = done + float(total[-1]), end, 4 * count
         return None
-
-    def _time(self, operator: int) -> float:
-        """Returns the begin of an operator, of the next step if it is larger than the last one of this."""
-        return float(self.starts[operator % self.count] + operator // self.count * self.starts[-1])
-
-    def _room(self, direction: str, drive: int, start: int, stop: int) -> Floats:
-        """Returns the bytes that can be carried while each operator of a range runs."""
-        link = self._window(self.links[direction], start, stop)
-        if drive == HOST:
-            return link
-        return np.minimum(link, self._window(self.drives[drive][direction], start, stop))
 
     def _window(self, values: Floats, start: int, stop: int) -> Floats:
         parts = [values[first:last] for first, last in wrapped(start, stop, self.count)]
@@ -398,18 +394,27 @@ class _Search:
 
     def _carry(self, direction: str, drive: int, start: int, stop: int, size: float) -> None:
         """Removes `size` bytes from the timeline, from operator `start` on, backwards if `stop` is before it."""
-        low, high = (start, stop) if start <= stop else (stop + 1, start + 1)
-        room = self._room(direction, drive, low, high)
-        if start > stop:
-            room = room[::-1]
-        carried = np.minimum(room, np.maximum(0.0, size - (np.cumsum(room) - room)))
+        room = _ordered(self.rooms[direction, drive], start, stop)
+        total = room.cumsum()
+        used = min(len(room), int(total.searchsorted(size)) + 1)
+        carried = room[:used].copy()
+        if used and total[used - 1] > size:
+            carried[-1] -= total[used - 1] - size
+        low = start if start <= stop else start - used + 1
         carried = carried if start <= stop else carried[::-1]
         done = 0
-        for first, last in wrapped(low, high, self.count):
+        for first, last in wrapped(low, low + used, self.count):
             part = carried[done : done + last - first]
-            self.links[direction][first:last] -= part
+            link = self.links[direction][first:last]
+            link -= part
             if drive != HOST:
                 self.drives[drive][direction][first:last] -= part
+            for step in (0, self.count):
+                self.rooms[direction, HOST][step + first : step + last] = link
+                for other, rates in enumerate(self.drives):
+                    np.minimum(
+                        link, rates[direction][first:last], out=self.rooms[direction, other][step + first : step + last]
+                    )
             done += last - first
 
     def necessary(self) -> list[Migration]:
@@ -425,6 +430,11 @@ class _Search:
             else:
                 kept.append(migration)
         return kept[::-1]
+
+
+def _ordered(values: Floats, start: int, stop: int) -> Floats:
+    """Returns the values from `start` to before `stop`, backwards if `stop` is before `start`."""
+    return values[start:stop] if start <= stop else values[stop + 1 : start + 1][::-1]
 
 
 def _covers(migration: Migration, operator: int, count: int) -> bool:
