@@ -491,7 +491,7 @@ def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, 
 
 
 def _machine(profile: str | Path | None, drive: Path | None, config: Any) -> Any:
-    """Returns a machine's profile: that of a file, or one measured with the drive of a directory or a recipe, if any."""
+    """Returns a machine's profile: that of a file, or one measured with the drive of a directory or recipe, if any."""
     from lightning_ssd.planning import HardwareProfile
 
     if profile is not None:
