@@ -29,7 +29,7 @@ class Parsed(Exception):
 def test_a_documented_command_parses(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for name in ("recipe.yaml", "file.ckpt"):
+    for name in ("recipe.yaml", "file.ckpt", "lifetimes.json"):
         (tmp_path / name).touch()
     parse_args = argparse.ArgumentParser.parse_args
 
