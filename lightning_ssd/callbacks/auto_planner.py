@@ -1,5 +1,6 @@
 """`AutoPlanner`: decides for `offload="auto"`, from measured memory, whether tensors are kept, planned or offloaded."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.region_planner import RegionPlanner
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
+from lightning_ssd.callbacks.shape_planner import ShapePlanner
 from lightning_ssd.callbacks.step_profiling import StepProfiling
 from lightning_ssd.callbacks.swap_planner import SwapPlanner, compiled_frames, obstacle_to_planning
 from lightning_ssd.sizes import format_bytes
@@ -46,32 +48,6 @@ PROVEN = 16
 MAX_FAILED_PROFILES = 3
 """Profiles that micro-batches which ran out of memory may end, before the training is not planned."""
 
-MAX_UNPLANNED = 4
-"""Micro-batches unlike the planned ones before the training is planned again. It doubles with each plan."""
-
-
-class LargestBatchPlanner(SwapPlanner):
-    """A `SwapPlanner` that records a large batch, within its budget of steps, because larger ones are not planned.
-
-    Args:
-        gpu_memory: bytes of the device that the training may use in all.
-        batches: batches of the training.
-    """
-
-    _logs_metrics = False  # the user has added no planner, and gets no columns of it
-
-    def __init__(self, gpu_memory: int, batches: SeenBatches) -> None:
-        super().__init__(gpu_memory=gpu_memory, warm_up=1)
-        self._batches = batches
-
-    @override
-    def may_record(self, batch: Any) -> bool:
-        return self._batches.is_large(BatchShape.of(batch))
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        return None  # a training that ends before there is a plan needs none
-
 
 class AutoPlanner(pl.Callback):
     """Decides for `offload="auto"`, from the memory of the first steps, how saved tensors are treated.
@@ -85,8 +61,8 @@ class AutoPlanner(pl.Callback):
       for larger batches, when other parameters are trained, and when allocated memory grows.
     - `"plan"`: the device lacks room. A `SwapPlanner` is added to the Trainer's callbacks, which profiles the training
       and plans which tensors are kept, offloaded and recomputed, and, with `states="auto"`, the tiers of offloaded
-      model states. Micro-batches that may need more memory than the planned one offload all saved tensors. If there
-      are many of them, the training is planned again.
+      model states. Micro-batches that may need more memory than a planned one offload all saved tensors. If there are
+      many of them, they are planned, too, so that batches of a few shapes have a plan each (`ShapePlanner`).
       In a training with compiled code, whose operators are not visible, a `RegionPlanner` plans instead.
     - `"offload"`: the device lacks room, and the training can't be planned, because several processes train, for
       example. Saved tensors without room are offloaded, as in the first steps.
@@ -109,7 +85,7 @@ class AutoPlanner(pl.Callback):
 
     def _reset(self) -> None:
         self.outcome: Outcome = "measuring"
-        self.planner: SwapPlanner | None = None
+        self.planner: ShapePlanner | None = None
         self.regions: RegionPlanner | None = None
         self._guard: MemoryGuard | None = None
         """Compares micro-batches with measured ones; `None`: the callback does nothing."""
@@ -137,13 +113,10 @@ class AutoPlanner(pl.Callback):
         """The plan's policy, while another one is in force for one micro-batch."""
         self._placement: PlacementPolicy | None = None
         """Placement of that other policy."""
-        self._num_unplanned = 0
-        """Micro-batches since the last plan that did not follow it."""
-        self._patience = MAX_UNPLANNED
         self._rule: object = None
-        """The outcome, and the plan or the phase of profiling, of the last micro-batch."""
-        self._proven = 0
-        """Micro-batches in a row under that rule that had enough memory."""
+        """The outcome, and the plan or the phase of profiling, of the present micro-batch."""
+        self._proven: Counter[object] = Counter()
+        """Micro-batches under each rule that had enough memory, since one ran out of it."""
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
         self._failed_profiles = 0
@@ -161,7 +134,7 @@ class AutoPlanner(pl.Callback):
     @property
     def may_run_out(self) -> bool:
         """Whether the present micro-batch is prepared to run out of memory: it is one of the first under its rule."""
-        return self._guard is not None and self._proven < PROVEN
+        return self._guard is not None and self._proven[self._rule] < PROVEN
 
     # ---- a training ----
 
@@ -197,22 +170,21 @@ class AutoPlanner(pl.Callback):
             if self.planner is None:  # the planner counts its own steps
                 self._profiling_budget.begin_step()
         self._shape = BatchShape.of(batch)
-        if not self._batches.covers(self._shape):
-            self._proven = 0
+        larger = not self._batches.covers(self._shape)
         if self._shape is not None:
             self._batches.add(self._shape)
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
         if self.planner is None:
             self._apply_limit(trainer, offloader, self._guard, trained)
         else:
-            self._apply_plan(trainer, offloader, self.planner, self._guard, trained)
+            self._apply_plan(trainer, offloader, self.planner, self._guard)
         swaps, regions = self.planner, self.regions
         if regions is not None:
             regions.begin_micro_batch(begins_step=self._at_boundary)
-        plan = None if swaps is None else (swaps.measuring, swaps.calibrating, id(swaps.plan))
-        rule = self.outcome, plan, None if regions is None else regions.rule
-        if rule != self._rule:
-            self._rule, self._proven = rule, 0
+        plan = None if swaps is None else swaps.rule
+        self._rule = self.outcome, plan, None if regions is None else regions.rule
+        if larger:
+            self._proven[self._rule] = 0
         self._at_boundary = False
 
     @override
@@ -247,7 +219,7 @@ class AutoPlanner(pl.Callback):
         self._restore(offloader)
         if self.regions is not None:
             self.regions.end_micro_batch()
-        self._proven += 1
+        self._proven[self._rule] += 1
         if self.planner is None:
             self._guard.end(self._shape)
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
@@ -266,10 +238,6 @@ class AutoPlanner(pl.Callback):
                 self._decide(trainer, pl_module, self._guard)
             else:
                 self.regions.end_step(ran_out=ran_out)
-        elif self._num_unplanned >= self._patience and not self.planner.measuring:
-            self._num_unplanned = 0
-            self._patience *= 2
-            self.planner.plan_again("batches or allocated memory are larger than those that were planned")
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -337,9 +305,7 @@ class AutoPlanner(pl.Callback):
         self.outcome = "plan"
         reason = "not all of them have room" if self._short else "offloaded model states may be moved"
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
-        self._num_unplanned = 0
-        self._patience = MAX_UNPLANNED
-        planner = LargestBatchPlanner(int(guard.limit.meter.limit()), self._batches)
+        planner = ShapePlanner(guard.limit.meter, self._batches)
         planner.on_train_start(trainer, pl_module)
         planner.continue_budget(self._profiling_budget)
         self.planner = planner
@@ -385,35 +351,15 @@ class AutoPlanner(pl.Callback):
     # ---- under a plan ----
 
     def _apply_plan(
-        self,
-        trainer: pl.Trainer,
-        offloader: ActivationOffloader,
-        planner: SwapPlanner,
-        guard: MemoryGuard,
-        trained: tuple[bool, ...],
+        self, trainer: pl.Trainer, offloader: ActivationOffloader, planner: SwapPlanner, guard: MemoryGuard
     ) -> None:
-        """Has the present micro-batch offload all saved tensors if it may need more memory than the planned one.
-
-        If it does not, and the plan keeps all, hooks are disabled.
-        """
-        if planner.recording:
-            guard.record(self._shape, trained)
-            self._num_unplanned = 0
-        # Prefetched weights make allocated bytes differ from step to step.
-        offloads_states = getattr(trainer.strategy, "model_states", None) is not None
-        planned = guard.is_planned(self._shape, trained, begins_step=self._at_boundary and not offloads_states)
+        """Disables hooks for the present micro-batch if it follows a plan that keeps all."""
         if planner.measuring or planner.plan is None or planner.prediction is None:
             return  # all saved tensors are offloaded
-        policy = offloader.policy
-        if planned:
-            spare = ResidentLimit.SPARE * planner.prediction.gpu_peak_bytes <= guard.limit.meter.limit()
-            self._replace(
-                offloader, replace(policy, hooks_enabled=offloads_states or not (planner.plan.keeps_all and spare))
-            )
-            return
-        self._num_unplanned += 1
-        placement = OffloadAll(tuple(offloader.tiers))
-        self._replace(offloader, replace(policy, placement=placement, mode=None, hooks_enabled=True))
+        offloads_states = getattr(trainer.strategy, "model_states", None) is not None
+        spare = ResidentLimit.SPARE * planner.prediction.gpu_peak_bytes <= guard.limit.meter.limit()
+        enabled = offloads_states or not (planner.plan.keeps_all and spare)
+        self._replace(offloader, replace(offloader.policy, hooks_enabled=enabled))
 
     def _replace(self, offloader: ActivationOffloader, policy: OffloadPolicy) -> None:
         """Puts `policy` in place of the plan's for the present micro-batch."""
@@ -442,7 +388,8 @@ class AutoPlanner(pl.Callback):
             f"offload='auto': the {_name(offloader)} has run out of memory in the {part} of a micro-batch, which is "
             "run again with all saved tensors offloaded."
         )
-        self._proven, self._ran_out, self._short = 0, True, True
+        self._proven.clear()
+        self._ran_out = self._short = True
         self._restore(offloader)
         if self.planner is not None:
             self._failed_profiles += self.planner.measuring

@@ -1,4 +1,4 @@
-"""`MemoryGuard`: finds micro-batches that may need more device memory than measured, or planned, ones."""
+"""`MemoryGuard`: finds micro-batches that may need more device memory than measured ones."""
 
 from lightning_ssd.activations import ResidentLimit
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
@@ -7,14 +7,11 @@ __all__ = ["MemoryGuard"]
 
 
 class MemoryGuard:
-    """Compares each micro-batch with those of known memory: by batch, trained parameters and allocated bytes.
+    """Compares each micro-batch with those of known memory: by batch and trained parameters.
 
     Args:
         limit: limit of kept tensors, whose `begin` is called before that of the guard.
     """
-
-    #: Growth of allocated bytes / limit, up to which steps begin like the planned one.
-    GROWTH = 0.01
 
     def __init__(self, limit: ResidentLimit) -> None:
         self.limit = limit
@@ -25,15 +22,9 @@ class MemoryGuard:
         self._discards_batches = False
         """Whether earlier batches are discarded after the present micro-batch."""
         self._seen = SeenBatches()
-        """Batches of measured, or planned, micro-batches."""
+        """Batches of measured micro-batches."""
         self._trained: tuple[bool, ...] | None = None
         """Whether each parameter required gradients in these micro-batches."""
-        self._level = 0
-        """Bytes that were allocated before the planned step."""
-        self._grown = False
-        """Whether more bytes were allocated before the present step."""
-
-    # ---- without a plan ----
 
     def begin(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> None:
         """Begins a micro-batch. If its batch is larger than earlier ones and may not fit, it is measured.
@@ -63,24 +54,3 @@ class MemoryGuard:
             self._seen, self._discards_batches = SeenBatches(), False
         if shape is not None:
             self._seen.add(shape)
-
-    # ---- with a plan ----
-
-    def record(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> None:
-        """Called when the present micro-batch, the first one of a step, is recorded for a plan."""
-        self._seen, self._trained, self._level = SeenBatches(), trained, self.limit.meter.allocated()
-        self._grown = False
-        self.end(shape)
-
-    def is_planned(self, shape: BatchShape | None, trained: tuple[bool, ...], *, begins_step: bool) -> bool:
-        """Returns whether the present micro-batch needs no more memory than the one that was recorded for the plan.
-
-        Args:
-            shape: shape of the batch; `None`: unknown.
-            trained: whether each parameter requires gradients.
-            begins_step: whether the micro-batch is the first one of a step, as the recorded one was.
-        """
-        if begins_step:
-            meter = self.limit.meter
-            self._grown = meter.allocated() > self._level + self.GROWTH * meter.limit()
-        return not self._grown and trained == self._trained and self._seen.covers(shape)

@@ -5,12 +5,14 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from lightning_ssd.activations import (
     ActivationOffloader,
     OffloadAll,
     OffloadOnPressure,
+    OffloadPolicy,
     PlacementPolicy,
     PlanMode,
     UnitDispatchMode,
@@ -45,6 +47,8 @@ PRESSURE_AT = 0.8
 
 HOOKS_OFF_BELOW = 0.5
 """Share of the GPU limit: hooks may be disabled when a plan that keeps everything is predicted to peak below it."""
+
+_NUMBERS = count(1)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class PlanRunner:
         placement: tiers of model states.
         plan: the plan in force.
         prediction: prediction for the plan in force.
+        number: number of the plan in force, another one for each `apply` in this process.
         num_steps: number of steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`.
         hooks_skippable: whether the plan keeps everything and needs little memory, so that hooks may be disabled.
     """
@@ -111,6 +116,7 @@ class PlanRunner:
         self.placement = placement
         self.plan: Plan | None = None
         self.prediction: Prediction | None = None
+        self.number = 0
         self.num_steps = 0
         self.hooks_skippable = False
         self._profiler = profiler
@@ -124,6 +130,8 @@ class PlanRunner:
         available = process_gpu_memory(device) if device.type == "cuda" else math.inf
         self._gpu_limit = min(hardware.gpu_bytes, available)  # bytes that this training may allocate
         self._mode: PlanMode | None = None
+        self._policy: OffloadPolicy | None = None
+        """The policy of the plan in force."""
         self._slowdown = slowdown  # current forward time / recorded forward time
         self._warm_up = 0
         self._step_began: Any = None
@@ -143,6 +151,7 @@ class PlanRunner:
         """
         self.prediction = simulate(self.profile, self.hardware, plan)
         self.plan = plan
+        self.number = next(_NUMBERS)
         if plan.keeps_all:
             self._close_mode()
             self._set_placement(OffloadOnPressure(tuple(self._offloader.tiers), self._is_short), None)
@@ -152,9 +161,25 @@ class PlanRunner:
         else:
             self._set_placement(OffloadAll(tuple(self._offloader.tiers)), self._plan_mode(plan))
             self.hooks_skippable = False
+        self._policy = self._offloader.policy
         self._set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
         self._discard_steps()
+
+    def leave(self, *, in_step: bool) -> None:
+        """Called before steps under another rule; `in_step`: the present step has begun, and is not measured."""
+        if in_step:
+            self._step_began = None
+        else:
+            self._end_step(self._clock.now())
+        self._peak_bytes = self._gpu_peak()
+
+    def enter(self) -> None:
+        """Puts the plan in force again, after `leave`. Its measured steps still count."""
+        assert self.plan is not None and self._policy is not None
+        self._offloader.run(self._policy)
+        self._set_window(self.plan.window_bytes)
+        self._reset_peak()
 
     def stop(self) -> None:
         """Offloads all saved tensors from the next step on, as before the first plan."""
@@ -187,10 +212,14 @@ class PlanRunner:
                     self._stepped = self._states.stepped()
             return
         now = self._clock.now()
+        self._end_step(now)
+        self._step_began = now
+
+    def _end_step(self, now: Any) -> None:
         if self._step_began is not None:
             self._pending.append((self._step_began, now))
             self.num_steps += 1
-        self._step_began = now
+        self._step_began = None
         while self._pending and (seconds := self._clock.elapsed(*self._pending[0])) is not None:
             self._pending.popleft()
             self._seconds.append(seconds)

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +76,39 @@ MAX_FRAGMENT_RESERVE = 0.2
 
 PATIENCE = 2
 """Drifted medians in a row after which the planner plans again."""
+
+
+@dataclass
+class PlanProgress:
+    """Progress from a recorded micro-batch to a plan whose prediction is right.
+
+    Attributes:
+        recorded_bytes: size of the recorded batch; `None`: unknown.
+        recorded_shape: shape of the recorded batch; `None`: unknown.
+        recorded_trained: parameters that required gradients in it.
+        key: key of the plan in the cache.
+        calibrating: True while the calibration plan is in force.
+        calibrations: corrections of the profiles by steps under plans, since they were made.
+        replaced: steps under the plan that a correction has replaced by the one in force.
+        retried: whether the training was profiled again, as measured steps were not explained.
+        compared_plan: the plan that the next three fields belong to.
+        compared_steps: steps of the runner that were compared with the prediction.
+        usual: seconds of a step in the first comparison.
+        drifting: comparisons in a row that have drifted from it.
+    """
+
+    recorded_bytes: int | None = None
+    recorded_shape: BatchShape | None = None
+    recorded_trained: int = 0
+    key: str = ""
+    calibrating: bool = False
+    calibrations: int = 0
+    replaced: Comparison | None = None
+    retried: bool = False
+    compared_plan: Plan | None = None
+    compared_steps: int = 0
+    usual: float | None = None
+    drifting: int = 0
 
 
 class SwapPlanner(StepProfiling):
@@ -165,8 +198,12 @@ class SwapPlanner(StepProfiling):
         """Runs the steps under plans, once the training was profiled; also readable after the training."""
         self.comparison: Comparison | None = None
         """The last comparison of a plan's prediction with measured steps."""
-        self.calibrating = False
+        self._progress = PlanProgress()
+
+    @property
+    def calibrating(self) -> bool:
         """True while the calibration plan is in force."""
+        return self._progress.calibrating
 
     @property
     def profile(self) -> ModelProfile | None:
@@ -197,30 +234,9 @@ class SwapPlanner(StepProfiling):
         _check(trainer, pl_module)
         self._hardware = measure_training_machine(self._offloader) if self._machine is None else self._machine
         """The machine as measured, without the limits of this training."""
-        self.calibrating = False
-        self._recorded_bytes: int | None = None
-        """Size of the recorded batch."""
-        self._recorded_shape: BatchShape | None = None
-        """Shape of the recorded batch."""
-        self._recorded_trained = 0
-        """Parameters that required gradients in the recorded batch."""
+        self._progress = PlanProgress()
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
-        self._compared_plan: Plan | None = None
-        """The plan that the next three fields belong to."""
-        self._compared_steps = 0
-        """Steps of the runner that were compared with the prediction."""
-        self._usual: float | None = None
-        """Seconds of a step in the first comparison."""
-        self._drifting = 0
-        """Comparisons in a row that have drifted from it."""
-        self._calibrations = 0
-        """Corrections of the profiles by steps under plans, since they were made."""
-        self._replaced: Comparison | None = None
-        """Steps under the plan that a correction has replaced by the one in force."""
-        self._retried = False
-        self._key = ""
-        """Key of the present profile's plan in the cache."""
         self._used_keys: set[str] = set()
         """Keys of plans that were read or stored: a training that is profiled again replaces them."""
         self._fragment_reserve = 0.0
@@ -265,13 +281,14 @@ class SwapPlanner(StepProfiling):
     def _toggle_hooks(self, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """Enables the saved-tensor hooks, unless the plan keeps everything and the batch is as large as recorded."""
         if self._phase == "recording":
-            self._recorded_bytes, self._recorded_trained = count_bytes(batch), _count_trained(pl_module)
-            self._recorded_shape = BatchShape.of(batch)
+            progress = self._progress
+            progress.recorded_bytes, progress.recorded_shape = count_bytes(batch), BatchShape.of(batch)
+            progress.recorded_trained = _count_trained(pl_module)
         if self.runner is None or not self.runner.hooks_skippable:
             return
-        if batch_idx == 0 and _count_trained(pl_module) != self._recorded_trained:
+        if batch_idx == 0 and _count_trained(pl_module) != self._progress.recorded_trained:
             self.runner.hooks_skippable = False
-        nbytes, recorded = count_bytes(batch), self._recorded_bytes
+        nbytes, recorded = count_bytes(batch), self._progress.recorded_bytes
         fits = nbytes is not None and recorded is not None and nbytes <= recorded
         self.runner.enable_hooks(not (fits and self.runner.hooks_skippable))
 
@@ -317,7 +334,7 @@ class SwapPlanner(StepProfiling):
         runner = self._make_runner(trainer, profile, hardware, placement)
         calibration = plan_with_coefficient(profile, hardware, 0.0, placement)
         fits = not simulate(profile, hardware, calibration).excess_bytes(hardware)
-        self.calibrating = self.user_plan is None and fits
+        self._progress.calibrating = self.user_plan is None and fits
         if self.calibrating and not self._profiling_budget.allows(WARMUP_AFTER_CHANGE + 1):
             self._skip_calibration()
         if self.calibrating:
@@ -349,7 +366,7 @@ class SwapPlanner(StepProfiling):
         self.runner = PlanRunner(
             self._profiler, self._offloader, self._states, schedulers, profile, hardware, placement, slowdown
         )
-        self._calibrations = 0
+        self._progress.calibrations = 0
         return self.runner
 
     def _gpu_bytes(self) -> int:
@@ -360,7 +377,7 @@ class SwapPlanner(StepProfiling):
         return usable_gpu_memory(device) if device.type == "cuda" else self._hardware.host_bytes
 
     def _skip_calibration(self) -> None:
-        self.calibrating = False
+        self._progress.calibrating = False
         self._log_shortened("the plan is made without a measured step of recomputation")
 
     def _decide(
@@ -392,13 +409,6 @@ class SwapPlanner(StepProfiling):
         log.info("plan from step %d on:\n%s\n%s", self._step, plan.describe(), render_report(report))
         pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
 
-    def plan_again(self, reason: str) -> None:
-        """Profiles and plans the training again, from the next step on; a step is over, and none has begun."""
-        assert self.runner is not None
-        self.calibrating = False
-        pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again.")
-        self._restart_profiling(self.runner)
-
     def _restart_profiling(self, runner: PlanRunner) -> None:
         """Profiles the training again, from the next step on."""
         runner.stop()
@@ -416,12 +426,12 @@ class SwapPlanner(StepProfiling):
         profile = self._make_profile(trainer, pl_module, steps=0)
         placement = current_placement(self._profiler, self._offloader)
         planning = (self._planner, self._gpu_memory == "least", self._per_day)
-        device, shape = self._offloader.device, self._recorded_shape
-        self._key = plan_key(trainer, pl_module, device, profile, placement, shape, planning)
-        if self._key in self._used_keys:
+        device, shape = self._offloader.device, self._progress.recorded_shape
+        self._progress.key = plan_key(trainer, pl_module, device, profile, placement, shape, planning)
+        if self._progress.key in self._used_keys:
             return
-        self._used_keys.add(self._key)
-        cached = self._cache.load(self._key)
+        self._used_keys.add(self._progress.key)
+        cached = self._cache.load(self._progress.key)
         if cached is not None and self._is_valid(cached, profile):
             self._reuse(trainer, pl_module, cached, profile, placement)
 
@@ -471,9 +481,9 @@ class SwapPlanner(StepProfiling):
 
     def _store(self, runner: PlanRunner, plan: Plan) -> None:
         """Stores a plan and the measurements that it was made from."""
-        if self._cache is not None and self._key:
+        if self._cache is not None and self._progress.key:
             cached = CachedPlan(plan, runner.profile, runner.hardware, self._hardware, self._fragment_reserve)
-            self._cache.save(self._key, cached)
+            self._cache.save(self._progress.key, cached)
 
     # ---- model states ----
 
@@ -537,53 +547,54 @@ class SwapPlanner(StepProfiling):
 
     def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, runner: PlanRunner) -> None:
         """Compares measured steps with the prediction, once there are enough of them under the plan in force."""
-        if runner.plan is not self._compared_plan:  # other callers of the runner may have applied it
-            self._compared_plan = runner.plan
-            self._compared_steps, self._usual, self._drifting = 0, None, 0
+        progress = self._progress
+        if runner.plan is not progress.compared_plan:  # other callers of the runner may have applied it
+            progress.compared_plan = runner.plan
+            progress.compared_steps, progress.usual, progress.drifting = 0, None, 0
         if self.calibrating:
             # With few steps the minimum is the best estimate: interruptions of the host lengthen single steps.
             count = self._steps if self._profiling_budget.allows(1) else 1
             comparison = runner.measured(min(count, HISTORY), min)
             if comparison is not None:
-                self.calibrating = False
+                progress.calibrating = False
                 runner.calibrate(comparison, self._tolerance)
                 self._decide(trainer, pl_module, runner)
             return
-        if runner.num_steps < self._compared_steps + MEDIAN_STEPS:
+        if runner.num_steps < progress.compared_steps + MEDIAN_STEPS:
             return
         comparison = runner.measured()
         if comparison is None:
             return  # the device is behind
-        self._compared_steps = runner.num_steps
+        progress.compared_steps = runner.num_steps
         self.comparison = comparison
         fragments = "the allocator has freed its cached memory in steps, because fragments of it were too small"
         fragmented = comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps
         if fragmented and self._reserve_for_fragments(runner, fragments):
             return
         self._log_comparison(trainer, runner, comparison)
-        if self._usual is None:
-            self._usual = comparison.step_seconds
+        if progress.usual is None:
+            progress.usual = comparison.step_seconds
             wrong = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1) > MAX_ERROR
-            replaced, self._replaced = self._replaced, None
+            replaced, progress.replaced = progress.replaced, None
             if replaced is not None and wrong and comparison.step_seconds > replaced.step_seconds:
                 self._return_to(runner, replaced, comparison.step_seconds)
-            elif not self._calibrations or (wrong and self._calibrations < MAX_CALIBRATIONS):
-                self._calibrations += 1
+            elif not progress.calibrations or (wrong and progress.calibrations < MAX_CALIBRATIONS):
+                progress.calibrations += 1
                 self._recalibrate(runner, comparison)
                 if runner.plan is not None:
                     self._store(runner, runner.plan)
             return
-        drift = abs(comparison.step_seconds / self._usual - 1)
-        self._drifting = self._drifting + 1 if drift > self._tolerance else 0
-        if self._drifting == PATIENCE and self.user_plan is None:
-            seconds = f"a step takes {comparison.step_seconds:.3f} s, and took {self._usual:.3f}"
+        drift = abs(comparison.step_seconds / progress.usual - 1)
+        progress.drifting = progress.drifting + 1 if drift > self._tolerance else 0
+        if progress.drifting == PATIENCE and self.user_plan is None:
+            seconds = f"a step takes {comparison.step_seconds:.3f} s, and took {progress.usual:.3f}"
             pl.utilities.rank_zero_info(f"SwapPlanner: {seconds}: planning again.")
             self._restart_profiling(runner)
 
     def plan_smaller(self, reason: str) -> None:
         """Plans with less GPU memory, if there is a plan; a step is over, and none has begun."""
         if self.runner is not None and not self.measuring:
-            self.calibrating = False
+            self._progress.calibrating = False
             self._reserve_for_fragments(self.runner, reason)
 
     def _reserve_for_fragments(self, runner: PlanRunner, reason: str) -> bool:
@@ -602,8 +613,8 @@ class SwapPlanner(StepProfiling):
     def _recalibrate(self, runner: PlanRunner, comparison: Comparison) -> None:
         """Corrects the profiles by the first steps under the plan, and plans again if that helps."""
         explained = runner.calibrate(comparison, self._tolerance)
-        if not explained and self.user_plan is None and not self._retried:
-            self._retried = True
+        if not explained and self.user_plan is None and not self._progress.retried:
+            self._progress.retried = True
             pl.utilities.rank_zero_info(
                 f"SwapPlanner: a step takes {comparison.step_seconds:.3f} s instead of "
                 f"{comparison.predicted.step_seconds:.3f}: measuring again."
@@ -619,7 +630,7 @@ class SwapPlanner(StepProfiling):
         least = self._gpu_memory == "least"
         smaller = least and after.gpu_peak_bytes < (1 - MIN_PLAN_GAIN) * before.gpu_peak_bytes
         if excess[1] < excess[0] or (explained and excess[1] == excess[0] and (faster or smaller)):
-            self._replaced = comparison if excess[1] == excess[0] else None
+            self._progress.replaced = comparison if excess[1] == excess[0] else None
             self._apply(runner, plan)
 
     def _return_to(self, runner: PlanRunner, replaced: Comparison, seconds: float) -> None:
@@ -630,12 +641,13 @@ class SwapPlanner(StepProfiling):
             replaced: steps under the plan before.
             seconds: measured seconds of a step under its successor.
         """
-        self._calibrations = MAX_CALIBRATIONS
+        self._progress.calibrations = MAX_CALIBRATIONS
         pl.utilities.rank_zero_info(
             f"SwapPlanner: a step took {replaced.step_seconds:.3f} s under the plan before, and takes {seconds:.3f} s "
             "under this one: the plan before is applied again."
         )
         self._apply(runner, replaced.plan)
+        self._store(runner, replaced.plan)
 
     def _log_comparison(self, trainer: pl.Trainer, runner: PlanRunner, comparison: Comparison) -> None:
         predicted = comparison.predicted
@@ -656,7 +668,7 @@ class SwapPlanner(StepProfiling):
                 {f"SwapPlanner/{name}": value for name, value in metrics.items()},
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
-        if self._usual is None:
+        if self._progress.usual is None:
             peak = f"predicted {format_bytes(predicted.gpu_peak_bytes)}"
             if comparison.gpu_peak_bytes:
                 peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_ssd.activations.placement import OffloadExcess
 from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
+from lightning_ssd.callbacks.planned_shapes import PlannedShapes
 from lightning_ssd.callbacks.seen_batches import BatchShape
 from tests.support.allocator import TRAININGS, Allocator, Training
 
@@ -108,14 +109,15 @@ def least_memory(training: Training, micros: list[Micro]) -> int:
 def train_by_default(training: Training, memory: Allocator, micros: list[Micro], *, plannable: bool) -> list[int]:
     """Trains under the rules of `AutoPlanner`, and returns the peak of each micro-batch.
 
-    A plan keeps as many storages as have room in the step that is recorded, beside all gradients.
+    A plan keeps as many storages as have room in the step that is recorded, beside all gradients. Each shape has one.
     """
     limit = ResidentLimit(memory)
     placement, guard = OffloadExcess(("host",), limit), MemoryGuard(limit)
     run = Run(training, memory)
     memory.change(training.weights)
     peaks, expected, steps = [], 0, 0
-    planning, planned_room, left, short, distrusted = False, None, 0.0, False, 0
+    plans: PlannedShapes[float] = PlannedShapes(memory)
+    planning, left, short, recorded, unplanned = False, 0.0, False, 0, 0
     for number, micro in enumerate(micros):
         run.happen(micro.event)
         begins_step = number % training.accumulate == 0
@@ -137,29 +139,32 @@ def train_by_default(training: Training, memory: Allocator, micros: list[Micro],
                 placement.end()
                 expected = saved
             guard.end(shape)
-        elif planned_room is None and begins_step:
-            guard.record(shape, trained)
-            peaks.append(run.micro_batch(micro, lambda nbytes: False))
-            needed = peaks[-1] + (sum(run.gradients(micro)) if training.accumulate > 1 else 0)
-            planned_room, distrusted = max(0.0, memory.most - needed - guard.GROWTH * memory.most), 0
-        elif planned_room is None or not guard.is_planned(shape, trained, begins_step=begins_step):
-            distrusted += 1
-            peaks.append(run.micro_batch(micro, lambda nbytes: False))
         else:
-            left = planned_room
+            if begins_step:
+                plans.begin_step(compare_bytes=True)
+            found = plans.find(shape, trained)
+            unplanned += found is None
+            if found is None and begins_step and (recorded == 0 or unplanned >= 3):
+                planned = plans.make(shape, trained, 0.0)
+                peaks.append(run.micro_batch(micro, lambda nbytes: False))
+                needed = peaks[-1] + (sum(run.gradients(micro)) if training.accumulate > 1 else 0)
+                planned.state = max(0.0, memory.most - needed - plans.GROWTH * memory.most)
+                plans.add(planned)
+                recorded, unplanned = recorded + 1, 0
+            else:
+                left = 0.0 if found is None else found.state
 
-            def keep(nbytes: int) -> bool:
-                nonlocal left
-                left -= nbytes
-                return left >= 0
+                def keep(nbytes: int) -> bool:
+                    nonlocal left
+                    left -= nbytes
+                    return left >= 0
 
-            peaks.append(run.micro_batch(micro, keep))
+                peaks.append(run.micro_batch(micro, keep))
         if (number + 1) % training.accumulate == 0:
             run.step(micro)
             steps += 1
             planning |= plannable and short and steps >= 2 and not limit.measuring
             short = False
-            planned_room = None if distrusted >= 3 else planned_room
     return peaks
 
 

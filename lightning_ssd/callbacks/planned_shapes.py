@@ -1,0 +1,96 @@
+"""`PlannedShapes`: the plans of a training, one for each of a few shapes of batches."""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from lightning_ssd.activations.resident_limit import AllocatorMeter
+from lightning_ssd.callbacks.seen_batches import BatchShape
+
+__all__ = ["PlannedShape", "PlannedShapes"]
+
+StateT = TypeVar("StateT")
+
+
+@dataclass(eq=False)
+class PlannedShape(Generic[StateT]):
+    """A plan, and the micro-batch that was recorded for it.
+
+    Attributes:
+        shape: shape of the recorded batch; `None`: unknown.
+        trained: whether each parameter required gradients.
+        level: bytes that were allocated before the recorded step.
+        state: the plan.
+    """
+
+    shape: BatchShape | None
+    trained: tuple[bool, ...]
+    level: int
+    state: StateT
+
+    def covers(self, shape: BatchShape | None) -> bool:
+        """Returns whether a batch of that shape is, tensor by tensor, no larger than the recorded one."""
+        return shape is not None and self.shape is not None and shape.is_within(self.shape)
+
+
+class PlannedShapes(Generic[StateT]):
+    """Finds the plan of a micro-batch: that of its shape, or that of the smallest shape that is no smaller.
+
+    A plan is not found for a micro-batch that may need more memory than the recorded one: if its batch is larger, if
+    other parameters are trained, or if more bytes were allocated before its step.
+
+    Args:
+        meter: the device's allocator.
+    """
+
+    #: Most plans. The least recently used one is removed.
+    COUNT = 8
+    #: Growth of allocated bytes / limit, up to which steps begin like the recorded one.
+    GROWTH = 0.01
+    #: Bytes of a batch / those of the recorded one, below which a plan is no good one for the batch, although it fits.
+    CLOSE = 0.8
+
+    def __init__(self, meter: AllocatorMeter) -> None:
+        self._meter = meter
+        self._level = 0
+        """Bytes that were allocated before the present step; 0: not compared."""
+        self._plans: list[PlannedShape[StateT]] = []
+
+    def begin_step(self, *, compare_bytes: bool) -> None:
+        """Called when a step begins; `compare_bytes` is False if steps begin with any number of allocated bytes."""
+        self._level = self._meter.allocated() if compare_bytes else 0
+
+    def make(self, shape: BatchShape | None, trained: tuple[bool, ...], state: StateT) -> PlannedShape[StateT]:
+        """Returns a plan for the present micro-batch, which is recorded. `find` does not find it before `add`."""
+        return PlannedShape(shape, trained, self._level, state)
+
+    def add(self, planned: PlannedShape[StateT]) -> list[PlannedShape[StateT]]:
+        """Adds a plan in place of one of the same shape; returns the plans that were removed."""
+        removed = [one for one in self._plans if one is not planned and one.shape == planned.shape]
+        self._plans = [one for one in self._plans if one is not planned and one not in removed]
+        removed += self._plans[: -self.COUNT + 1]
+        self._plans = [*self._plans[-self.COUNT + 1 :], planned]
+        return removed
+
+    def remove(self, planned: PlannedShape[StateT]) -> None:
+        """Removes a plan, if it was added."""
+        self._plans = [one for one in self._plans if one is not planned]
+
+    def find(self, shape: BatchShape | None, trained: tuple[bool, ...]) -> PlannedShape[StateT] | None:
+        """Returns the plan of the present micro-batch; `None`: there is none."""
+        most = self._level - self.GROWTH * self._meter.limit()
+        fitting = [one for one in self._plans if one.covers(shape) and one.trained == trained and one.level >= most]
+        if not fitting:
+            return None
+        found = min(fitting, key=lambda one: (one.shape != shape, one.shape.nbytes if one.shape is not None else 0))
+        self._plans.remove(found)
+        self._plans.append(found)
+        return found
+
+    def is_close(self, planned: PlannedShape[StateT], shape: BatchShape) -> bool:
+        """Returns whether a plan was made for a batch of about the size of `shape`."""
+        return planned.shape is not None and shape.nbytes >= self.CLOSE * planned.shape.nbytes
+
+    def clear(self) -> list[PlannedShape[StateT]]:
+        """Removes all plans, and returns them."""
+        plans, self._plans = self._plans, []
+        return plans

@@ -1,0 +1,189 @@
+"""`ShapePlanner`: plans a training whose batches have a few shapes, with a plan for each."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ssd._lightning import pl
+from lightning_ssd.activations.resident_limit import AllocatorMeter
+from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner, offload_all
+from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes
+from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
+from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
+from lightning_ssd.callbacks.swap_planner import PlanProgress, SwapPlanner
+from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile
+from lightning_ssd.profiling import Profiler
+
+__all__ = ["ShapePlanner"]
+
+MAX_UNPLANNED = 4
+"""Micro-batches without a plan before another one is made. It doubles with each plan."""
+
+LOOSE = 8
+"""Micro-batches under a plan for much larger batches that count as one without a plan."""
+
+
+class _State(NamedTuple):
+    """The state of a `SwapPlanner` that belongs to one plan."""
+
+    profiler: Profiler
+    runner: PlanRunner
+    progress: PlanProgress
+    comparison: Comparison | None
+
+
+class ShapePlanner(SwapPlanner):
+    """A `SwapPlanner` that makes a plan for each of a few shapes of batches.
+
+    The first plan is made for a large batch, within the budget of profiling. A micro-batch follows the plan of its
+    shape, or that of the smallest planned shape that is no smaller. If there is none, as the batch is larger, other
+    parameters are trained, or more memory is allocated, all saved tensors are offloaded. If many micro-batches have no
+    plan, or one for much larger batches, the training is profiled with a batch of theirs. Each plan is corrected by
+    steps under it alone.
+
+    Args:
+        meter: the device's allocator, whose limit is the memory that the training may use.
+        batches: batches of the training before there is a planner, and of the whole training later.
+    """
+
+    _logs_metrics = False  # the user has added no planner, and gets no columns of it
+
+    def __init__(self, meter: AllocatorMeter, batches: SeenBatches) -> None:
+        super().__init__(gpu_memory=int(meter.limit()), warm_up=1)
+        self._batches = batches
+        self._plans: PlannedShapes[_State | None] = PlannedShapes(meter)
+        self._planned: PlannedShape[_State | None] | None = None
+        """The plan in force, or that of the recorded micro-batch; `None`: all saved tensors are offloaded."""
+        self._recordable = batches
+        """Batches of which a large one may be recorded."""
+        self._unplanned = SeenBatches()
+        """Batches without a plan of about their size, since the last plan was made."""
+        self._num_unplanned = 0.0
+        self._patience = MAX_UNPLANNED
+        self._parameters: tuple[Tensor, ...] = ()
+
+    @property
+    def rule(self) -> object:
+        """Compares equal for micro-batches that follow one plan, or are profiled, or offload all saved tensors."""
+        return self._phase, None if self.runner is None else self.runner.number
+
+    @override
+    def may_record(self, batch: Any) -> bool:
+        return self._recordable.is_large(BatchShape.of(batch))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._parameters = tuple(pl_module.parameters())
+        super().on_train_start(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        shape, trained = BatchShape.of(batch), tuple(parameter.requires_grad for parameter in self._parameters)
+        if self._at_boundary:
+            # Prefetched weights make allocated bytes differ from step to step.
+            self._plans.begin_step(compare_bytes=self._states is None)
+        if not self.measuring:
+            self._follow(trainer, pl_module, shape, trained)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self.recording:
+            if self._planned is not None:
+                self._plans.remove(self._planned)  # it is profiled again
+            self._planned = self._plans.make(shape, trained, None)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        return None  # a training that ends before there is a plan needs none
+
+    @override
+    def _end(self) -> None:
+        for planned in self._plans.clear():
+            self._close(planned)
+        self._planned = None
+        self._recordable = self._batches
+        super()._end()
+
+    @override
+    def _make_runner(
+        self,
+        trainer: pl.Trainer,
+        profile: ModelProfile,
+        hardware: HardwareProfile,
+        placement: FixedPlacement,
+        slowdown: float = 1.0,
+    ) -> PlanRunner:
+        runner = super()._make_runner(trainer, profile, hardware, placement, slowdown)
+        assert self._planned is not None
+        for removed in self._plans.add(self._planned):
+            self._close(removed)
+        return runner
+
+    @override
+    def _restart_profiling(self, runner: PlanRunner) -> None:
+        super()._restart_profiling(runner)
+        self._recordable = SeenBatches()
+        if self._planned is not None and self._planned.shape is not None:
+            self._recordable.add(self._planned.shape)
+
+    # ---- plans of several shapes ----
+
+    def _follow(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        shape: BatchShape | None,
+        trained: tuple[bool, ...],
+    ) -> None:
+        """Puts the plan of the present micro-batch in force, or has the training profiled with it."""
+        found = self._plans.find(shape, trained)
+        if found is not self._planned:
+            self._leave()
+            if found is not None:
+                self._enter(found)
+        if shape is None:
+            return
+        keeps_all = self.plan is not None and self.plan.keeps_all
+        if found is not None and (keeps_all or self._plans.is_close(found, shape)):
+            return
+        self._unplanned.add(shape)
+        self._num_unplanned += 1 if found is None else 1 / LOOSE
+        # A larger batch may be one of a kind: it is not waited for without end.
+        large = self._unplanned.is_large(shape) or self._num_unplanned > 2 * self._patience
+        if self._num_unplanned > self._patience and self._at_boundary and large and not self.calibrating:
+            self._plan(trainer, pl_module, shape)
+
+    def _plan(self, trainer: pl.Trainer, pl_module: pl.LightningModule, shape: BatchShape) -> None:
+        """Has the training profiled with the present batch."""
+        pl.utilities.rank_zero_info(
+            "SwapPlanner: batches or allocated memory differ from those that were planned: planning for them, too."
+        )
+        self._leave()
+        self._progress = PlanProgress()
+        self._profiling_budget = ProfilingBudget()
+        self._unplanned, self._num_unplanned = SeenBatches(), 0.0
+        self._patience *= 2
+        self._recordable = SeenBatches()
+        self._recordable.add(shape)
+        self._begin(trainer, pl_module, 1)
+
+    def _leave(self) -> None:
+        """Offloads all saved tensors, until another plan is in force."""
+        if self._planned is not None and self.runner is not None and self._profiler is not None:
+            self.runner.leave(in_step=not self._at_boundary)
+            self._planned.state = _State(self._profiler, self.runner, self._progress, self.comparison)
+        self._planned = self.runner = self.comparison = None
+        offload_all(self._offloader)
+
+    def _enter(self, planned: PlannedShape[_State | None]) -> None:
+        assert planned.state is not None
+        self._planned = planned
+        self._profiler, self.runner, self._progress, self.comparison = planned.state
+        self.runner.enter()
+
+    def _close(self, planned: PlannedShape[_State | None]) -> None:
+        state, planned.state = planned.state, None
+        if state is not None and planned is not self._planned:
+            state.runner.close()
+            state.profiler.close()

@@ -1,0 +1,199 @@
+"""Batches of several shapes: a plan for each, all saved tensors of new ones offloaded, plain Lightning's numbers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
+from lightning_ssd.callbacks import AutoPlanner, plan_cache, plan_runner, shape_planner
+from lightning_ssd.callbacks.offloader import find_offloader
+from lightning_ssd.callbacks.planned_shapes import PlannedShapes
+from lightning_ssd.callbacks.seen_batches import BatchShape
+from tests.support.compare import assert_same
+from tests.support.limited_memory import LimitedMemory
+from tests.support.meter import Meter, use
+from tests.support.plans import BOTH, quiet_trainer
+
+pytestmark = pytest.mark.timeout(180)
+
+Shape = tuple[int, int]
+
+WIDE, TALL, LARGE, SMALL = (4, 32), (32, 4), (16, 32), (8, 16)
+
+
+class Layers(pl.LightningModule):
+    """Takes batches of any shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = batch[..., None].expand(-1, -1, 8)
+        for layer in self.layers:
+            hidden = torch.nn.functional.dropout(layer(hidden).tanh(), 0.1)
+        return hidden.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class See(pl.Callback):
+    """Records the dispatch mode of each micro-batch, and the plan in force."""
+
+    def __init__(self) -> None:
+        self.modes: list[str] = []
+        self.plans: list[int] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        offloader = find_offloader(trainer)
+        assert offloader is not None
+        auto = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner))
+        swaps = auto.planner
+        self.modes.append(type(offloader.policy.mode).__name__)
+        self.plans.append(0 if swaps is None or swaps.plan is None or swaps.measuring else id(swaps.plan))
+
+
+def fit(strategy: Any, shapes: Sequence[Shape], callbacks: Sequence[pl.Callback] = (), **how: Any) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    module, data = Layers(), [torch.randn(shape) for shape in shapes]
+    with TemporaryDirectory() as root:
+        trainer = quiet_trainer(Path(root), strategy=strategy, callbacks=list(callbacks), max_epochs=1, **how)
+        trainer.fit(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type]
+    return dict(module.state_dict())
+
+
+def fit_short(shapes: Sequence[Shape], monkeypatch: pytest.MonkeyPatch, **how: Any) -> See:
+    """Trains where saved tensors do not fit, and compares the weights with plain Lightning's."""
+    see = See()
+    use(Meter(2e4, 19_000), monkeypatch)
+    assert_same(fit("auto", shapes, **how), fit(SSDOffloadStrategy(**BOTH), shapes, [see], **how))
+    return see
+
+
+def test_alternating_shapes_have_a_plan_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither shape is within the other. Each is recorded once; then both follow their plans for good."""
+    see = fit_short([WIDE, TALL] * 28, monkeypatch)
+    assert see.modes.count("TraceMode") == 2
+    last = see.plans[-8:]
+    assert 0 not in last and len(set(last)) == 2
+    assert see.modes[-8:] == ["PlanMode"] * 8
+
+
+def test_a_larger_last_batch_of_an_epoch_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_planner, "MAX_UNPLANNED", 2)
+    see = fit_short([*[SMALL] * 20, *([LARGE, *[SMALL] * 3] * 8)], monkeypatch, accumulate_grad_batches=1)
+    assert see.modes.count("TraceMode") == 2
+    assert set(see.modes[-8:]) == {"PlanMode"} and len(set(see.plans[-8:])) == 2
+
+
+def test_a_small_shape_under_a_large_plan_has_a_plan_of_its_own_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shape_planner, "LOOSE", 2)
+    see = fit_short([*[LARGE] * 16, *[SMALL] * 22, LARGE, SMALL], monkeypatch)
+    assert see.modes[16:24] == ["PlanMode"] * 8 and len(set(see.plans[15:24])) == 1
+    assert see.modes.count("TraceMode") == 2 and len(set(see.plans[-2:])) == 2
+
+
+class BatchClock:
+    """Its unit of time is a batch."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def now(self) -> int:
+        return self.batches
+
+    def elapsed(self, start: int, end: int) -> float:
+        return float(end - start)
+
+
+def test_steps_of_other_shapes_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step under a plan lasts one batch, although batches of the other shape are between two of them."""
+    clock, measured = BatchClock(), []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            clock.batches += 1
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            planner = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner)).planner
+            assert planner is not None and planner.runner is not None
+            measured.extend([planner.runner.measured(4, min), planner.runner.measured(4, max)])
+
+    use(Meter(2e4, 19_000), monkeypatch)
+    monkeypatch.setattr(plan_runner, "make_clock", lambda device: clock)
+    fit(SSDOffloadStrategy(**BOTH), [WIDE, TALL] * 28, [Look()])
+    assert [comparison.step_seconds for comparison in measured] == [1.0, 1.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 3)), max_size=40))
+def test_the_plan_of_a_micro_batch_was_made_for_one_that_needs_as_much_memory(
+    events: list[tuple[int, int, bool, int]],
+) -> None:
+    meter = Meter(100, 0)
+    plans: PlannedShapes[tuple[BatchShape, tuple[bool, ...], int]] = PlannedShapes(meter)
+    for rows, length, trained, meter.level in events:
+        plans.begin_step(compare_bytes=True)
+        shape = BatchShape(((rows, length),), 4 * rows * length)
+        found = plans.find(shape, (trained,))
+        if found is None:
+            planned = plans.make(shape, (trained,), (shape, (trained,), meter.level))
+            assert plans.find(shape, (trained,)) is None
+            assert len(plans.add(planned)) <= 1 and plans.find(shape, (trained,)) is planned
+        else:
+            recorded, of, level = found.state
+            assert shape.is_within(recorded) and of == (trained,) and meter.level <= level + 1
+    assert len(plans.clear()) <= PlannedShapes.COUNT
+
+
+def least_memory(shapes: Sequence[Shape], **how: Any) -> int:
+    memory = LimitedMemory()
+    with memory:
+        scheduler = PrefetchScheduler(window_bytes=0)
+        fit(SSDOffloadStrategy(**BOTH, offload=1.0), shapes, [memory.counting, scheduler], **how)
+    return memory.highest_ever
+
+
+def check_never_out_of_memory(pool: Sequence[Shape], order: Sequence[int], share: float, accumulate: int) -> None:
+    """Trains within `share` of the memory that offloading everything needs."""
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    shapes = [pool[index % len(pool)] for index in order]
+    memory = LimitedMemory(share * least_memory(shapes, **how))
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as root:
+        patch.setattr(plan_cache, "plans_directory", lambda: Path(root) / "plans")
+        patch.setattr(shape_planner, "MAX_UNPLANNED", 2)
+        use(memory, patch)
+        with memory:
+            found = fit(SSDOffloadStrategy(**BOTH), shapes, [memory.counting], **how)
+    assert_same(fit("auto", shapes, **how), found)
+
+
+SHAPES = st.tuples(st.integers(1, 24), st.integers(1, 24))
+
+
+def test_shapes_that_alternate_at_the_limit_do_not_run_out_of_memory() -> None:
+    check_never_out_of_memory([(8, 24), (24, 8), (10, 24)], [0, 1] * 12 + [2, 0, 1] * 6, 1.05, 1)
+
+
+@pytest.mark.thorough
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(SHAPES, min_size=1, max_size=4),
+    st.lists(st.integers(0, 3), min_size=8, max_size=50),
+    st.floats(1.01, 1.6),
+    st.integers(1, 2),
+)
+def test_random_shapes_never_run_out_of_memory_where_offloading_everything_fits(
+    pool: list[Shape], order: list[int], share: float, accumulate: int
+) -> None:
+    check_never_out_of_memory(pool, order, share, accumulate)
