@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_ssd.activations.resident_limit import AllocatorMeter
+from lightning_ssd.activations import AllocatorMeter
 from lightning_ssd.callbacks.seen_batches import BatchShape
 
 __all__ = ["PlannedShape", "PlannedShapes"]

@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations.resident_limit import AllocatorMeter
+from lightning_ssd.activations import AllocatorMeter
 from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner, offload_all
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
