@@ -61,6 +61,25 @@ def test_keeps_as_much_as_there_is_room_for() -> None:
     assert memory.resets == 1
 
 
+def test_memory_is_withheld_after_a_failure_only_where_the_room_was_known() -> None:
+    """A first micro-batch that runs out of memory shows no limit: the bytes of everything else are unknown."""
+    training = Training(500, [100] * 10, [100] * 10, [0] * 10, 1)
+    most = max(training.run(None, Allocator(), 8)) + 650
+    rooms = []
+    for fails_first, fails_last in [(False, False), (True, False), (False, True)]:
+        memory = Allocator()
+        memory.most = most
+        limit = ResidentLimit(memory)
+        if fails_first:
+            limit.lower()
+        training.run(SSDTrainAuto({"host": TierSpeed(0, 0)}, limit), memory, 12)
+        if fails_last:
+            limit.lower()
+        limit.begin(1000)
+        rooms.append(limit.room_bytes)
+    assert rooms == [650.0, 650.0, pytest.approx(650 - ResidentLimit.WITHHELD * most)]
+
+
 def test_a_larger_batch_keeps_no_more() -> None:
     """Storages beyond the expected ones are not kept, either."""
     training = Training(500, [100] * 10, [0] * 10, [0] * 10, 1)
