@@ -29,7 +29,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "foreach": lambda view: torch._foreach_mul_([view], 0.75),
     "out": lambda view: torch.mul(view, 0.75, out=view),
     "out of a product": lambda view: torch.matmul(view.clone(), torch.eye(view.size(-1)) * 0.5, out=view),
-    "statistics": lambda view: F.batch_norm(ROWS[:, : len(view)], view, torch.ones(len(view)), training=True),
+    "statistics": lambda view: F.batch_norm(ROWS[:, : view.numel()], view, torch.ones(view.numel()), training=True),
     "data": lambda view: view.data.mul_(0.75),
     "detach": lambda view: view.detach().sub_(0.125),
     "view of it": lambda view: view.view_as(view).mul_(0.5),
@@ -135,7 +135,7 @@ NAMED = (
 )
 """Errors in place of a result: each names its cause, and the last three are autograd's own."""
 
-ONLY_PLAIN = ("created in no_grad mode", "is a view and", "functions with out=")
+ONLY_PLAIN = ("created in no_grad mode", "is a view and", "functions with out=", "is not differentiable")
 """Errors of plain training alone, about views that autograd would have to follow: here they are written through."""
 
 
