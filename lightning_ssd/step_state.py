@@ -9,6 +9,7 @@ either. Global variables, files and loggers are not recorded.
 """
 
 import argparse
+import functools
 import io
 import random
 import sys
@@ -49,6 +50,8 @@ _ATOMS = (
     torch.utils.data.Dataset, torch.optim.Optimizer,
 )  # fmt: skip
 """Types of objects that have no state, or whose state no `training_step` changes."""
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 _HOLDERS = (SimpleNamespace, argparse.Namespace, UserDict, UserList)
 """Python's own classes whose attributes are a user's values."""
@@ -115,25 +118,17 @@ class StepState:
         found = list(values)
         while found:
             value = found.pop()
-            if id(value) in self._seen or isinstance(value, _ATOMS):
+            kind: Any = type(value)  # mypy takes classes for unhashable
+            if _is_atom(kind) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
             found += self._record_one(value, copy=copy)
 
     def _record_one(self, value: Any, *, copy: bool) -> Iterable[object]:
         """Records one object, and returns the objects that it refers to."""
-        if isinstance(value, Tensor):
-            self._record_tensor(value, copy=copy)
-            return ()
-        if isinstance(value, np.ndarray):
-            if value.flags.writeable:  # others may be mapped files
-                self._record_array(value)
-            return ()
-        if (restore := _restore_generator(value)) is not None:
-            self._restores.append(restore)
-            return ()
-        if isinstance(value, Iterator | io.IOBase):
-            self._opaque = type(value)
+        kind: Any = type(value)
+        if _is_special(kind):
+            self._record_special(value, copy=copy)
             return ()
         referred: list[object] = []
         if isinstance(value, dict):
@@ -154,11 +149,22 @@ class StepState:
             self._restores.append(lambda: _refill(attributes, before))
             module = isinstance(value, nn.Module)
             referred += [each for name, each in before.items() if not (module and name.endswith("_hooks"))]
-        if slots := _slots(type(value)):
+        if slots := _slots(kind):
             given = {slot: slot.__get__(value) for slot in slots if _is_set(slot, value)}
             self._restores.append(lambda: _refill_slots(value, slots, given))
             referred += given.values()
         return referred
+
+    def _record_special(self, value: Any, *, copy: bool) -> None:
+        if isinstance(value, Tensor):
+            self._record_tensor(value, copy=copy)
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable:  # others may be mapped files
+                self._record_array(value)
+        elif (restore := _restore_generator(value)) is not None:
+            self._restores.append(restore)
+        else:
+            self._opaque = type(value)
 
     def _may_copy(self, nbytes: int) -> bool:
         """Returns whether a tensor or array of `nbytes` may be copied, and if so, counts it."""
@@ -184,11 +190,16 @@ class StepState:
             self._compared.append((tensor, tensor._version))
             return
         data = tensor.data
-        before = data.cpu() if data.device.type != "cpu" else data.clone()
+        if data.device.type == "cuda":
+            # Copied in the order of the stream, so that the host does not wait; torch's allocator of page-locked
+            # memory reuses the bytes when the copies from and to them are done.
+            before = torch.empty_like(data, device="cpu", pin_memory=True).copy_(data, non_blocking=True)
+        else:
+            before = data.clone()
 
         def restore() -> None:
             tensor.data = data  # the counter of versions stays, as autograd may have saved the tensor
-            data.copy_(before)
+            data.copy_(before, non_blocking=True)
 
         self._restores.append(restore)
 
@@ -204,6 +215,22 @@ class RandomState:
         fabric.utilities.seed._set_rng_states(dict(self._states))
 
 
+# Questions about classes are answered once: models have thousands of objects of a few classes.
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_atom(kind: type) -> bool:
+    """Returns whether objects of a class are not recorded."""
+    return issubclass(kind, _ATOMS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_special(kind: type) -> bool:
+    """Returns whether objects of a class have a state besides their elements and attributes."""
+    return issubclass(kind, (Tensor, np.ndarray, *_GENERATORS, Iterator, io.IOBase))
+
+
+@functools.lru_cache(maxsize=1024)
 def _is_recorded(kind: type) -> bool:
     """Returns whether attributes of objects of a class are recorded.
 
@@ -218,9 +245,11 @@ def _is_recorded(kind: type) -> bool:
 def _attributes(value: object) -> dict[str, Any] | None:
     """Returns the attributes of an object that are recorded; `None`: none are."""
     attributes = getattr(value, "__dict__", None)
-    return attributes if isinstance(attributes, dict) and _is_recorded(type(value)) else None
+    kind: Any = type(value)
+    return attributes if isinstance(attributes, dict) and _is_recorded(kind) else None
 
 
+@functools.lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[MemberDescriptorType, ...]:
     """Returns the `__slots__` of a class that are recorded."""
     if not _is_recorded(kind):
