@@ -117,7 +117,7 @@ def test_the_default_reuses_plans_with_the_numbers_of_plain_lightning(monkeypatc
         thorough({"model": lambda: Small(optimizer=torch.optim.AdamW)}),
         thorough({"swaps": planner(gpu_memory="least")}),
     ],
-    ids=str,
+    ids=["batch", "frozen", "accumulation", "clipping", "layers", "optimizer", "budget"],
 )
 def test_another_training_does_not_use_it(change: dict[str, Any], tmp_path: Path) -> None:
     fit(tmp_path, steps=8)
