@@ -223,9 +223,8 @@ def _tensor(number: int, lifetime: _Lifetime, backward_start: int, last: int) ->
     """
     kind, freed = lifetime.kind, lifetime.freed
     if kind is None:
-        saved = (
-            (lifetime.allocated or 0) < backward_start and bool(lifetime.uses) and lifetime.uses[-1] >= backward_start
-        )
+        # Constants of later phases are seen first as arguments, so that no operator seems to have allocated them.
+        saved = bool(lifetime.uses) and lifetime.uses[0] < backward_start <= lifetime.uses[-1]
         kind = "communication buffer" if lifetime.communicates else "saved tensor" if saved else "transient"
     if freed is None and kind not in ("weight", "optimizer state"):
         freed = lifetime.uses[-1] if kind == "gradient" and lifetime.uses else last

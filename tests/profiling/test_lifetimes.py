@@ -116,6 +116,18 @@ def test_the_training_does_not_change_and_nothing_stays_installed(tmp_path: Path
     assert not any(profiled.hooked[:1]) and not any(profiled.hooked[6:])
 
 
+def test_constants_of_an_optimizer_are_no_saved_tensors(tmp_path: Path) -> None:
+    class Foreach(Model):
+        """Its optimizer adds a constant to the steps of all parameters, as it does on a GPU by default."""
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), foreach=True)
+
+    profile, _ = measured(Foreach, TOKENS, tmp_path)
+    saved = [one for one in profile.tensors if one.kind == "saved tensor"]
+    assert saved and {profile.operators[one.uses[-1]].phase for one in saved} == {"backward"}
+
+
 def test_the_first_step_can_be_measured(tmp_path: Path) -> None:
     """Optimizer states are allocated in it."""
     profile, _ = measured(*MODELS[0], tmp_path, warm_up=1)
