@@ -602,6 +602,7 @@ class SwapPlanner(StepProfiling):
         if self.user_plan is not None or self._fragment_reserve >= MAX_FRAGMENT_RESERVE:
             return False
         self._fragment_reserve += FRAGMENT_RESERVE_STEP
+        self._progress.replaced = None  # the plan before may need more memory than is left
         limit = int((1 - self._fragment_reserve) * self._gpu_bytes())
         pl.utilities.rank_zero_info(f"SwapPlanner: {reason}: planning again with {format_bytes(limit)} of the GPU.")
         runner.hardware = replace(runner.hardware, gpu_bytes=limit)

@@ -540,11 +540,12 @@ def test_a_later_plan_whose_prediction_is_wrong_corrects_the_profile_too(time: C
 
 
 class SlowAfterward(TinyGPT):
-    """Steps last 1.1 times their prediction under the first plan, and `factor` times under the next one."""
+    """Steps last 1.1 times their prediction under the first plan, and `factor` times under later ones."""
 
     def __init__(self, planner: SwapPlanner, time: Clock, factor: float) -> None:
         super().__init__("none")
-        vars(self).update(planner=planner, time=time, factors=iter((1.1, factor)), seconds={})
+        factors = itertools.chain((1.1,), itertools.repeat(factor))
+        vars(self).update(planner=planner, time=time, factors=factors, seconds={})
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         plan = self.planner.plan
@@ -555,11 +556,14 @@ class SlowAfterward(TinyGPT):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("factor", "returns"), [(1.0, False), (4.0, True)])
+@pytest.mark.parametrize(("factor", "runs_out"), [(1.0, False), (4.0, False), (4.0, True)])
 def test_a_plan_whose_steps_are_slower_than_those_before_is_taken_back(
-    time: Clock, monkeypatch: pytest.MonkeyPatch, factor: float, returns: bool
+    time: Clock, monkeypatch: pytest.MonkeyPatch, factor: float, runs_out: bool
 ) -> None:
-    """The planner makes a plan that keeps all first, and a smaller one when steps have corrected the profiles."""
+    """The planner makes a plan that keeps all first, and smaller ones later: when steps have corrected the profiles.
+
+    If a step runs out of memory after that, there is too little for the first plan.
+    """
     made: list[Plan] = []
 
     def make(profile: ModelProfile, hardware: HardwareProfile, planner: Any, placement: Any) -> Plan:
@@ -569,13 +573,22 @@ def test_a_plan_whose_steps_are_slower_than_those_before_is_taken_back(
             made.append(make_plan(profile, hardware, planner, placement))
         return made[-1]
 
+    class RunOut(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if runs_out and len(made) == 2:
+                first.plan_smaller("a step has run out of memory")
+
     monkeypatch.setattr(swap_planner, "plan_for_least_memory", make)
     first = planner(gpu_memory="least")
     applied = AppliedPlans(first)
     slow = SlowAfterward(first, time, factor)
-    train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], model=lambda _: slow, steps=36, recorded=False)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied, RunOut()], model=lambda _: slow, steps=36,
+          recorded=False)  # fmt: skip
     plans = [found.plan for found in applied.found if not found.calibrating]
-    assert plans == ([made[0], made[1], made[0]] if returns else made[:2])
+    if runs_out:
+        assert len(plans) > 2 and made[0] not in plans[1:]
+    else:
+        assert plans == ([made[0], made[1], made[0]] if factor > 1 else made[:2])
 
 
 class Fragmented(Meter):
