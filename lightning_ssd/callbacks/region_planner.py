@@ -144,7 +144,7 @@ class RegionPlanner:
     @property
     def rule(self) -> object:
         """Compares equal as long as micro-batches have the same code and the same rules."""
-        return self._phase, id(self.applied)
+        return self._phase, self._budget.value, len(self.trials)
 
     @property
     def memory_budget(self) -> float:
