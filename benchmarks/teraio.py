@@ -218,7 +218,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         strategy = SSDOffloadStrategy(**how)
         budget = "auto" if torch.cuda.is_available() else int(case["gpu"])
         kind: Any = "holistic" if mode == "holistic" else "teraio"
-        planner = SwapPlanner(planner=kind, gpu_memory=budget)
+        planner = SwapPlanner(planner=kind, gpu_memory=budget, cache=False)
     probe = Probe(planner)
     callbacks: list[pl.Callback] = [probe] if planner is None else [planner, probe]
     trainer = quiet_trainer(PRECISIONS[case["precision"]], strategy, -1, callbacks, path)
