@@ -34,6 +34,7 @@ def compiled_regions(module: nn.Module) -> Iterator[nn.Module]:
 def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
     """Makes every call of `module` call `before` before it and `after` after it, also after an error.
 
+    `after` is not called if `before` has raised an error, or was not called because another hook had raised one.
     Wrappers of later calls of this function are outside of earlier ones.
 
     Returns:
@@ -51,8 +52,20 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
 
         return restore
     # If only `forward` is compiled, module hooks run outside of the compiled code.
-    first = module.register_forward_pre_hook(ModuleHook(lambda *_: before()), prepend=True)
-    last = module.register_forward_hook(ModuleHook(lambda *_: after()), always_call=True)
+    begun: list[bool] = []
+    """For each running call, whether `before` has returned: torch calls `end` after errors of all hooks."""
+
+    def begin(*_: object) -> None:
+        begun.append(False)
+        before()
+        begun[-1] = True
+
+    def end(*_: object) -> None:
+        if begun and begun.pop():
+            after()
+
+    first = module.register_forward_pre_hook(ModuleHook(begin), prepend=True)
+    last = module.register_forward_hook(ModuleHook(end), always_call=True)
 
     def remove() -> None:
         first.remove()

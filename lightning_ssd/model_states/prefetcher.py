@@ -91,9 +91,14 @@ class ParamPrefetcher:
         with self._lock:
             for flat in self._units[unit]:
                 flat.users += 1
-                self._pull(flat)
-            self._forwards[unit] += torch._C._current_graph_task_id() == -1
-            self._use(unit)
+            try:
+                for flat in self._units[unit]:
+                    self._pull(flat)
+                self._forwards[unit] += torch._C._current_graph_task_id() == -1
+                self._use(unit)
+            except BaseException:
+                self.post_forward(unit)
+                raise
 
     def post_forward(self, unit: int) -> None:
         """Ends a forward of `unit`, also after an error."""

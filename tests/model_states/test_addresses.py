@@ -122,3 +122,25 @@ def test_memory_has_the_values_of_plain_training_or_is_refused(
         assert {key for key in mine.keys() - refused if not same(mine[key], theirs[key])} == set()
     assert same(dict(trained.state_dict()), dict(expected.state_dict()))
     print(refused)
+
+
+def test_addresses_are_valid_after_forwards_that_could_not_begin(tmp_path: Path) -> None:
+    """A hook of user code that runs first raises an error, and the trace of a module is refused."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("of the user")
+
+    def attempt(module: Any) -> None:
+        block, row = module.blocks[0], torch.ones(1, 8)
+        with block.register_forward_pre_hook(fail, prepend=True), pytest.raises(KeyError, match="of the user"):
+            block(row)
+        with pytest.raises(RuntimeError, match="`torch.jit.trace` of Block"):
+            torch.jit.trace(block, row)
+
+    module = Toy("on_train_batch_start", attempt)
+    valid: list[bool] = []
+    module.blocks[0].up.register_forward_pre_hook(
+        lambda owner, _: valid.append(same(_at(owner.weight.data_ptr(), owner.weight), owner.weight.detach().clone()))
+    )
+    fit(tmp_path, module, "host")
+    assert len(valid) >= 3 and all(valid)
