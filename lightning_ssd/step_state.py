@@ -186,7 +186,8 @@ class StepState:
         if tensor.is_leaf:
             self.leaves.append(tensor)
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.grad_fn is None
-        if not (copy and plain and self._may_copy(tensor.nbytes)):
+        # Expanded tensors can't be written, only the tensors that they are views of.
+        if not (copy and plain and torch._debug_has_internal_overlap(tensor) != 1 and self._may_copy(tensor.nbytes)):
             self._compared.append((tensor, tensor._version))
             return
         data = tensor.data

@@ -51,6 +51,7 @@ class Stateful(pl.LightningModule):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("zeros", torch.zeros(1).expand(2), persistent=False)  # no tensor to write to
         self.metric = MeanMetric()
         self.counts, self.seen, self.by_name, self.number = Counts(), [], {"sum": torch.zeros(())}, 0
         self.noise, self.python = torch.Generator().manual_seed(3), random.Random(4)
