@@ -9,7 +9,7 @@ __all__ = ["compile_seconds", "records_cuda_graphs"]
 
 
 def compile_seconds() -> float:
-    """Returns the seconds that `torch.compile` has taken in this process."""
+    """Returns the seconds that `torch.compile` has taken in this process since the last `torch.compiler.reset`."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
 

@@ -92,6 +92,7 @@ class RegionPlanner:
     Attributes:
         applied: the trial in force, or being timed; `None` before the first one.
         trials: the trials that have ended, in their order.
+        spent_seconds: seconds in which code was compiled again.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RegionPlanner:
     ) -> None:
         self.applied: Trial | None = None
         self.trials: list[Trial] = []
+        self.spent_seconds = 0.0
         self._offloader = offloader
         self._limit = limit
         self._schedulers = schedulers
@@ -119,10 +121,8 @@ class RegionPlanner:
         """Values of `activation_memory_budget` that were tried."""
         self._compile_seconds = compile_seconds()
         """Seconds that the code of the training takes to compile, as measured last."""
-        self._spent_seconds = 0.0
-        """Seconds in which code was compiled again."""
         self._compiled_before = 0.0
-        """Seconds of all compilation in this process when the present one began."""
+        """`compile_seconds` when the present compilation began."""
         self._timeline: SavedTimeline | None = None
         self._window_bytes = 0
         """Window of the recorded micro-batch, in which the limit was measured."""
@@ -333,7 +333,7 @@ class RegionPlanner:
         if fastest < math.inf and fastest <= trial.seconds:
             return None  # more recomputation has made steps slower
         # After this trial code is compiled again, and once more if an earlier one was faster.
-        if self._spent_seconds + 2 * self._compile_seconds > MAX_COMPILE_SECONDS:
+        if self.spent_seconds + 2 * self._compile_seconds > MAX_COMPILE_SECONDS:
             return None
         free = sum(timeline.sizes[index] for index in timeline.movable - timeline.early(self._window_bytes))
         excess = free - self._room_bytes - free_bytes(timeline, self._speeds(), TOLERATED_STALL / 2)
@@ -344,8 +344,8 @@ class RegionPlanner:
 
     def _compile(self, value: float) -> None:
         """Has code compiled with another `activation_memory_budget` in the next step."""
-        self._compiled_before = compile_seconds()
         self._budget.change(value)
+        self._compiled_before = compile_seconds()  # `change` has reset torch's count
         # The memory of the code is not known: its micro-batches offload all.
         self._limit.restart()
         self._apply(Trial(value, None, 0))
@@ -353,7 +353,7 @@ class RegionPlanner:
 
     def _end_compilation(self) -> None:
         self._compile_seconds = compile_seconds() - self._compiled_before
-        self._spent_seconds += self._compile_seconds
+        self.spent_seconds += self._compile_seconds
         self._phase = "recording"
 
     # ---- the decision ----
