@@ -579,18 +579,6 @@ class _Values(torch.autograd.Function):
         return gradient, None
 
 
-class _ViewOfCopy(torch.autograd.Function):
-    """A view of a copy of a parameter, which can't be written in place while autograd follows it."""
-
-    @staticmethod
-    def forward(ctx: Any, view: Tensor) -> Tensor:
-        return view.view_as(view)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 def _weights(parameter: OffloadedParameter) -> Weights:
     assert isinstance(parameter.source, Weights)
     return parameter.source
