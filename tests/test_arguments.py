@@ -37,7 +37,7 @@ SIZES = {
     "min_bytes": (),
     "staging_memory": (),
 }
-FLAGS = ("checksum", "recover")
+FLAGS = ("checksum", "compile", "recover")
 ARGUMENTS = sorted(set(inspect.signature(SSDOffloadStrategy).parameters) - LIGHTNINGS)
 
 TEXTS = ["", " ", "50%", "150%", "-5%", "all", "10G", "10GB", "10GiB", "24", "0.5", "1.5", "8 GiB", "s3://a"]

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from typing_extensions import override
-
 from lightning_ssd.activations.placement import OffloadExcess
 from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.planning import StoragePlan
@@ -38,13 +36,11 @@ class PlannedExcess(OffloadExcess):
         self._follows = True
         """Whether the micro-batch has saved the storages of the plan so far."""
 
-    @override
     def begin(self, expected_bytes: int) -> None:
         super().begin(expected_bytes)
         self._position, self._follows = 0, True
         self.limit.reserve(self._reserved_bytes)
 
-    @override
     def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         position, self._position = self._position, self._position + 1
         self._follows &= position < len(self._planned) and self._planned[position][0] == nbytes
