@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ssd.device import CopyEngine, make_copy_engine
+from lightning_ssd.device import CopyEngine, Worker, make_copy_engine
 from lightning_ssd.model_states.budget import MemoryPlan, plan_memory
 from lightning_ssd.model_states.buffers import SpareMemory, StateStaging
 from lightning_ssd.model_states.config import Setup
@@ -179,8 +179,10 @@ def assemble(
     if setup.lazy_seconds:
         for store in offloaded.stores.values():
             store.spare = spare
+    worker = Worker("cpu-optimizer")
+    undo.callback(worker.close)
     nbytes = StateBytes(device_bytes, memory_plan.host, spare, ssd_bytes)
-    return ModelStates(module, offloaded, weights, pool, setup, nbytes, journal=journal, recovered=recovered)
+    return ModelStates(module, offloaded, weights, pool, worker, setup, nbytes, journal=journal, recovered=recovered)
 
 
 def check_flats_apart(

@@ -89,7 +89,7 @@ class ModelStates(Uncopied):
     (checkpoints).
 
     Threads: all methods and hooks run on the training thread, or on autograd's thread while the training thread waits
-    in `backward`. Optimizer jobs and accumulations run on the thread `cpu-optimizer`.
+    in `backward`. Optimizer jobs and accumulations run on the thread of `worker`.
 
     Ownership: the model's parameters are views of their flat parameters from construction until `close` or `dissolve`,
     which make them whole on the CPU or return them. All objects of `offloaded` are owned.
@@ -99,6 +99,7 @@ class ModelStates(Uncopied):
         offloaded: flat parameters of the model, whose stores have the model's weights.
         masters: master weights of resident parameters; owned.
         pool: host memory that gradients share; owned. None: each has its own.
+        worker: runs optimizer jobs and accumulations; owned.
         setup: settings of the training.
         nbytes: bytes of memory budgets and allocations.
         journal: records steps for `recover=True`; owned.
@@ -111,6 +112,7 @@ class ModelStates(Uncopied):
         offloaded: OffloadedModel,
         masters: MasterWeights,
         pool: GradientPool | None,
+        worker: Worker,
         setup: Setup,
         nbytes: StateBytes,
         *,
@@ -160,7 +162,6 @@ class ModelStates(Uncopied):
         self._decision = GradScaleDecision(
             copies, clip=setup.config.clip, needs_norm=setup.needs_norm, loss_scaled=setup.loss_scaled
         )
-        worker = Worker("cpu-optimizer")  # after all allocations that may fail: its thread would not be ended
         self._gradients = GradientOffloader(
             gradients, pool, self._prefetcher, copies, worker, self._decision, recorded=journal is not None
         )
