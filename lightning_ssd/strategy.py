@@ -377,6 +377,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             block.compile()
             self._restore_callbacks.append(functools.partial(setattr, block, "_compiled_call_impl", None))
 
+    @uninterrupted  # interrupted, it would leave parameters without memory
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Runs Lightning's setup, and offloads model states before all of them are on the device."""
         assert self.model is not None
@@ -476,6 +477,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             return False
         return self.model_states is not None and not self.model_states.accumulating
 
+    @uninterrupted
     def move_states(self, plan: Plan) -> None:
         """Moves weights and optimizer states to the tiers of `plan`, between two steps.
 
