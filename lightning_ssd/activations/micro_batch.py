@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_ssd.activations.record import SavedStorage, State
 from lightning_ssd.device import Clock, Stopwatch
+from lightning_ssd.planning import needed_early
 from lightning_ssd.types import OFFLOAD_TIERS, OffloadTierName
 
 
@@ -45,15 +46,7 @@ class Pattern:
 
     def needed_early(self, window_bytes: int) -> frozenset[int]:
         """Returns the indices of the storage that backward needed first, and of the next `window_bytes` bytes."""
-        early = set()
-        left = window_bytes
-        for position, index in enumerate(self.order):
-            if position > 0:
-                if left <= 0:
-                    break
-                left -= self.sizes[index]
-            early.add(index)
-        return frozenset(early)
+        return needed_early(self.sizes, self.order, window_bytes)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lightning_ssd.planning.report import Report, make_report, render_report, re
 from lightning_ssd.planning.resident import resident_bytes
 from lightning_ssd.planning.roofline import BANDWIDTHS, Prices, best_throughput, by_hardware, cost_table, roofline
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
-from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, plan_storages
+from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, needed_early, plan_storages
 from lightning_ssd.planning.simulator import Prediction, replay, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.validation import MOST_BYTES, as_mapping, check_not_negative, parse_json
@@ -67,6 +67,7 @@ __all__ = [
     "large_write_endurance",
     "lifetime_seconds",
     "make_plan",
+    "needed_early",
     "make_report",
     "offload_amounts",
     "parse_json",

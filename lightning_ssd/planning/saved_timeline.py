@@ -43,13 +43,7 @@ class SavedTimeline:
 
     def early(self, window_bytes: int) -> frozenset[int]:
         """Returns the storages that are kept because backward needs them first: one, and the next `window_bytes`."""
-        early, left = set(self.order[:1]), window_bytes
-        for index in self.order[1:]:
-            if left <= 0:
-                break
-            left -= self.sizes[index]
-            early.add(index)
-        return frozenset(early)
+        return needed_early(self.sizes, self.order, window_bytes)
 
 
 @dataclass(frozen=True)
@@ -78,6 +72,23 @@ class StoragePlan:
     def offloaded_bytes(self) -> int:
         """Bytes of the storages that are offloaded."""
         return sum(size for size, choice in zip(self.sizes, self.choices, strict=True) if choice != "keep")
+
+
+def needed_early(sizes: Sequence[int], order: Sequence[int], window_bytes: int) -> frozenset[int]:
+    """Returns the indices of the storage that backward needs first, and of the next `window_bytes` bytes.
+
+    Args:
+        sizes: bytes of each storage.
+        order: indices of the storages in the order in which backward uses them first.
+        window_bytes: bytes that are prefetched ahead of use.
+    """
+    early, left = set(order[:1]), window_bytes
+    for index in order[1:]:
+        if left <= 0:
+            break
+        left -= sizes[index]
+        early.add(index)
+    return frozenset(early)
 
 
 def plan_storages(

@@ -20,7 +20,7 @@ COPIES = {"copy in", "copy out"}
     [
         (None, set()),
         ({"states": "gpu", "offload": 1.0}, COPIES),  # host memory is filled first
-        # What is not yet written when backward needs it is not read.
+        # Backward takes storages whose write has not ended from memory, so that the SSD may have no reads.
         ({"states": "gpu", "offload": 1.0, "host_memory": 0}, COPIES | {"SSD write"}),
         ({"states": "host", "offload": "none", "gpu_memory": "1B"}, COPIES | {"CPU optimizer"}),
         ({"states": "ssd", "offload": 1.0, "gpu_memory": "1B"}, COPIES | {"CPU optimizer", "SSD read", "SSD write"}),

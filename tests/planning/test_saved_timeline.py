@@ -1,4 +1,4 @@
-"""Plans of saved storages: what is kept fits, and stalls are those of a link that carries one copy at a time."""
+"""Plans of saved storages: kept storages fit, and stalls are those of a link that carries one copy at a time."""
 
 import pytest
 from hypothesis import given
