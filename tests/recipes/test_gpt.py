@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.recipes import ROOT, logged, no_arguments, read  # noqa: F401
 
 
@@ -23,3 +25,13 @@ def test_recipe_trains_without_this_packages_strategy(tmp_path: Path) -> None:
     assert logged(tmp_path, "train/device/items_per_sec")
     assert logged(tmp_path, "train/device/flops_per_sec")
     assert logged(tmp_path, "lr-AdamW/pg1")
+
+
+def test_the_readmes_first_command_keeps_everything_on_ssd(caplog: pytest.LogCaptureFixture) -> None:
+    command = next(line for line in (ROOT / "README.md").read_text().splitlines() if "lightning run" in line)
+    assert command.endswith("lightning run recipes/gpt.yaml -c configs/machines/laptop-cpu.yaml")
+    quick = ("--model.n_layer=1", "--data.block_size=64", "--data.max_bytes=100000", "--trainer.max_steps=2")
+    with caplog.at_level("INFO", logger="lightning_ssd"):
+        read("gpt", ROOT / "configs/machines/laptop-cpu.yaml", options=quick, run=True)
+    assert "weights are on SSD" in caplog.text and "optimizer states on SSD" in caplog.text
+    assert "activations of 64.00 KiB or more are offloaded to SSD" in caplog.text
