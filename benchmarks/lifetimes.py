@@ -29,7 +29,7 @@ from lightning_ssd.lifetime_report import (
     median_period,
     migratable_share,
 )
-from lightning_ssd.planning import HardwareProfile, LifetimeProfile
+from lightning_ssd.planning import HardwareProfile, LifetimeProfile, migration_traffic
 from lightning_ssd.planning.migration import MigrationMachine, simulate_migrations
 from lightning_ssd.planning.roofline import BANDWIDTHS, by_hardware, roofline
 from lightning_ssd.planning.teraio import plan_teraio
@@ -110,8 +110,8 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
     mean, most = active_share(lifetimes, hardware.gpu_bytes)
     drives = MigrationMachine(hardware.gpu_bytes, HOSTS[2], 64e9, 64e9, (PAPER_DRIVE,) * 4)
     found = simulate_migrations(lifetimes, drives, plan_teraio(lifetimes, drives))
-    axes.set_title(f"{lifetimes.name}: migrations of a step, 4 drives and 128 GB of host memory", fontsize=9)
-    draw_traffic(axes, found, drives)
+    title = f"{lifetimes.name}: migrations of a step, 4 drives and 128 GB of host memory"
+    draw_traffic(axes, migration_traffic(found), title)
     large = [period for period in lifetimes.periods if lifetimes.tensors[period.tensor].nbytes >= 10**7]
     row: dict[str, Any] = {
         "step_seconds": lifetimes.step_seconds,

@@ -337,6 +337,18 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     options.add_argument(
         "--prices", type=_file, metavar="FILE.yaml", help="prices (server, gpu, host_gb, ssd) of --replay's cost table"
     )
+    options.add_argument(
+        "--traffic",
+        type=Path,
+        metavar="PICTURE.png",
+        help="file to draw the bandwidth of all transfers over a simulated step to (Teraio, figure 8)",
+    )
+    options.add_argument(
+        "--timeline",
+        type=_file,
+        metavar="STEP.json",
+        help="timeline of a run with this plan, written by the callback TimelineRecorder, to draw and print beside it",
+    )
     parser = commands.add_parser(
         "plan",
         parents=[options],
@@ -391,6 +403,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
         if args.save is not None:
             plan.save(args.save)
+        traffic = _traffic(model, hardware, plan, args.traffic, args.timeline)
     print(f"{hardware.describe()}\n\n{model.name}: {format_count(model.parameters)} parameters\n")
     print(f"{plan.describe()}\n\n{render_report(report)}")
     if config is not None:
@@ -401,9 +414,27 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             f"\n`callbacks=[SwapPlanner(plan=...)]` applies this plan. Without SwapPlanner, the strategy's arguments "
             f"choose the tiers of states, and a step takes {seconds:.2f} s."
         )
+    for title, one in traffic.items():
+        print(f"\n{title}, transfers of a step: {one.describe()}")
     if args.replay:
         with _reporting(parser):
             _print_replay(config, model, hardware, plan, args.batch, prices)
+
+
+def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, timeline: Path | None) -> dict[str, Any]:
+    """Returns the transfers of a simulated step, and of a recorded one, by their titles, and draws them."""
+    from lightning_ssd.planning import planned_traffic, recorded_traffic
+
+    if picture is None and timeline is None:
+        return {}
+    traffic = {"simulated": planned_traffic(model, hardware, plan)}
+    if timeline is not None:
+        traffic["recorded"] = recorded_traffic(timeline)
+    if picture is not None:
+        from lightning_ssd.lifetime_report import save_traffic
+
+        save_traffic(picture, traffic)
+    return traffic
 
 
 def _print_replay(config: Any, model: Any, hardware: Any, plan: Any, batch: Sequence[str], prices: Any) -> None:

@@ -1,17 +1,19 @@
 """Teraio's characterisation of a training step, as text and as figures, from the lifetimes of its tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_ssd.planning import (
     CLASSES,
+    DIRECTIONS,
     PHASES,
     HardwareProfile,
     LifetimeProfile,
-    MigrationMachine,
-    MigrationPrediction,
+    Traffic,
 )
 from lightning_ssd.sizes import format_bytes, format_seconds
+from lightning_ssd.timeline import COLORS as ROW_COLORS
 from lightning_ssd.timeline import PHASE_COLORS
 
 PAPER_BANDWIDTH = 6.5e9
@@ -158,19 +160,47 @@ def draw_memory(axes: Any, lifetimes: LifetimeProfile, hardware: HardwareProfile
     axes.legend(fontsize=7, loc="upper right")
 
 
-def draw_traffic(axes: Any, found: MigrationPrediction, machine: MigrationMachine) -> None:
-    """Draws the bytes/s of migrations in both directions over a planned step (Teraio, figure 8)."""
-    width = found.step_seconds / BINS
-    for sign, direction, label in ((1, "out", "from the GPU"), (-1, "into", "to the GPU")):
-        nbytes = [0.0] * (BINS + 1)
-        for part in found.traffic:
-            nbytes[max(0, min(BINS, int((part.start + part.seconds / 2) / width)))] += sum(
-                getattr(part, direction).values()
-            )
-        axes.bar([width * one for one in range(BINS + 1)], [sign * one / width / 1e9 for one in nbytes], width,
-                 align="edge", label=label)  # fmt: skip
-    axes.axhline(machine.link_out / 1e9, color="black", linewidth=0.8, linestyle="--")
-    axes.axhline(-machine.link_in / 1e9, color="black", linewidth=0.8, linestyle="--", label="PCIe")
-    axes.set_xlabel("seconds of the step")
-    axes.set_ylabel("GB/s")
-    axes.legend(fontsize=7)
+def draw_traffic(axes: Any, traffic: Traffic, title: str) -> None:
+    """Draws bandwidth over time (Teraio, figure 8): from the GPU above the axis, to the GPU below it.
+
+    Args:
+        axes: matplotlib's axes.
+        traffic: transfers of a simulated or recorded step.
+        title: title of the picture; the mean bandwidths follow.
+    """
+    width = traffic.seconds / BINS
+    starts = [width * one for one in range(BINS)]
+    for direction in DIRECTIONS:
+        sign = 1 if direction in ("copy out", "SSD write") else -1
+        shown = [sign * one / 1e9 for one in traffic.bandwidth(direction, BINS)]
+        if direction.startswith("copy"):
+            axes.bar(starts, shown, width, align="edge", color=ROW_COLORS[direction], label=direction, linewidth=0)
+        else:
+            axes.step(starts, shown, where="post", color=ROW_COLORS[direction], label=direction, linewidth=1)
+    for start in traffic.steps[1:]:
+        axes.axvline(start, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xlim(0, traffic.seconds)
+    means = ", ".join(f"{direction} {traffic.mean(direction) / 1e9:.2f}" for direction in DIRECTIONS)
+    axes.set_title(f"{title}; mean GB/s: {means}", fontsize=9)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("GB/s: from the GPU, to it below 0")
+    axes.legend(fontsize=7, loc="upper right")
+
+
+def save_traffic(path: Path, traffic: Mapping[str, Traffic]) -> None:
+    """Writes a picture (PNG) with the bandwidth over time of several simulated or recorded steps, below each other.
+
+    Args:
+        path: the file.
+        traffic: transfers by their titles.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2 * len(traffic)))
+    for axes, (title, one) in zip(figure.subplots(len(traffic), squeeze=False)[:, 0], traffic.items(), strict=True):
+        draw_traffic(axes, one, title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, format="png")

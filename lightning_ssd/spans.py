@@ -1,12 +1,13 @@
 """Names of the spans in a timeline, and the annotation of work with them."""
 
+import re
 from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
 from torch.autograd import profiler
 
-__all__ = ["COPY_IN", "COPY_OUT", "OPTIMIZER", "SSD_READ", "SSD_WRITE", "WAIT", "span", "wait_for"]
+__all__ = ["COPY_IN", "COPY_OUT", "OPTIMIZER", "SSD_READ", "SSD_WRITE", "WAIT", "name_and_bytes", "span", "wait_for"]
 
 SSD_READ = "ssd read"
 SSD_WRITE = "ssd write"
@@ -20,23 +21,32 @@ WAIT = "wait for "
 
 Result = TypeVar("Result")
 
+_WITH_BYTES = re.compile(r"(.*), (\d+) bytes")
+"""The annotation of a transfer: torch's profiler keeps names alone of the annotations on all threads."""
+
 
 class span:
     """Annotates the work inside of a `with` block for torch's profiler, on any thread.
 
     It differs from torch's `record_function` in two points: it takes almost no time while no profiler records (instead
     of ten microseconds), and dispatch modes do not intercept it as an operator of the forward.
+
+    Args:
+        name: name of the work.
+        nbytes: bytes of a transfer; None: the work is none.
     """
 
-    __slots__ = ("_name", "_record")
+    __slots__ = ("_name", "_nbytes", "_record")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, nbytes: int | None = None) -> None:
         self._name = name
+        self._nbytes = nbytes
         self._record: profiler.record_function | None = None
 
     def __enter__(self) -> None:
         if profiler._is_profiler_enabled:
-            self._record = profiler.record_function(self._name)
+            name = self._name if self._nbytes is None else f"{self._name}, {self._nbytes} bytes"
+            self._record = profiler.record_function(name)
             with torch._C._DisableTorchDispatch():
                 self._record.__enter__()
 
@@ -44,6 +54,12 @@ class span:
         if self._record is not None:
             with torch._C._DisableTorchDispatch():
                 self._record.__exit__(None, None, None)
+
+
+def name_and_bytes(annotation: str) -> tuple[str, int]:
+    """Returns the name of a recorded span, and its bytes: 0 if it is no transfer."""
+    found = _WITH_BYTES.fullmatch(annotation)
+    return (found[1], int(found[2])) if found else (annotation, 0)
 
 
 def wait_for(future: "Future[Result]", work: str) -> Result:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._profiler import _ExperimentalConfig
 
-from lightning_ssd.spans import COPY_IN, COPY_OUT, OPTIMIZER, SSD_READ, SSD_WRITE, WAIT, span
+from lightning_ssd.spans import COPY_IN, COPY_OUT, OPTIMIZER, SSD_READ, SSD_WRITE, WAIT, name_and_bytes, span
 
 COLORS = {
     "compute": "#2a7f3f",
@@ -38,11 +38,19 @@ _ROW_OF = {SSD_READ: "SSD read", SSD_WRITE: "SSD write", COPY_IN: "copy in", COP
 
 
 class Span(NamedTuple):
-    """Work of one resource. Seconds count from the begin of the timeline."""
+    """Work of one resource. Seconds count from the begin of the timeline.
+
+    Attributes:
+        start: begin.
+        end: end.
+        label: name of the work.
+        nbytes: bytes of a copy, or of a read or write of an SSD; 0 for other work.
+    """
 
     start: float
     end: float
     label: str
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,22 +78,23 @@ class Timeline:
         return sum(end - start for start, end in _union(self.rows[row])) / self.seconds if self.seconds else 0.0
 
     def save_trace(self, path: Path) -> None:
-        """Writes a Chrome trace (JSON), for chrome://tracing and ui.perfetto.dev."""
+        """Writes a Chrome trace (JSON), for chrome://tracing and ui.perfetto.dev. Transfers have their bytes."""
         names = ["phases", *self.rows]
         events: list[dict[str, Any]] = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}}
             for number, name in enumerate(names)
         ]
         for number, spans in enumerate([self.phases, *self.rows.values()]):
-            events += [
-                {"name": label, "ph": "X", "pid": 0, "tid": number, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-                for start, end, label in spans
-            ]
+            for start, end, label, nbytes in spans:
+                event = {"name": label, "ph": "X", "pid": 0, "tid": number, "ts": 1e6 * start}
+                event |= {"dur": 1e6 * (end - start)} | ({"args": {"bytes": nbytes}} if nbytes else {})
+                events.append(event)
         events += [
             {"name": f"step {step}", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": 1e6 * start}
             for step, start in self.steps
         ]
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        whole = {"seconds": self.seconds, "device": self.device}
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": whole}))
 
     def save_picture(self, path: Path) -> None:
         """Writes a picture (PNG).
@@ -100,7 +109,7 @@ class Timeline:
         axes = figure.subplots()
         # Spans that are closer than half a pixel are drawn as one.
         near = self.seconds / 2400
-        for start, end, phase in self.phases:
+        for start, end, phase, _ in self.phases:
             axes.broken_barh([(start, end - start)], (-1.4, 0.8), color=PHASE_COLORS[phase], linewidth=0)
             if end - start > self.seconds / 14:
                 axes.text((start + end) / 2, -1, phase, ha="center", va="center", fontsize=8)
@@ -116,7 +125,7 @@ class Timeline:
         axes.set_xlabel("seconds")
         axes.set_title(f"{self.device}; share of the time that each resource is busy", fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-        found = {phase for _, _, phase in self.phases}
+        found = {one.label for one in self.phases}
         patches = [Patch(color=PHASE_COLORS[phase], label=phase) for phase in PHASE_COLORS if phase in found]
         patches += [Patch(color=COLORS[row], label=text) for row, text in self._legend().items()]
         figure.legend(handles=patches, loc="lower center", ncols=4, fontsize=8, frameon=False)
@@ -227,12 +236,15 @@ def read_timeline(
     operators: list[Span] = []
     apart: list[Span] = []
     for event in events:
-        start = event["ts"] / 1e6 - begin
-        one = Span(max(0.0, start), min(seconds, start + event["dur"] / 1e6), event["name"])
+        start, long = event["ts"] / 1e6 - begin, event["dur"] / 1e6
+        name, nbytes = name_and_bytes(event["name"])
+        nbytes = event.get("args", {}).get("bytes", nbytes) if event.get("cat") == "gpu_memcpy" else nbytes
+        one = Span(max(0.0, start), min(seconds, start + long), name)
         if one.end <= one.start or _is_mark(event):
             continue
+        one = one._replace(nbytes=round(nbytes * (one.end - one.start) / long))  # the part in the timeline
         on_training_thread = event.get("tid") == thread
-        row = _row_of(event, on_gpu=on_gpu, on_training_thread=on_training_thread)
+        row = _row_of(event.get("cat"), name, on_gpu=on_gpu, on_training_thread=on_training_thread)
         if row is not None:
             rows[row].append(one)
             if on_training_thread:
@@ -254,9 +266,8 @@ def _is_mark(event: dict[str, Any]) -> bool:
     return str(event["name"]).startswith(_MARK)
 
 
-def _row_of(event: dict[str, Any], *, on_gpu: bool, on_training_thread: bool) -> str | None:
+def _row_of(category: str | None, name: str, *, on_gpu: bool, on_training_thread: bool) -> str | None:
     """Returns the row of an event of a trace, or None if it has none or is an operator of the CPU."""
-    category, name = event.get("cat"), event["name"]
     if category in ("kernel", "gpu_memset"):
         return "compute"
     if category == "gpu_memcpy":

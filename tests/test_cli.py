@@ -1,8 +1,10 @@
 """The commands `lightning-ssd` and `lightning`."""
 
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,6 +272,24 @@ class TestPlan:
         # All fits on the GPU: Teraio's plan never waits.
         assert re.search(r"4 GB/s +1\.000", printed) and "31,200" in printed
 
+    def test_draws_bandwidth_over_time_from_simulation_and_from_a_run(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        argv = ["plan", self.RECIPE, "-c", self.LARGE, "--machine", self.MACHINE, "--traffic", "traffic.png"]
+        rows = {1: ("copy out", 3e9), 2: ("SSD read", 1e9)}
+        events: list[dict[str, Any]] = [{"name": "step 4", "ph": "i", "ts": 0.0}]
+        for tid, (name, nbytes) in rows.items():
+            events += [{"ph": "M", "tid": tid, "args": {"name": name}}]
+            events += [{"ph": "X", "tid": tid, "ts": 0.0, "dur": 1e6, "name": name, "args": {"bytes": nbytes}}]
+        trace = {"traceEvents": events, "otherData": {"seconds": 2.0, "device": "GPU"}}
+        (tmp_path / "step4.json").write_text(json.dumps(trace))
+        assert cli.main([*argv, "--timeline", "step4.json"]) == 0
+        printed = capsys.readouterr().out
+        simulated, recorded = re.findall(r"^(simulated|recorded), transfers of a step: (.*)$", printed, re.MULTILINE)
+        assert re.search(r"copy out [\d.]+ GiB \([1-9][\d.]+ GB/s\)", simulated[1])
+        assert recorded[1].startswith("copy out 2.79 GiB (1.50 GB/s), SSD write 0 B (0.00 GB/s), copy in 0 B")
+        assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
+
     def test_plan_predicts_the_memory_and_time_of_a_recipe(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -302,6 +322,9 @@ class TestPlan:
             (["plan", RECIPE, "--trainer.default_root_dir=missing"], "'missing' is not a directory.*--measure DIR"),
             (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "`planner='guess'` must be one of"),
             (["plan", RECIPE, "--machine", RECIPE], "is not JSON"),
+            (["plan", RECIPE, "--machine", MACHINE, "--timeline", MACHINE], "no transfers with their bytes. Record it"),
+            (["plan", RECIPE, "--machine", MACHINE, "--timeline", "missing.json"], "there is no file 'missing.json'"),
+            (["plan", RECIPE, "--machine", MACHINE, "--traffic", "no/such.png"], "no/such.png: No such file"),
             (["plan", "show", "missing.yaml"], "`plan show` takes one file"),
             (["plan", "show", RECIPE], "unknown entry|lacks the entry"),
         ],

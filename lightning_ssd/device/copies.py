@@ -139,7 +139,7 @@ class CPUCopyEngine(CopyEngine):
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = perf_counter()
         # The copy is no operator of the model: dispatch modes that are active in a forward must not see it.
-        with torch._C._DisableTorchDispatch(), span(COPY_OUT):
+        with torch._C._DisableTorchDispatch(), span(COPY_OUT, src.numel()):
             dst[: src.numel()].copy_(src)
         with self._lock:
             self._out_busy = self._out_busy.plus(src.numel(), perf_counter() - start)
@@ -147,7 +147,7 @@ class CPUCopyEngine(CopyEngine):
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         start = perf_counter()
-        with torch._C._DisableTorchDispatch(), span(COPY_IN):
+        with torch._C._DisableTorchDispatch(), span(COPY_IN, dst.numel()):
             dst.copy_(src[: dst.numel()])
         with self._lock:
             self._in_busy = self._in_busy.plus(dst.numel(), perf_counter() - start)

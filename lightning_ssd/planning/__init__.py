@@ -22,11 +22,13 @@ from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, de
 from lightning_ssd.planning.saved_timeline import SavedTimeline, StoragePlan, free_bytes, needed_early, plan_storages
 from lightning_ssd.planning.simulator import Prediction, replay, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
+from lightning_ssd.planning.traffic import DIRECTIONS, Traffic, migration_traffic, planned_traffic, recorded_traffic
 from lightning_ssd.planning.validation import MOST_BYTES, as_mapping, check_not_negative, parse_json
 
 __all__ = [
     "BANDWIDTHS",
     "CLASSES",
+    "DIRECTIONS",
     "MOST_BYTES",
     "PHASES",
     "PLANNERS",
@@ -50,6 +52,7 @@ __all__ = [
     "TensorClass",
     "TensorLifetime",
     "TierSpeed",
+    "Traffic",
     "UnitPlan",
     "UnitProfile",
     "as_mapping",
@@ -67,6 +70,7 @@ __all__ = [
     "large_write_endurance",
     "lifetime_seconds",
     "make_plan",
+    "migration_traffic",
     "needed_early",
     "make_report",
     "offload_amounts",
@@ -74,6 +78,8 @@ __all__ = [
     "plan_for_least_memory",
     "plan_storages",
     "plan_with_coefficient",
+    "planned_traffic",
+    "recorded_traffic",
     "render_report",
     "render_summary",
     "replay",

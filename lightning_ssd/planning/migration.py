@@ -107,7 +107,7 @@ class MigrationPlan:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class IntervalTraffic:
     """A time in which the set of running work does not change: an operator, or a stall before one.
 
     Attributes:
@@ -145,7 +145,7 @@ class MigrationPrediction:
     excess_bytes: int
     host_peak_bytes: int
     ssd_written_bytes: int
-    traffic: tuple[Traffic, ...] = field(repr=False)
+    traffic: tuple[IntervalTraffic, ...] = field(repr=False)
 
     @property
     def stall_seconds(self) -> float:
@@ -377,7 +377,7 @@ class _Simulation:
         self.step = GPUStep(profile, machine, plan.cpu_units)
         self.seconds = list(self.step.seconds)
         self.out, self.into = _Transfers(machine, "out"), _Transfers(machine, "in")
-        self.traffic: list[Traffic] = []
+        self.traffic: list[IntervalTraffic] = []
         self.now = 0.0
         self.begin: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """(due, bytes, drive) of the prefetches that begin with an operator."""
@@ -472,7 +472,7 @@ class _Simulation:
     def _advance(self, seconds: float, due: int) -> None:
         out, into = self.out.advance(seconds, due), self.into.advance(seconds, due)
         if out or into:
-            self.traffic.append(Traffic(self.now, seconds, out, into))
+            self.traffic.append(IntervalTraffic(self.now, seconds, out, into))
         self.now += seconds
 
     def _prediction(
@@ -488,7 +488,9 @@ class _Simulation:
             elif migration.drive is not None:
                 written += size
         on_gpu = tuple(one + change for one, change in zip(self.step.nbytes, nbytes.sums(), strict=True))
-        traffic = tuple(Traffic(one.start - begun, one.seconds, one.out, one.into) for one in self.traffic[first:])
+        traffic = tuple(
+            IntervalTraffic(one.start - begun, one.seconds, one.out, one.into) for one in self.traffic[first:]
+        )
         return MigrationPrediction(
             seconds,
             tuple(stalls),

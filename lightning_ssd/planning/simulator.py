@@ -143,13 +143,32 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
 
 def _simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Prediction:
     """Simulates every micro-batch."""
+    builder, ends, memory = _run_steps(model, hardware, plan, count_steps(model, plan))
+    return _prediction(builder, memory, ends[-2].end, ends[-1].end)
+
+
+def simulate_tasks(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> tuple[list[Task], float, float]:
+    """Returns the simulated tasks of some steps with all micro-batches, and begin and end (seconds) of one of them.
+
+    Tasks of the steps before and after that one may run in it, too.
+
+    Raises:
+        ValueError: the plan does not match the model.
+    """
+    plan.check(model)
+    builder, ends, _ = _run_steps(model, hardware, plan, count_steps(model, plan) + 1)
+    return builder.tasks, ends[-3].end, ends[-2].end
+
+
+def _run_steps(
+    model: ModelProfile, hardware: HardwareProfile, plan: Plan, steps: int
+) -> "tuple[_Builder, list[Task], MemoryLog]":
+    """Simulates `steps` steps. Returns their tasks, the task at whose end each step ends, and the memory in use."""
     builder = _Builder(model, hardware, plan)
-    steps = count_steps(model, plan)
     ends = [builder.add_step(step) for step in range(steps)]
     if hardware.host_memory_bandwidth is not None:
         builder.share_host_memory(hardware.host_memory_bandwidth)
-    memory = run(builder.tasks, hardware)
-    return _prediction(builder, memory, ends[-2].end, ends[-1].end)
+    return builder, ends, run(builder.tasks, hardware)
 
 
 def _forwarded(stages: Sequence[Stage], window_bytes: int, copy_out: float) -> set[int]:

@@ -221,7 +221,7 @@ class Profiler(Uncopied):
         on_unpacked: Callable[[SavedStorage], None],
         placement: PlacementPolicy | None = None,
     ) -> None:
-        """Runs the next forward inside `mode`, with callbacks for saved and unpacked storages.
+        """Runs the next forward inside `mode` and active hooks, with callbacks for saved and unpacked storages.
 
         Args:
             mode: the mode.
@@ -231,12 +231,19 @@ class Profiler(Uncopied):
         """
         policy = self._policy_before = self._offloader.policy
         changes: dict[str, Any] = {} if placement is None else {"placement": placement}
-        self._offloader.run(replace(policy, mode=mode, on_saved=on_saved, on_unpacked=on_unpacked, **changes))
+        self._offloader.run(
+            replace(policy, mode=mode, on_saved=on_saved, on_unpacked=on_unpacked, hooks_enabled=True, **changes)
+        )
 
     def _leave_mode(self) -> None:
         policy, before = self._offloader.policy, self._policy_before
         placement = before.placement if isinstance(policy.placement, KeepAll) else policy.placement
-        self._offloader.run(replace(policy, mode=before.mode, placement=placement, on_saved=None, on_unpacked=None))
+        enabled = policy.hooks_enabled and before.hooks_enabled
+        self._offloader.run(
+            replace(
+                policy, mode=before.mode, placement=placement, on_saved=None, on_unpacked=None, hooks_enabled=enabled
+            )
+        )
 
     # ---- ordinary steps ----
 

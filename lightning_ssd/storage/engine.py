@@ -137,7 +137,7 @@ class Engine:
         failure: StorageError | None = None
         meter.start()
         try:
-            with span(SSD_WRITE if request.write else SSD_READ):
+            with span(SSD_WRITE if request.write else SSD_READ, request.piece.nbytes):
                 self._transfer(target, request)
         except StorageError as error:
             failure = error

@@ -30,6 +30,25 @@ class Saved(pl.Callback):
         self.nbytes = cache.stats().saved / cache.stats().micro_batches
 
 
+def test_a_training_without_hooks_is_profiled_and_has_none_afterwards(tmp_path: Path) -> None:
+    """With everything on the GPU and `offload="none"`, saved-tensor hooks are active in profiled forwards alone."""
+    enabled: list[bool] = []
+
+    class Hooks(pl.Callback):
+        def on_before_backward(self, trainer: Any, *_: Any) -> None:
+            enabled.append(trainer.strategy.offloader.policy.hooks_enabled)
+
+    names = []
+    for number, offload in enumerate((0.5, "none")):
+        enabled.clear()
+        path = tmp_path / f"{number}.json"
+        strategy = SSDOffloadStrategy(states="gpu", min_bytes=1, offload=offload)
+        train(tmp_path, strategy, Model(), callbacks=[ModelProfiler(path, 2, 2), Hooks()], limit_val_batches=0)
+        names.append([[one.name for one in unit.operators] for unit in ModelProfile.from_json(path).units])
+    assert names[0] == names[1]
+    assert enabled == [False, True, True, *[False] * (len(enabled) - 3)]  # recorded, then checked
+
+
 @pytest.mark.parametrize("states", ["gpu", "host"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_profile_has_the_models_bytes_and_flops(tmp_path: Path, states: Any, accumulate: int) -> None:

@@ -14,6 +14,7 @@ from torch._C._profiler import _ExperimentalConfig
 
 from lightning_ssd import ActivationOffload, SSDOffloadStrategy, TimelineRecorder
 from lightning_ssd.callbacks import timeline_recorder
+from lightning_ssd.planning import recorded_traffic
 from lightning_ssd.timeline import COLORS, Timeline, read_timeline
 from tests.support.compare import assert_same
 from tests.support.models import Model
@@ -84,6 +85,12 @@ def test_records_every_resource_and_does_not_change_results(
     assert steps_of(tmp_path / "new" / "timeline.json") == ["step 5", "step 6"]
     assert {row for row in rows if rows[row]} - {"phases", "waiting"} == busy | {"compute"}
     assert any("addmm" in name or "linear" in name for name in labels(rows, "compute"))
+    transfers = ("copy in", "copy out", "SSD read", "SSD write")
+    assert all(one["args"]["bytes"] > 0 for row in transfers for one in rows[row])
+    if arguments and "offload" in arguments:
+        # Each saved byte is copied out; backward takes bytes that are being offloaded from memory.
+        nbytes = {row: sum(one["args"]["bytes"] for one in rows[row]) for row in transfers}
+        assert nbytes["copy out"] >= nbytes["SSD write"] >= nbytes["SSD read"] or arguments["states"] == "ssd"
 
 
 def test_an_activation_offload_callback_is_shown(tmp_path: Path) -> None:
@@ -282,7 +289,7 @@ def marks(**times: float) -> list[dict[str, Any]]:
 
 def spans_of(timeline: Timeline) -> dict[str, list[tuple[float, float, str]]]:
     return {
-        row: [(round(start, 6), round(end, 6), label) for start, end, label in spans]
+        row: [(round(start, 6), round(end, 6), label) for start, end, label, _ in spans]
         for row, spans in timeline.rows.items()
         if spans
     }
@@ -315,6 +322,29 @@ def test_an_operator_is_compute_but_for_copies_and_waits_within() -> None:
         "CPU optimizer": [(0, 2, "step block"), (9, 10, "aten::add_")],
         "waiting": [(7, 8, "wait for weights")],
     }
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_transfers_have_the_bytes_of_their_part_in_the_timeline(tmp_path: Path, on_gpu: bool) -> None:
+    copies = [
+        event("Memcpy HtoD (Pinned -> Device)", 10, 12, "gpu_memcpy") | {"args": {"bytes": 500}},
+        event("Memcpy DtoH (Device -> Pinned)", 20, 24, "gpu_memcpy") | {"args": {"bytes": 400}},
+    ]
+    if not on_gpu:
+        copies = [event("copy in, 500 bytes", 10, 12), event("copy out, 400 bytes", 20, 24, tid=2)]
+    drives = [event("ssd write, 700 bytes", 8, 15, tid=3), event("ssd read, 9 bytes", 11, 12, tid=3)]
+    boundaries = marks(start=10, step_7=10, forward=10, end=21)
+    timeline = read_timeline(copies + drives + boundaries, 1, "device", [0.0, 0.0, 0.0, 11.0] if on_gpu else None)
+    timeline.save_trace(tmp_path / "trace.json")
+    found = recorded_traffic(tmp_path / "trace.json")
+    assert found.seconds == pytest.approx(11) and found.steps == (0,)
+    assert {row: sum(one.nbytes for one in transfers) for row, transfers in found.transfers.items()} == {
+        "copy in": 500,
+        "copy out": 100,  # a quarter ends in the timeline
+        "SSD write": 500,
+        "SSD read": 9,
+    }
+    assert found.transfers["SSD read"][0][:2] == pytest.approx((1, 2))
 
 
 def test_of_a_gpu_the_kernels_are_compute_and_phases_are_on_its_clock() -> None:

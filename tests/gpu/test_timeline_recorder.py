@@ -42,4 +42,5 @@ def test_records_every_resource_and_does_not_change_results(
     assert len(kernels) > 50
     forward = [kernel for kernel in kernels if kernel["ts"] < phases[1]["ts"]]
     assert 0 < len(forward) < len(kernels) / 2  # of two steps
+    assert all(one["args"]["bytes"] > 0 for row in COPIES for one in rows[row] if "Memcpy" in one["name"])
     assert (tmp_path / "timeline.png").exists()
