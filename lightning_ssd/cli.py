@@ -19,7 +19,7 @@ from zipfile import is_zipfile
 
 import lightning_ssd
 from lightning_ssd._autoload import STRATEGIES
-from lightning_ssd.sizes import check_least, format_count, parse_bytes
+from lightning_ssd.sizes import check_least, format_bytes, format_count, parse_bytes
 
 __all__ = ["lightning_main", "main"]
 
@@ -335,6 +335,13 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="also print throughput by transfer bandwidth, host memory and number of drives (Teraio, figures 3 and 9)",
     )
     options.add_argument(
+        "--lifetimes",
+        type=_file,
+        metavar="FILE.json",
+        help="lifetimes that the callback ModelProfiler(..., lifetimes=FILE) has measured, or `profile --out` has "
+        "traced, for --replay",
+    )
+    options.add_argument(
         "--prices", type=_file, metavar="FILE.yaml", help="prices (server, gpu, host_gb, ssd) of --replay's cost table"
     )
     options.add_argument(
@@ -364,6 +371,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from lightning_ssd.planning import (
+        LifetimeProfile,
         ModelProfile,
         Plan,
         Prices,
@@ -382,9 +390,15 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             print(Plan.load(overrides[0]).describe())
             return
         _check_recipe(args.recipe, overrides)
+        for option in ("lifetimes", "prices"):
+            if getattr(args, option) is not None and not args.replay:
+                parser.error(f"--{option} is for --replay: give both, or leave it out")
+        prices = None if args.prices is None else Prices.load(args.prices)
+        lifetimes = None if args.lifetimes is None else LifetimeProfile.from_json(args.lifetimes)
         if args.machine is not None and args.measure is not None:
             parser.error("--machine FILE.json and --measure DIR exclude each other: give one, or none for this machine")
         needs_config = args.profile is None or (args.machine is None and args.measure is None)
+        needs_config |= args.replay and args.lifetimes is None
         config = _read_recipe(args.recipe, overrides, run=False) if needs_config else None
         hardware = _machine(args.machine, args.measure, config)
         if args.save_machine is not None:
@@ -397,8 +411,9 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
             from lightning_ssd.dry_run import profile_recipe
 
             model = profile_recipe(config, hardware, args.batch)
+        if lifetimes is not None:
+            lifetimes.check(model)
         plan = make_plan(model, hardware, args.planner)
-        prices = None if args.prices is None else Prices.load(args.prices)
         endurance = None if args.tbw is None else large_writes(args.tbw * 1e12)
         report = make_report(model, hardware, plan, endurance=endurance, price_per_hour=args.price)
         if args.save is not None:
@@ -417,8 +432,12 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     for title, one in traffic.items():
         print(f"\n{title}, transfers of a step: {one.describe()}")
     if args.replay:
-        with _reporting(parser):
-            _print_replay(config, model, hardware, plan, args.batch, prices)
+        if lifetimes is None:
+            from lightning_ssd.dry_run import profile_lifetimes
+
+            with _reporting(parser):
+                lifetimes = profile_lifetimes(config, hardware, args.batch)
+        _print_replay(lifetimes, model, hardware, plan, prices)
 
 
 def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, timeline: Path | None) -> dict[str, Any]:
@@ -437,8 +456,8 @@ def _traffic(model: Any, hardware: Any, plan: Any, picture: Path | None, timelin
     return traffic
 
 
-def _print_replay(config: Any, model: Any, hardware: Any, plan: Any, batch: Sequence[str], prices: Any) -> None:
-    """Prints throughputs, 1 where the GPU never waits. A model profile from a file has no lifetimes of tensors."""
+def _print_replay(lifetimes: Any, model: Any, hardware: Any, plan: Any, prices: Any) -> None:
+    """Prints throughputs, 1 where the GPU never waits."""
     from lightning_ssd.planning import (
         BANDWIDTHS,
         MigrationMachine,
@@ -450,27 +469,25 @@ def _print_replay(config: Any, model: Any, hardware: Any, plan: Any, batch: Sequ
     )
 
     ours = replay(model, hardware, plan, BANDWIDTHS)
-    if config is None:
-        print("\nmigration at   throughput, relative to a GPU that never waits")
-        for bandwidth, throughput in ours:
-            print(f"{bandwidth / 1e9:>7.0f} GB/s   {throughput:.3f}")
-        return
-    from lightning_ssd.dry_run import profile_lifetimes
-
-    lifetimes, machine = profile_lifetimes(config, hardware, batch), MigrationMachine.of(hardware)
+    machine = MigrationMachine.of(hardware)
     print("\nthroughput by bandwidth of migration, 1 where the GPU never waits and recomputes nothing")
     print(f"{'':>12} {'Teraio':>10} {'this plan':>10}")
     for (bandwidth, one), (_, other) in zip(roofline(lifetimes, replace(machine, host_bytes=0)), ours, strict=True):
-        print(f"{bandwidth / 1e9:>7.0f} GB/s {one:>10.3f} {other:>10.3f}")
+        print(f"{bandwidth / 1e9:>7.0f} GB/s {_share(one):>10} {_share(other):>10}")
     hosts, drives = [0, machine.host_bytes], [1, 4]
     print("\nTeraio's throughput by host memory and number of this machine's drives")
     print(f"{'':>12} " + " ".join(f"{count:>8}" for count in drives))
     for host, row in zip(hosts, by_hardware(lifetimes, machine, hosts, drives), strict=True):
-        print(f"{host / 1e9:>9.0f} GB " + " ".join(f"{one:>8.3f}" for one in row))
+        print(f"{format_bytes(host):>12} " + " ".join(f"{_share(one):>8}" for one in row))
     best = best_throughput(lifetimes, machine)
-    print(f"\nwith recomputation and CPU steps, tensor by tensor, on this machine: {best:.3f}")
+    print(f"\nwith recomputation and CPU steps, tensor by tensor, on this machine: {_share(best)}")
     if prices is not None:
         print(f"\n{cost_table(lifetimes, machine, prices)}")
+
+
+def _share(throughput: float) -> str:
+    """Returns a throughput as text; it is 0 if the step does not fit."""
+    return f"{throughput:.3f}" if throughput else "no room"
 
 
 def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

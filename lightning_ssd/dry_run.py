@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +87,9 @@ def profile_lifetimes(config: Any, hardware: HardwareProfile, batch: Sequence[st
         optimizers = _optimizers(module)
         least = _min_bytes(config)
         graph = trace(units, module, _step(module, config), first, mode, hardware, least, lifetimes, optimizers)
-    return lifetimes.profile(type(module).__name__, HostClock(), graph, graph.saved(least))
+    found = lifetimes.profile(type(module).__name__, HostClock(), graph, graph.saved(least))
+    samples, tokens = count_samples(first)
+    return replace(found, samples=samples, tokens=tokens)
 
 
 def _min_bytes(config: Any) -> int:

@@ -272,6 +272,29 @@ class TestPlan:
         # All fits on the GPU: Teraio's plan never waits.
         assert re.search(r"4 GB/s +1\.000", printed) and "31,200" in printed
 
+    def test_a_replay_takes_lifetimes_of_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The operators of the file take 10,000 times as long as traced ones, and save 1,000 times as many bytes."""
+        shape = ["--machine", self.MACHINE, "--batch", "input_ids=2x64:int64"]
+        assert cli.main(["profile", self.RECIPE, *shape, "--out", "traced"]) == 0
+        content = json.loads((tmp_path / "traced/lifetimes.json").read_text())
+        for one in content["operators"]:
+            one["start"], one["end"] = 1e4 * one["start"], 1e4 * one["end"]
+        for one in content["tensors"]:
+            one["nbytes"] *= 1000 if one["kind"] == "saved tensor" else 1
+        (tmp_path / "measured.json").write_text(json.dumps(content))
+        capsys.readouterr()
+        smaller = json.loads(Path(self.MACHINE).read_text()) | {"gpu_bytes": 3 * 10**9}
+        (tmp_path / "smaller.json").write_text(json.dumps(smaller))
+        small = ["plan", self.RECIPE, *shape, "--machine", "smaller.json"]
+        assert cli.main([*small, "--replay", "--lifetimes", "measured.json"]) == 0
+        found = re.search(r" 4 GB/s +(0\.\d+) +(\S+)\n", capsys.readouterr().out)
+        assert found is not None and 0.1 < float(found[1]) < float(found[2]) == 1  # what is traced has room
+        wrong = {"tokens": 64, "name": "Other"}
+        for field, value in wrong.items():
+            (tmp_path / "wrong.json").write_text(json.dumps(content | {field: value}))
+            assert _exit(["plan", self.RECIPE, *shape, "--replay", "--lifetimes", "wrong.json"]) == 2
+            assert "Measure both with the same recipe and options" in capsys.readouterr().err
+
     def test_draws_bandwidth_over_time_from_simulation_and_from_a_run(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -322,6 +345,9 @@ class TestPlan:
             (["plan", RECIPE, "--trainer.default_root_dir=missing"], "'missing' is not a directory.*--measure DIR"),
             (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "`planner='guess'` must be one of"),
             (["plan", RECIPE, "--machine", RECIPE], "is not JSON"),
+            (["plan", RECIPE, "--machine", MACHINE, "--lifetimes", MACHINE], "--lifetimes is for --replay"),
+            (["plan", RECIPE, "--machine", MACHINE, "--prices", MACHINE], "--prices is for --replay"),
+            (["plan", RECIPE, "--machine", MACHINE, "--replay", "--lifetimes", MACHINE], "has no `version`"),
             (["plan", RECIPE, "--machine", MACHINE, "--timeline", MACHINE], "no transfers with their bytes. Record it"),
             (["plan", RECIPE, "--machine", MACHINE, "--timeline", "missing.json"], "there is no file 'missing.json'"),
             (["plan", RECIPE, "--machine", MACHINE, "--traffic", "no/such.png"], "no/such.png: No such file"),

@@ -1,6 +1,7 @@
 """`ModelProfiler` measures a model's training step for the planner, and the lifetimes of its tensors."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from typing_extensions import override
@@ -24,9 +25,10 @@ class ModelProfiler(StepProfiling):
         path: JSON file to write after the measured steps.
         warm_up: steps before the measured ones; a micro-batch of the last of them is traced.
         steps: measured steps; times are means over them.
-        lifetimes: JSON file for `lightning-ssd profile --profile FILE`: when each weight, gradient, optimizer state,
-            saved tensor and transient of the traced step is used by which operator of forward, backward and optimizer
-            step. All of them are on the GPU in that step, which must have room for them. None: no such file.
+        lifetimes: JSON file for `lightning-ssd profile --profile FILE` and `lightning-ssd plan RECIPE --replay
+            --lifetimes FILE`: when each weight, gradient, optimizer state, saved tensor and transient of the traced
+            step is used by which operator of forward, backward and optimizer step. All of them are on the GPU in that
+            step, which must have room for them. None: no such file.
 
     Raises:
         ValueError: an argument is out of range; or lifetimes are wanted of a training that offloads model states,
@@ -58,7 +60,8 @@ class ModelProfiler(StepProfiling):
         log.info("profile of %d steps, in %s:\n%s", self._steps, self._path, profile.describe())
         if self._lifetimes is not None:
             assert self._profiler is not None
-            lifetimes = self._profiler.lifetimes(profile.name)
+            found = self._profiler.lifetimes(profile.name)
+            lifetimes = replace(found, samples=profile.samples, tokens=profile.tokens)
             lifetimes.to_json(self._lifetimes)
             log.info("lifetimes of all tensors, in %s:\n%s", self._lifetimes, lifetimes.describe())
 

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.validation import as_mapping, check_not_negative, check_positive, from_mapping, load_json
 from lightning_ssd.sizes import check_choice, format_bytes, format_seconds, show_value
 
@@ -21,6 +22,9 @@ that nor one of the others."""
 
 Phase = Literal["forward", "backward", "optimizer"]
 """Part of a training step."""
+
+PADDING = 0.01
+"""Largest share of trained parameters that are padding: storages of weights may be longer than the weights."""
 
 CLASSES, PHASES = get_args(TensorClass), get_args(Phase)
 
@@ -122,13 +126,19 @@ class LifetimeProfile:
         name: name of the model.
         operators: operators of forward, backward and optimizer step, in order.
         tensors: tensors.
+        samples: samples in the micro-batch; 0: unknown.
+        tokens: tokens in the micro-batch; 0: unknown.
     """
 
     name: str
     operators: tuple[OperatorSpan, ...]
     tensors: tuple[TensorLifetime, ...]
+    samples: int = 0
+    tokens: int = 0
 
     def __post_init__(self) -> None:
+        check_not_negative("samples", self.samples)
+        check_not_negative("tokens", self.tokens)
         if not self.operators:
             raise ValueError("`operators` is empty. Profile a step with at least one.")
         for one, other in pairwise(self.operators):
@@ -153,6 +163,33 @@ class LifetimeProfile:
     def step_seconds(self) -> float:
         """Seconds of a step in which the GPU never waits."""
         return self.operators[-1].end
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained parameters: elements of the weights that the optimizer uses."""
+        return sum(
+            tensor.nbytes // tensor.itemsize
+            for tensor in self.tensors
+            if tensor.kind == "weight" and any(self.operators[use].phase == "optimizer" for use in tensor.uses)
+        )
+
+    def check(self, model: ModelProfile) -> None:
+        """Raises ValueError unless the lifetimes are those of a micro-batch of `model`."""
+        ours, its = ((one.name, one.samples, one.tokens) for one in (self, model))
+        same = ours[0] == its[0] and abs(self.parameters - model.parameters) <= PADDING * model.parameters
+        if self.samples:
+            same &= ours == its
+        if not same:
+            said = (
+                f"{one.name} of {one.parameters} trained parameters"
+                + (f", with {one.samples} samples and {one.tokens} tokens in a micro-batch" if one.samples else "")
+                for one in (self, model)
+            )
+            raise ValueError(
+                "The lifetimes are of {}; the plan is for {}. Measure both with the same recipe and options.".format(
+                    *said
+                )
+            )
 
     @cached_property
     def memory(self) -> dict[str, list[int]]:
@@ -208,6 +245,11 @@ class LifetimeProfile:
         where = f"the lifetime profile {path}"
         content = dict(as_mapping(load_json(path, where), where))
         version = content.pop("version", None)
+        if version is None:
+            raise ValueError(
+                f"{where} has no `version`: it is no file that `lightning-ssd profile --out` or ModelProfiler's "
+                "`lifetimes` has written. Give such a file."
+            )
         if version != VERSION:
             raise ValueError(f"{where} has the version {show_value(version)}, and {VERSION} is read. Profile again.")
         operators = tuple(

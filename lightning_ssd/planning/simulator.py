@@ -21,7 +21,7 @@ from lightning_ssd.planning.events import (
 )
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.plan import Plan
+from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.planning.resident import JOBS_AHEAD, kept_weights, resident_bytes
 from lightning_ssd.planning.stages import Stage, cut_stages
 from lightning_ssd.types import EVICT_MARGIN
@@ -576,8 +576,8 @@ def replay(
 ) -> list[tuple[float, float]]:
     """Returns (bandwidth, normalised throughput) pairs: Teraio's figure 3.
 
-    All transfers run at the given bandwidth in each direction. A throughput of 1 is that of a GPU that never waits and
-    recomputes nothing.
+    All transfers run at the given bandwidth in each direction. A throughput of 1 is that of a GPU with room for all,
+    which never waits, recomputes nothing and makes the optimizer steps; a plan with CPU steps may exceed it.
 
     Args:
         model: profile of the model.
@@ -585,7 +585,11 @@ def replay(
         plan: plan of the transfers.
         bandwidths: transfer bandwidths, bytes/s.
     """
-    ideal = model.micro_batches * (model.forward_seconds + model.backward_seconds)
+    units = {
+        unit.name: UnitPlan("gpu", "gpu", "keep", {operator.name: "keep" for operator in unit.operators})
+        for unit in model.units
+    }
+    ideal = simulate(model, hardware, Plan(units, 0, 0, plan.clip)).step_seconds
     points = []
     for bandwidth in bandwidths:
         machine = replace(

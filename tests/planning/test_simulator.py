@@ -409,4 +409,4 @@ def test_replay_changes_every_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("lightning_ssd.planning.simulator.simulate", told)
     replay(model, H100, plan, [1e9, 2e9])
-    assert found == [{1e9}, {2e9}]
+    assert found[1:] == [{1e9}, {2e9}]  # after the ideal step, which has no transfers
