@@ -48,6 +48,9 @@ lengthens the step, transfers only where they are late."""
 
 Floats = NDArray[np.float64]
 
+_Candidate = tuple[float, int, int, int, int | None]
+"""Ratio of benefit and cost, and `absent_from`, `absent_until`, `before` and `drive` of a `Migration`."""
+
 
 def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
     """Returns the plan of Teraio's algorithm.
@@ -173,7 +176,9 @@ class _Search:
         self.seconds: Floats = factor * np.array(step.seconds)
         self.nbytes = np.array(step.nbytes, dtype=np.float64)
         self.pressure: Floats = np.maximum(0.0, self.nbytes - machine.gpu_bytes)
+        self.pressed = bool(self.pressure.any())
         self.host: Floats = np.full(self.count, float(step.host_bytes))
+        self.host_peak = float(step.host_bytes)
         self.times: list[float] = np.concatenate([[0.0], np.cumsum(np.tile(self.seconds, 2))]).tolist()
         """Begin of each operator, for two steps, because periods reach into the next one."""
         self.links = {"out": machine.link_out * self.seconds, "in": machine.link_in * self.seconds}
@@ -184,9 +189,14 @@ class _Search:
             self.rooms[direction, HOST] = np.tile(link, 2)
             for drive, rates in enumerate(self.drives):
                 self.rooms[direction, drive] = np.tile(np.minimum(link, rates[direction]), 2)
+        self.free = {way: {key: _FreeOperators(self.count, way) for key in self.rooms} for way in (1, -1)}
+        """Operators that have room, by the way in which they are searched."""
         writes = inf if machine.host_bytes > self.host[0] else sum(write for _, write in machine.drives)
         self.most_out = min(machine.link_out, writes) * float(np.sum(step.seconds))
         """Bytes that can leave the GPU in a step that is not lengthened."""
+        tiers = range(HOST, len(machine.drives))
+        self.rates = {tier: (machine.rate(tier, "out"), machine.rate(tier, "in")) for tier in tiers}
+        """Bytes/s from the GPU, and to it, of each drive and of host memory."""
         self.planned = [0.0] * len(machine.drives)
         """Seconds of transfers that are planned for each drive."""
         self.chosen: list[Migration] = []
@@ -210,7 +220,7 @@ class _Search:
         """
         heap = self._candidates()
         heapify(heap)
-        while heap and self.pressure.any():
+        while heap and self.pressed:
             _, number, recomputed = heappop(heap)
             period = self.periods[number]
             if in_time and (period.tensor, period.after) in self.taken:
@@ -218,11 +228,12 @@ class _Search:
             found = self._recompute(period) if recomputed else self._migrate(period, in_time=in_time)
             if found is None:
                 continue
+            ratio, start, stop, before, drive = found
             # A ratio only falls as others are chosen: those in the heap are bounds of the present ones.
-            if not heap or found[0] >= CLOSE * -heap[0][0]:
-                self._add_migration(found[1], in_time=in_time)
+            if not heap or ratio >= CLOSE * -heap[0][0]:
+                self._add_migration(Migration(period.tensor, period.after, start, stop, before, drive), in_time=in_time)
             else:
-                heappush(heap, (-found[0], number, recomputed))
+                heappush(heap, (-ratio, number, recomputed))
 
     def _candidates(self) -> list[tuple[float, int, bool]]:
         """Returns a bound of the ratio (negative), the period, and whether it is recomputed, for each candidate."""
@@ -252,19 +263,21 @@ class _Search:
     def _bounds(self, period: InactivePeriod) -> tuple[int, int]:
         """Returns the operators between which a tensor is not needed, the second one possibly of the next step."""
         before = period.before if period.before > period.after else period.before + self.count
-        needed = [use for use in self.needed.get(period.tensor, ()) if period.after < use < before]
-        return period.after, min(needed, default=before)
+        if uses := self.needed.get(period.tensor):
+            before = min((use for use in uses if period.after < use < before), default=before)
+        return period.after, before
 
     def _is_forward(self, operator: int) -> bool:
         return self.profile.operators[operator % self.count].phase == "forward"
 
     def _cost(self, size: float, drive: int) -> float:
         """Returns the seconds of offload and prefetch."""
-        return size / self.machine.rate(drive, "out") + size / self.machine.rate(drive, "in")
+        out, back = self.rates[drive]
+        return size / out + size / back
 
-    def _migrate(self, period: InactivePeriod, *, in_time: bool) -> tuple[float, Migration] | None:
-        """Returns the ratio and the migration of a candidate, or None if it would reduce no pressure."""
-        drives = sorted(range(len(self.planned)), key=lambda drive: self.planned[drive])[:1]
+    def _migrate(self, period: InactivePeriod, *, in_time: bool) -> _Candidate | None:
+        """Returns the migration of a candidate, or None if it would reduce no pressure."""
+        drives = [self.planned.index(min(self.planned))] if self.planned else []
         size = self.profile.tensors[period.tensor].nbytes
         after, before = self._bounds(period)
         if not in_time:
@@ -286,8 +299,8 @@ class _Search:
         span, _ = self._lay(after, before, size, HOST)
         return None if span is None else self._rated(period, before, *span, HOST)
 
-    def _recompute(self, period: InactivePeriod) -> tuple[float, Migration] | None:
-        """Returns the ratio and the recomputation of a candidate, or None if its sources are absent then."""
+    def _recompute(self, period: InactivePeriod) -> _Candidate | None:
+        """Returns the recomputation of a candidate, or None if its sources are absent then."""
         after, before = self._bounds(period)
         absent = {one.tensor for one in self.chosen if _covers(one, before, self.count)}
         taken = period.tensor in self.needed or (period.tensor, period.after) in self.taken
@@ -297,17 +310,17 @@ class _Search:
 
     def _rated(
         self, period: InactivePeriod, before: int, start: int, stop: int, drive: int | None
-    ) -> tuple[float, Migration] | None:
+    ) -> _Candidate | None:
         tensor = self.profile.tensors[period.tensor]
         benefit = 0.0
-        for first, last in wrapped(start, stop, self.count):
-            benefit += float(np.minimum(self.pressure[first:last], tensor.nbytes) @ self.seconds[first:last])
+        for first, last in ((start, stop),) if stop <= self.count else wrapped(start, stop, self.count):
+            benefit += float(np.minimum(self.pressure[first:last], tensor.nbytes).dot(self.seconds[first:last]))
         if benefit <= 0:
             return None
         cost = self._cost(tensor.nbytes, drive) if drive is not None else (
             max(1e-9, (self.price or 0.0) * (tensor.recompute_seconds or 0.0))
         )  # fmt: skip
-        return benefit / float(cost), Migration(period.tensor, period.after, start, stop, before, drive)
+        return benefit / float(cost), start, stop, before, drive
 
     def _lay(self, after: int, before: int, size: int, drive: int) -> tuple[tuple[int, int] | None, float]:
         """Lays offload and prefetch on the timeline: the first as early, the second as late as there is room.
@@ -324,11 +337,10 @@ class _Search:
         if start >= stop:
             return None, SATURATED
         elapsed = self.times[start] - self.times[after + 1], self.times[before] - self.times[stop]
-        idle = size / self.machine.rate(drive, "out"), size / self.machine.rate(drive, "in")
         # Transfers end with an operator: one operator more is no sign of saturation.
-        slack = self.seconds[(start - 1) % self.count], self.seconds[stop % self.count]
-        factors = [(took - more) / alone for took, more, alone in zip(elapsed, slack, idle, strict=True)]
-        return (start, stop), max(factors)
+        slack = self.seconds.item((start - 1) % self.count), self.seconds.item(stop % self.count)
+        out, back = self.rates[drive]
+        return (start, stop), max((elapsed[0] - slack[0]) / (size / out), (elapsed[1] - slack[1]) / (size / back))
 
     def _reach(self, direction: str, drive: int, start: int, stop: int, size: int) -> int | None:
         """Returns the operator while which a transfer ends that begins with `start` (backwards if `stop` is before it).
@@ -336,9 +348,11 @@ class _Search:
         None: it does not end before `stop`.
         """
         way = 1 if start <= stop else -1
-        room = self.rooms[direction, drive]
+        room, free = self.rooms[direction, drive], self.free[way][direction, drive]
         done, count = 0.0, CHUNK
-        while start != stop:
+        while (stop - (start := free.first(start))) * way > 0:
+            if done + room.item(start) >= size:
+                return start
             end = start + way * min(count, abs(stop - start))
             total = _ordered(room, start, end).cumsum()
             if done + total[-1] >= size:
@@ -356,6 +370,8 @@ class _Search:
         return (start + int(found[0]), start + int(found[-1]) + 1) if len(found) else None
 
     def _fits_host(self, start: int, stop: int, size: int) -> bool:
+        if size > self.machine.host_bytes or self.host_peak + size <= self.machine.host_bytes:
+            return size <= self.machine.host_bytes
         return all(
             float(self.host[first:last].max(initial=0.0)) + size <= self.machine.host_bytes
             for first, last in wrapped(start, stop, self.count)
@@ -380,6 +396,7 @@ class _Search:
         if migration.drive == HOST:
             for first, last in wrapped(migration.after + 1, migration.before, self.count):
                 self.host[first:last] += size
+            self.host_peak = float(self.host.max())
         else:
             self.planned[migration.drive] += self._cost(size, migration.drive)
         stop = migration.before if in_time else self.count + migration.after
@@ -391,17 +408,27 @@ class _Search:
         for first, last in wrapped(migration.absent_from, migration.absent_until, self.count):
             self.nbytes[first:last] += nbytes
             self.pressure[first:last] = np.maximum(0.0, self.nbytes[first:last] - self.machine.gpu_bytes)
+        self.pressed = bool(self.pressure.any())
 
     def _carry(self, direction: str, drive: int, start: int, stop: int, size: float) -> None:
         """Removes `size` bytes from the timeline, from operator `start` on, backwards if `stop` is before it."""
-        room = _ordered(self.rooms[direction, drive], start, stop)
-        total = room.cumsum()
+        way = 1 if start <= stop else -1
+        start = self.free[way][direction, drive].first(start)
+        if (stop - start) * way <= 0:
+            return
+        most, count = abs(stop - start), CHUNK
+        while True:
+            room = _ordered(self.rooms[direction, drive], start, start + way * min(count, most))
+            total = room.cumsum()
+            if total[-1] >= size or count >= most:
+                break
+            count *= 4
         used = min(len(room), int(total.searchsorted(size)) + 1)
         carried = room[:used].copy()
-        if used and total[used - 1] > size:
+        if total[used - 1] > size:
             carried[-1] -= total[used - 1] - size
-        low = start if start <= stop else start - used + 1
-        carried = carried if start <= stop else carried[::-1]
+        low = start if way > 0 else start - used + 1
+        carried = carried[::way]
         done = 0
         for first, last in wrapped(low, low + used, self.count):
             part = carried[done : done + last - first]
@@ -409,13 +436,22 @@ class _Search:
             link -= part
             if drive != HOST:
                 self.drives[drive][direction][first:last] -= part
-            for step in (0, self.count):
-                self.rooms[direction, HOST][step + first : step + last] = link
-                for other, rates in enumerate(self.drives):
-                    np.minimum(
-                        link, rates[direction][first:last], out=self.rooms[direction, other][step + first : step + last]
-                    )
+            for other in range(HOST, len(self.drives)):
+                rates = self.links if other == HOST else self.drives[other]
+                left = np.minimum(link, rates[direction][first:last])
+                rooms = self.rooms[direction, other]
+                if other in (HOST, drive):  # operators without room on the link have none for any drive
+                    self._exhaust(direction, other, first + np.flatnonzero((left <= 0) & (rooms[first:last] > 0)))
+                for step in (0, self.count):
+                    rooms[step + first : step + last] = left
             done += last - first
+
+    def _exhaust(self, direction: str, drive: int, operators: NDArray[np.int64]) -> None:
+        """Removes operators that have no room left on a drive, or on the link (`HOST`)."""
+        tiers = range(HOST, len(self.drives)) if drive == HOST else (drive,)
+        for free in (of_way[direction, tier] for of_way in self.free.values() for tier in tiers):
+            for operator in operators.tolist():
+                free.remove(operator)
 
     def necessary(self) -> list[Migration]:
         """Returns the chosen migrations without those that memory does not need, the least beneficial ones first."""
@@ -430,6 +466,34 @@ class _Search:
             else:
                 kept.append(migration)
         return kept[::-1]
+
+
+class _FreeOperators:
+    """The operators that have room for transfers, of two equal steps: finds the first one from an operator on.
+
+    Args:
+        count: operators of a step.
+        way: 1 or -1, towards later or earlier operators.
+    """
+
+    def __init__(self, count: int, way: int) -> None:
+        self._count = count
+        self._way = way
+        self._next = [*range(2 * count + 1), -1]  # the last entry is that of -1
+        """Of each operator: itself if it has room, or another one on the way to the first that has (path halving)."""
+
+    def first(self, operator: int) -> int:
+        """Returns the first operator with room; -1 or the number of operators if there is none."""
+        links = self._next
+        while (following := links[operator]) != operator:
+            links[operator] = operator = links[following]
+        return operator
+
+    def remove(self, operator: int) -> None:
+        """Removes an operator from both steps."""
+        for one in (operator, operator + self._count):
+            if self._next[one] == one:
+                self._next[one] = one + self._way
 
 
 def _ordered(values: Floats, start: int, stop: int) -> Floats:
