@@ -1,6 +1,7 @@
 """Tests marked `gpu` are skipped without a CUDA device, and the machine is measured on few bytes."""
 
 import os
+from collections.abc import Iterator
 from uuid import uuid4
 
 # Idle threads must not spin, because several tests may share the cores. torch reads this when it is imported.
@@ -30,6 +31,13 @@ def own_plan_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
     """Plans are stored in a new directory for each test, which is made with the first plan, and not in the home."""
     folder = tmp_path_factory.getbasetemp() / "plans" / uuid4().hex
     monkeypatch.setattr(plan_cache, "plans_directory", lambda: folder)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

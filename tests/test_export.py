@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_ssd import SSDOffloadStrategy, cli
 from lightning_ssd.models.gpt import GPT
+from tests.support.trainings import make_trainer
 
 
 @pytest.fixture(scope="module", params=["file", "sharded"])
@@ -19,9 +20,14 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("trained")
     model = GPT(64, 16, 32, 2, 2)
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=path, save_last=True, save_weights_only=True)
-    trainer = pl.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_progress_bar=False,
-                         enable_model_summary=False, default_root_dir=path, callbacks=[checkpoint],
-                         strategy=SSDOffloadStrategy(states="ssd", min_bytes=1, checkpoints=request.param))  # fmt: skip
+    trainer = make_trainer(
+        path,
+        SSDOffloadStrategy(states="ssd", min_bytes=1, checkpoints=request.param),
+        enable_checkpointing=True,
+        max_epochs=None,
+        max_steps=2,
+        callbacks=[checkpoint],
+    )
     trainer.fit(model, torch.utils.data.DataLoader(torch.randint(64, (8, 16)), batch_size=2))
     assert (path / "last.ckpt").is_dir() == (request.param == "sharded")
     return path / "last.ckpt", model

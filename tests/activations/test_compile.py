@@ -1,7 +1,6 @@
 """`torch.compile` under the saved-tensor hooks: Dynamo sees the same program as without them, and none of our code."""
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.support.compiled import INDUCTOR, counted, fresh_dynamo  # noqa: F401
+from tests.support.trainings import make_trainer
 
 STEPS = 3
-INDUCTOR = pytest.param(
-    "inductor",
-    marks=[pytest.mark.thorough, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")],
-)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Resets Dynamo's counters before the test, and its compiled code after it."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def sequential(backend: str) -> nn.Module:
@@ -145,29 +134,13 @@ def train(
     build: Callable[[str], nn.Module], backend: str, strategy: Any, path: Path
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    module = Trained(build, backend)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=path,
-    )
-    trainer.fit(module, DataLoader(torch.randn(8 * STEPS, 32), batch_size=8))
+    with counted() as counts:
+        torch.manual_seed(0)
+        module = Trained(build, backend)
+        make_trainer(path, strategy).fit(module, DataLoader(torch.randn(8 * STEPS, 32), batch_size=8))
     assert len(module.losses) == STEPS
-    counters = {
-        name: dict(counts)
-        for name, counts in torch._dynamo.utils.counters.items()
-        if counts and name in ("frames", "stats", "graph_break", "unimplemented", "recompile_limit", "recompiles")
-    }
     weights = [parameter.detach().clone() for parameter in module.parameters()]
-    return [*module.losses, *weights], counters
+    return [*module.losses, *weights], counts
 
 
 CASES = [sequential, broken, wrapped, method, nested, function, one_layer]
@@ -225,16 +198,12 @@ def test_tensors_saved_by_a_compiled_region_are_offloaded(tmp_path: Path) -> Non
     for backend in ("eager", "aot_eager"):
         torch.manual_seed(0)
         stored = Stored()
-        trainer = pl.Trainer(
-            strategy=SSDOffloadStrategy(tmp_path, min_bytes=1, offload=1.0),
-            accelerator="cpu",
+        trainer = make_trainer(
+            tmp_path,
+            SSDOffloadStrategy(tmp_path, min_bytes=1, offload=1.0),
+            max_epochs=None,
             max_steps=1,
             callbacks=[stored],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
         )
         trainer.fit(Trained(function, backend), DataLoader(torch.randn(8, 32), batch_size=8))
         amounts.append(stored.stored)

@@ -1,7 +1,5 @@
 """`RegionPlanner`: trainings with compiled code are planned where memory is short, with plain numbers."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +15,13 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import OffloadExcess, PlannedExcess
 from lightning_ssd.callbacks import AutoPlanner, auto_planner, region_planner
 from lightning_ssd.callbacks.offloader import find_offloader
+from tests.support.compiled import INDUCTOR, counted, fresh_dynamo  # noqa: F401
 from tests.support.meter import Meter, use
 from tests.support.plans import BOTH, quiet_trainer
 
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 48
-INDUCTOR = pytest.param(
-    "inductor",
-    marks=[pytest.mark.thorough, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")],
-)
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Block(nn.Module):
@@ -100,17 +81,11 @@ class See(pl.Callback):
 
 def train(backend: str, strategy: Any, path: Path, steps: int = STEPS, **how: Any) -> tuple[list[Tensor], Any]:
     """Returns the losses and the last weights, and Dynamo's counts of frames, graphs, breaks and recompilations."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    module = Blocks(backend)
     data: Any = torch.randn(16 * steps, 32, generator=torch.Generator().manual_seed(1))
-    quiet_trainer(path, strategy=strategy, max_steps=steps, **how).fit(module, DataLoader(data, batch_size=16))
-    counters = {
-        name: dict(counts)
-        for name, counts in torch._dynamo.utils.counters.items()
-        if counts and name in ("frames", "stats", "graph_break", "unimplemented", "recompile_limit", "recompiles")
-    }
-    return [*module.losses, *(parameter.detach().clone() for parameter in module.parameters())], counters
+    with counted() as counts:
+        module = Blocks(backend)
+        quiet_trainer(path, strategy=strategy, max_steps=steps, **how).fit(module, DataLoader(data, batch_size=16))
+    return [*module.losses, *(parameter.detach().clone() for parameter in module.parameters())], counts
 
 
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,13 @@ from tests.support.compare import assert_same
 from tests.support.delays import SlowBackend, SlowCopies
 from tests.support.offloader import change_policy
 from tests.support.parity import SharedStorages, TinyGPT, train
+from tests.support.trainings import make_trainer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 EVERYTHING: dict[str, Any] = {"offload": 1.0, "min_bytes": 1, "host_memory": 0, "staging_memory": "16MiB"}
 HOST: dict[str, Any] = {"offload": 1.0, "min_bytes": 1, "tier": "host", "host_memory": "1GiB"}
 SPILL: dict[str, Any] = {"offload": 1.0, "min_bytes": 1, "host_memory": "64MiB"}
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # CUBLAS_WORKSPACE_CONFIG=:4096:8 is set by conftest.py
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Moved(pl.Callback):
@@ -233,11 +226,7 @@ def test_a_training_that_runs_out_of_memory_fits_by_default(accumulate: int, tmp
     def fit(strategy: Any) -> dict[str, Tensor]:
         rows = torch.randn(2**14, 1024, generator=torch.Generator().manual_seed(1))
         data = torch.utils.data.TensorDataset(rows.expand(12, -1, -1).reshape(-1, 1024))
-        trainer = pl.Trainer(
-            accelerator="gpu", devices=1, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, logger=False,
-            accumulate_grad_batches=accumulate, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )  # fmt: skip
+        trainer = make_trainer(tmp_path, strategy, accelerator="gpu", accumulate_grad_batches=accumulate)
         module = Deep()
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2**14))
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}

@@ -16,16 +16,9 @@ from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.callbacks import AutoPlanner
 from tests.support.plans import quiet_trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("deterministic")]
 
 ROWS, TOKENS, STEPS = 8, 1024, 32
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # CUBLAS_WORKSPACE_CONFIG=:4096:8 is set by conftest.py
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Weights, gradients and optimizer states in host memory and on SSD, with a GPU: the same numbers, less memory."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,7 @@ from tests.support.killed import same as outcomes_are_the_same
 from tests.support.moves import Mover
 from tests.support.parity import SharedStorages, TinyGPT, exact, train
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # CUBLAS_WORKSPACE_CONFIG=:4096:8 is set by conftest.py
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 def streamed(**arguments: Any) -> SSDOffloadStrategy:

@@ -1,7 +1,6 @@
 """Plans on a CUDA device: the same numbers under any plan and timing, and the predicted memory."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,7 @@ from tests.support.delays import SlowCopies
 from tests.support.parity import SharedStorages, TinyGPT, exact, train
 from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # CUBLAS_WORKSPACE_CONFIG=:4096:8 is set by conftest.py
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lightning_ssd import SSDOffloadStrategy
 from tests.support.access import ACTIONS, PLACES, Block, Toy, _graph, _init, _prune, fit, loader
 from tests.support.compare import assert_same, same
+from tests.support.trainings import make_trainer
 
 INDEX = torch.tensor([0, 3, 3])
 ROWS = torch.linspace(-2, 2, 64).view(8, 8)
@@ -186,10 +186,7 @@ def test_a_view_that_an_evaluation_keeps(tmp_path: Path, states: str) -> None:
         module = Keeping()
         module.blocks[0].__class__ = Kept
         chosen: Any = "auto" if kind is None else SSDOffloadStrategy(states=kind, min_bytes=1, gpu_memory="1B")  # type: ignore[arg-type]
-        trainer = pl.Trainer(
-            accelerator="cpu", strategy=chosen, default_root_dir=tmp_path, max_epochs=1, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        )  # fmt: skip
+        trainer = make_trainer(tmp_path, chosen)
         trainer.fit(module, loader(), loader())
         return module
 

@@ -23,6 +23,7 @@ from tests.support.faults import FaultyBackend
 from tests.support.models import Model, adamw
 from tests.support.products import thorough
 from tests.support.states import host, loader, ssd, train
+from tests.support.trainings import make_trainer
 
 STRATEGIES = {"host": host, "ssd": ssd, "speculative": lambda: ssd(clip="speculative")}
 
@@ -186,14 +187,12 @@ def test_fit_after_fit(tmp_path: Path) -> None:
 
     def fits(first: Any, second: Any) -> Model:
         model = Model()
-        quiet: Any = dict(accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
-                          enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
-        trainer = pl.Trainer(strategy=first, max_epochs=1, **quiet)
+        trainer = make_trainer(tmp_path, first)
         trainer.fit(model, loader())
         trainer.validate(model, loader(2))
         trainer.fit_loop.max_epochs = 2
         trainer.fit(model, loader())
-        pl.Trainer(strategy=second, max_epochs=1, **quiet).fit(model, loader())
+        make_trainer(tmp_path, second).fit(model, loader())
         return model
 
     expected = fits("auto", "auto")
@@ -287,10 +286,7 @@ def test_masters_are_swapped_with_an_average_whole(tmp_path: Path, strategy: Any
 
 
 def fitted(path: Path, strategy: Any, model: pl.LightningModule | None = None, **arguments: Any) -> pl.Trainer:
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, default_root_dir=path, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **{"max_epochs": 1} | arguments,
-    )  # fmt: skip
+    trainer = make_trainer(path, strategy, **arguments)
     trainer.fit(Model() if model is None else model, loader())
     return trainer
 
@@ -319,10 +315,7 @@ def test_a_checkpoint_that_is_saved_after_training_has_optimizer_states(
 
     def resumed(how: Any, name: str) -> Any:
         model = Model(make_optimizer)
-        trainer = pl.Trainer(
-            accelerator="cpu", strategy=how, default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, max_epochs=2,
-        )  # fmt: skip
+        trainer = make_trainer(tmp_path, how, max_epochs=2)
         trainer.fit(model, loader(), ckpt_path=str(tmp_path / name))
         return model
 
@@ -387,10 +380,7 @@ def test_states_of_a_step_that_failed_are_not_saved_as_if_they_were_whole(tmp_pa
     trainer = None
     with pytest.raises(StorageError):
         model = Failing()
-        trainer = pl.Trainer(
-            accelerator="cpu", strategy=strategy, default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
-        )  # fmt: skip
+        trainer = make_trainer(tmp_path, strategy)
         trainer.fit(model, loader())
     assert trainer is not None
     with pytest.raises(RuntimeError, match="optimizer states of .* are not available"):

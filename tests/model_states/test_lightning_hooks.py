@@ -13,6 +13,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.support.trainings import make_trainer
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "plain": lambda: "auto",
@@ -158,11 +159,15 @@ def run(path: Path, strategy: Any, act: Any = None, *, sees_gradients: bool = Tr
     def trainer(**arguments: Any) -> tuple[pl.Trainer, Any]:
         module = net()
         watched[:] = [module]
-        return pl.Trainer(
-            accelerator="cpu", strategy=strategy(), default_root_dir=path, logger=False, gradient_clip_val=clip,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
-            callbacks=[watching(), pl.callbacks.ModelCheckpoint(path, "{epoch}", save_top_k=-1)], **arguments,
-        ), module  # fmt: skip
+        return make_trainer(
+            path,
+            strategy(),
+            enable_checkpointing=True,
+            gradient_clip_val=clip,
+            num_sanity_val_steps=1,
+            callbacks=[watching(), pl.callbacks.ModelCheckpoint(path, "{epoch}", save_top_k=-1)],
+            **arguments,
+        ), module
 
     fitting, module = trainer(max_epochs=2)
     fitting.fit(module, data())
@@ -224,11 +229,13 @@ class Growing(Net):
 def test_a_layer_that_on_load_checkpoint_replaces_is_trained(tmp_path: Path, name: str) -> None:
     def resumed(strategy: Any, root: Path) -> Any:
         def trainer(epochs: int) -> pl.Trainer:
-            return pl.Trainer(
-                accelerator="cpu", strategy=strategy(), default_root_dir=root, logger=False, max_epochs=epochs,
-                enable_progress_bar=False, enable_model_summary=False,
+            return make_trainer(
+                root,
+                strategy(),
+                enable_checkpointing=True,
+                max_epochs=epochs,
                 callbacks=[pl.callbacks.ModelCheckpoint(root, "saved")],
-            )  # fmt: skip
+            )
 
         trainer(1).fit(Growing(24), Data())
         module = Growing(8)

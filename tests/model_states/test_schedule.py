@@ -21,6 +21,7 @@ from lightning_ssd.model_states.weights_first import WeightsFirst
 from lightning_ssd.storage import PriorityQueue
 from tests.support.access import loader
 from tests.support.models import Block
+from tests.support.trainings import make_trainer
 
 UNITS = 4
 
@@ -87,11 +88,7 @@ def events_of(
     told(ParamPrefetcher, "_prefetch_unit", lambda stream, index: ("want", index))
     told(ParamPrefetcher, "evict", lambda stream, flat: ("release", unit(flat)))
     strategy = SSDOffloadStrategy(**({"states": "host", "min_bytes": 1, "gpu_memory": "1B"} | arguments))
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, default_root_dir=path, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        gradient_clip_val=clip_norm,
-    )  # fmt: skip
+    trainer = make_trainer(path, strategy, gradient_clip_val=clip_norm)
     trainer.fit(model(events), loader())
     steps: list[list[tuple[str, int]]] = [[]]
     for event in events:
@@ -191,11 +188,7 @@ def test_the_forward_of_a_unit_waits_for_its_own_deferred_step_alone(
     held = HeldSteps(monkeypatch)
     monkeypatch.setattr(WeightsFirst, "DOWN", 0.0)  # backward waits for the blocked steps
     strategy = SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B", clip="deferred")
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=strategy, default_root_dir=tmp_path, max_epochs=1, limit_train_batches=3,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        gradient_clip_val=1e-3,
-    )  # fmt: skip
+    trainer = make_trainer(tmp_path, strategy, limit_train_batches=3, gradient_clip_val=1e-3)
     trainer.fit(Clipped(held), loader())
     assert trainer.global_step == 3
     assert held.made == [0, 1, 2, 3] * 3
@@ -414,11 +407,13 @@ class TwoThreads(pl.Callback):
 
 def test_two_threads_fetch_weights_once_and_evict_none_that_the_other_uses(tmp_path: Path) -> None:
     threads = TwoThreads()
-    trainer = pl.Trainer(
-        accelerator="cpu", strategy=SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B"), max_steps=1,
-        default_root_dir=tmp_path, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[threads],
-    )  # fmt: skip
+    trainer = make_trainer(
+        tmp_path,
+        SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B"),
+        max_epochs=None,
+        max_steps=1,
+        callbacks=[threads],
+    )
     trainer.fit(Chain([]), loader())
     assert threads.fetches == 1
     assert threads.resident

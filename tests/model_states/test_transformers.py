@@ -25,6 +25,7 @@ from transformers import (
 from tests.support.compare import assert_same
 from tests.support.products import combinations
 from tests.support.states import host, ssd
+from tests.support.trainings import make_trainer
 
 SIZES: dict[str, Any] = dict(vocab_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
 
@@ -76,9 +77,7 @@ class Wrapped(pl.LightningModule):
 
 def trained(path: Path, strategy: Any, model: Wrapped) -> Wrapped:
     tokens = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(2))
-    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False, default_root_dir=path,
-                         gradient_clip_val=1.0)  # fmt: skip
+    trainer = make_trainer(path, strategy, max_epochs=2, gradient_clip_val=1.0)
     torch.manual_seed(3)
     trainer.fit(model, DataLoader(tokens, batch_size=4))
     return model
@@ -104,9 +103,7 @@ def test_models_that_were_built_on_meta(tmp_path: Path, make: Any) -> None:
             before.update(copy.deepcopy(pl_module.state_dict()))
 
     torch.manual_seed(1)
-    trainer = pl.Trainer(accelerator="cpu", strategy=ssd(), max_epochs=2, logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-                         callbacks=[Looking()])  # fmt: skip
+    trainer = make_trainer(tmp_path, ssd(), max_epochs=2, callbacks=[Looking()])
     tokens = torch.randint(64, (32, 12), generator=torch.Generator().manual_seed(2))
     trainer.fit(model, DataLoader(tokens, batch_size=4))
     for name, value in make().state_dict().items():

@@ -16,6 +16,7 @@ from lightning_ssd._lightning import pl
 from lightning_ssd.data import ImageDataModule
 from lightning_ssd.models import DiT, SampleGrid
 from tests.support.compare import assert_same
+from tests.support.trainings import make_trainer
 
 
 def tiny(**settings: Any) -> DiT:
@@ -43,23 +44,17 @@ class Losses(pl.Callback):
 
 def fit(folder: Path, model: DiT, strategy: Any = "auto", callbacks: Any = (), **settings: Any) -> tuple[Losses, Any]:
     losses = Losses()
-    how = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None, "limit_val_batches": 1}
+    how = {
+        "max_epochs": None,
+        "max_steps": 4,
+        "val_check_interval": 2,
+        "check_val_every_n_epoch": None,
+        "limit_val_batches": 1,
+    }
     resume = settings.pop("ckpt_path", None)
     torch.manual_seed(settings.pop("seed", 0))  # of the weights; the Trainer builds the model
     data = settings.pop("data", None) or ImageDataModule(batch_size=4)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        callbacks=[losses, *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        default_root_dir=folder,
-        **{**how, **settings},
-    )
+    trainer = make_trainer(folder, strategy, callbacks=[losses, *callbacks], num_sanity_val_steps=0, **how | settings)
     trainer.fit(model, data, ckpt_path=resume)
     assert losses.training
     return losses, trainer

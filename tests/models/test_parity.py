@@ -21,7 +21,7 @@ from lightning_ssd.models import BERT, T5
 from tests.support.compare import assert_same
 from tests.support.plans import Watch, draw, pinned, planner
 from tests.support.products import combinations, thorough
-from tests.support.trainings import nothing_left  # noqa: F401
+from tests.support.trainings import make_trainer, nothing_left  # noqa: F401
 
 T5_SIZES: dict[str, Any] = dict(vocab_size=260, d_model=32, d_kv=8, d_ff=64, num_heads=4, num_layers=3)
 
@@ -65,10 +65,10 @@ def train(
     kind = MaskedTextDataModule if make is bert else SpanCorruptionDataModule
     data = kind(path=path / "text.txt", block_size=24, batch_size=2)
     losses = Losses()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
+    trainer = make_trainer(
+        path,
+        strategy,
+        max_epochs=None,
         precision=precision,
         max_steps=steps,
         accumulate_grad_batches=2,
@@ -76,11 +76,6 @@ def train(
         num_sanity_val_steps=0,
         limit_val_batches=0,
         callbacks=[losses, *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=path,
     )
     torch.manual_seed(5)
     model = make(**settings)
