@@ -14,6 +14,9 @@ operator returns, after the steps that have begun and before the next one.
   through, as aliases do in plain training. In the forward of the weight's own module they also have memory, lent by the
   flat parameter until that forward ends, which kernels of user code may read.
 
+`Access` is large because every function of torch on an offloaded tensor passes through it. The tensor classes are in
+`parameter`, the effects of functions in `torch_functions`, their arguments in `operands`, and the values in `sources`.
+
 Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time.
 """
 
@@ -24,13 +27,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.operands import (
+    export,
+    geometry,
+    map_tensors,
+    move_offset,
+    offset_in,
+    references_saved,
+    running_statistics,
+    substitute,
+    written_argument,
+)
 from lightning_ssd.model_states.parameter import (
     FollowedView,
-    Kind,
     OffloadedParameter,
     OffloadedView,
     apart,
@@ -38,13 +49,13 @@ from lightning_ssd.model_states.parameter import (
     hollow,
     offloaded_in,
     ordinary,
-    saves_references,
 )
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
 from lightning_ssd.model_states.shared_memory import SharedMemory, check_shareable, same_stride
 from lightning_ssd.model_states.sources import Replaced, Source, Weights
 from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.torch_functions import Kind
 
 _REMEDY = "Do it inside `with trainer.strategy.whole_weights():`."
 
@@ -232,7 +243,7 @@ class Access:
             )
         if func is torch.autograd.grad:
             self._use_full_precision(found.values())
-            with _references_saved():
+            with references_saved():
                 return func(*args, **kwargs)  # it looks for the tensors' nodes, and reads no values
         first = args[0] if args else None
         if isinstance(first, OffloadedParameter | OffloadedView):
@@ -278,7 +289,7 @@ class Access:
                 case Kind.EXPORT:
                     with self._values({id(first): first}, computing=False) as values:
                         copy = values[id(first)].detach().clone().requires_grad_(first.requires_grad)
-                        return _export(func, copy, args[1:], kwargs)
+                        return export(func, copy, args[1:], kwargs)
         return self._operate(kind, func, args, kwargs, found)
 
     def _operate(
@@ -291,27 +302,27 @@ class Access:
     ) -> Any:
         first = found.get(id(args[0])) if args else None
         written: dict[int, OffloadedParameter | OffloadedView] = {}
-        offloaded_in(_written(args, kwargs) if kind is Kind.WRITE else (), written)
+        offloaded_in(written_argument(args, kwargs) if kind is Kind.WRITE else (), written)
         offloaded_in(kwargs.get("out"), written)
         writes = bool(written)  # `x += p` writes to a tensor of the user, and autograd follows it
         computing = torch.is_grad_enabled() and not writes
         matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
-        with self._values(found, computing=computing, matmul=matmul) as values, _references_saved():
+        with self._values(found, computing=computing, matmul=matmul) as values, references_saved():
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: value._version for key, value in values.items()}
-            shapes = {key: _geometry(value) for key, value in values.items()}
+            shapes = {key: geometry(value) for key, value in values.items()}
             if kind is Kind.STRIDED and first is not None:
                 source = first.source
-                args, kwargs = _move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
-            result = func(*_substitute(args, values), **_substitute(kwargs, values))
+                args, kwargs = move_offset(func, values[id(first)], self.base(source), source.origin, args, kwargs)
+            result = func(*substitute(args, values), **substitute(kwargs, values))
             changed = [key for key, value in values.items() if value._version != versions[key]]
             if any(values[key].grad_fn is not node for key, node in nodes.items()):
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             if writes and not changed:  # some kernels do not increment versions (`torch._fused_adamw_`)
                 changed = list(values)
-            changed += [id(tensor) for tensor in _statistics(func, args, kwargs) if id(tensor) in values]
+            changed += [id(tensor) for tensor in running_statistics(func, args, kwargs) if id(tensor) in values]
             for key in values if writes else ():
-                if _geometry(values[key]) != shapes[key]:
+                if geometry(values[key]) != shapes[key]:
                     raise RuntimeError(
                         f"`{func.__name__}` gives {found[key].source.name}, which is offloaded, another shape or other "
                         "memory, which can't be done while it trains. Do it before `fit`, in `configure_model`."
@@ -424,7 +435,7 @@ class Access:
             if type(value) is not Tensor or value.layout is not torch.strided:
                 return value
             for key, base in bases.items():
-                if (offset := _offset(value, base)) is None:
+                if (offset := offset_in(value, base)) is None:
                     continue
                 source = sources[key]
                 counted, lent = versioned and value._is_view(), source.lends  # no view: `unsafe_chunk`
@@ -435,7 +446,7 @@ class Access:
                 return FollowedView.follow(source, offset, value, versioned=counted, lent=lent)
             return value
 
-        return _map_tensors(wrap, result)
+        return map_tensors(wrap, result)
 
     def _alias(self, tensor: "OffloadedParameter | OffloadedView", *, versioned: bool) -> OffloadedView:
         """Returns an alias of `tensor`, which autograd does not follow."""
@@ -597,128 +608,3 @@ def _rounds(tensor: "OffloadedParameter | OffloadedView", matmul: bool) -> bool:
     if not matmul or not isinstance(tensor, OffloadedParameter):
         return False
     return autocast_to(tensor.flat.dtype, tensor.flat.device)
-
-
-def _written(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Returns the argument that a function of `Kind.WRITE` changes: the first one, which may be passed by name."""
-    return args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")]
-
-
-def _statistics(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the running statistics that a normalization updates without incrementing their version counters."""
-    if func not in _STATISTICS:
-        return []
-    return [*args[_STATISTICS[func]], kwargs.get("running_mean"), kwargs.get("running_var")]
-
-
-_STATISTICS = {
-    torch.nn.functional.batch_norm: slice(1, 3),
-    torch.nn.functional.instance_norm: slice(1, 3),
-    torch.batch_norm: slice(3, 5),
-    torch.instance_norm: slice(3, 5),
-}
-"""Functions that write running statistics, and the positions of these statistics among the arguments."""
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Applies a function to the tensors of a result; a list or tuple is returned itself if no item changes.
-
-    The recursion is here: in a nested function it would be a reference cycle, which keeps weights on the device.
-    """
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list | tuple):
-        mapped = [_map_tensors(function, item) for item in value]
-        if any(new is not old for new, old in zip(mapped, value, strict=True)):
-            return type(value)(mapped)
-    return value
-
-
-def _offset(value: Tensor, base: Tensor) -> int | None:
-    """Returns the offset of `value` in `base` in bytes, or None if it lies elsewhere in their storage."""
-    offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)
-    same = value.untyped_storage()._cdata == base.untyped_storage()._cdata
-    return offset if same and 0 <= offset < max(1, base.nbytes) else None
-
-
-def _move_offset(
-    func: Callable[..., Any], value: Tensor, base: Tensor, origin: int, args: Any, kwargs: Mapping[str, Any]
-) -> tuple[Any, Mapping[str, Any]]:
-    """Returns arguments of `as_strided` whose offset is one in the storage of `value` instead of the plain tensor's.
-
-    Args:
-        func: `as_strided`, or one of its variants.
-        value: the tensor that stands for the first argument.
-        base: the whole values that it is a view of.
-        origin: offset of these values in their storage in plain training, bytes.
-        args: arguments of `func`.
-        kwargs: keyword arguments of `func`.
-
-    Raises:
-        RuntimeError: it addresses elements outside of `base`.
-    """
-    # `as_strided_scatter` has another tensor before the size.
-    names = ["input", "size", "stride", "storage_offset"]
-    if "scatter" in func.__name__:
-        names.insert(1, "src")
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if (offset := given.get("storage_offset")) is None:
-        return args, kwargs
-    moved = offset + (base.storage_offset() * base.itemsize - origin) // value.itemsize
-    last = sum((size - 1) * stride for size, stride in zip(given["size"], given["stride"], strict=True))
-    first = moved * value.itemsize - base.storage_offset() * base.itemsize
-    if 0 not in given["size"] and (first < 0 or first + (last + 1) * value.itemsize > base.nbytes):
-        raise RuntimeError(
-            f"`{func.__name__}` with `storage_offset={offset}` addresses memory outside of a weight that is "
-            "offloaded. Leave `storage_offset` out, or take a `.clone()` first."
-        )
-    return args[: names.index("storage_offset")], {**kwargs, "storage_offset": moved}
-
-
-def _geometry(tensor: Tensor) -> tuple[object, ...]:
-    return (
-        tensor.dtype,
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.untyped_storage()._cdata,
-    )
-
-
-def _substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
-    """Returns a tree of arguments with offloaded tensors replaced by `values`, which are keyed by identity."""
-    if isinstance(value, OffloadedParameter | OffloadedView):
-        return values[id(value)]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_substitute(item, values) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_substitute(item, values) for item in value)
-    if isinstance(value, dict):
-        return {key: _substitute(item, values) for key, item in value.items()}
-    return value
-
-
-def _export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    exported = func(copy, *args, **kwargs)
-    if hasattr(exported, "setflags"):
-        exported.setflags(write=False)
-    return exported
-
-
-def _references_saved() -> contextlib.AbstractContextManager[object]:
-    """Makes autograd save references to weights, unless hooks of the training do so already."""
-    return contextlib.nullcontext() if saves_references() else saved_tensors_hooks(_pack, _unpack)
-
-
-def _pack(tensor: Tensor) -> "SavedWeight | tuple[Tensor, int]":
-    if tensor.layout is torch.strided and (weights := offloaded_weights(tensor.untyped_storage())) is not None:
-        return weights.save(tensor)
-    return (tensor if tensor.is_leaf else tensor.detach()), tensor._version
-
-
-def _unpack(saved: "SavedWeight | tuple[Tensor, int]") -> Tensor:
-    if isinstance(saved, SavedWeight):
-        return saved.load()
-    tensor, version = saved
-    check_version(tensor, version, tensor.dtype, tensor.size())
-    return tensor

@@ -7,8 +7,6 @@ run directly. Every other operator on an offloaded parameter is run by its `Acce
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum, auto
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.activations import SavedWeight, check_version, mark_offloaded, offloaded_weights, storage_of
 from lightning_ssd.device import refuse_access
 from lightning_ssd.model_states.shared_memory import over
+from lightning_ssd.model_states.torch_functions import KINDS, Kind, kind_of
 
 if TYPE_CHECKING:
     from lightning_ssd.model_states.access import Access
@@ -33,47 +32,6 @@ def hook_gradient(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None])
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
         parameter.requires_grad_(wants)
     return handle
-
-
-class Kind(Enum):
-    """The effect of a function on its tensor arguments."""
-
-    METADATA = auto()
-    """Reads no element, and acts on the tensor object itself."""
-    DTYPE = auto()
-    """Reads no element; the result depends on the dtype with which the model was built."""
-    MATMUL = auto()
-    """Computes, writes no argument, returns no view, and autocast casts its arguments to 16 bits."""
-    KERNEL = auto()
-    """Computes, writes no argument and returns no view."""
-    OPERATOR = auto()
-    """An operator of autograd: the result may be a view, which autograd records if it records the argument."""
-    COMPUTE = auto()
-    """Any other function: it may return a view, and may write to its arguments unnoticed by autograd."""
-    STRIDED = auto()
-    """Addresses elements by their offset in the storage (`as_strided`)."""
-    WRITE = auto()
-    """Changes its arguments in place."""
-    ALIAS = auto()
-    """`Tensor.detach` and `Tensor.data`."""
-    SET_DATA = auto()
-    """Sets `Tensor.data`."""
-    GET_GRAD = auto()
-    """Reads `Tensor.grad`."""
-    SET_GRAD = auto()
-    """Sets or deletes `Tensor.grad`."""
-    HOOK = auto()
-    """Registers a hook that may read gradients."""
-    EXPORT = auto()
-    """Passes memory to code outside of torch, which gets a read-only copy."""
-    ADDRESS = auto()
-    """Returns an address, which is valid until the forward of the unit ends."""
-    STORAGE = auto()
-    """Returns the storage."""
-    OFFSET = auto()
-    """`Tensor.storage_offset`."""
-    FREEZE = auto()
-    """Sets whether autograd records operators on the tensor (`requires_grad`, `requires_grad_`)."""
 
 
 class TrainedParameter(nn.Parameter):
@@ -129,7 +87,7 @@ class OffloadedParameter(TrainedParameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            kind = _KINDS.get(func) or kind_of(func)
+            kind = KINDS.get(func) or kind_of(func)
             if kind is Kind.METADATA:
                 return func(*args, **(kwargs or {}))
             if _runs_on_memory(kind, args, kwargs):
@@ -207,7 +165,7 @@ class OffloadedView(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            kind = _KINDS.get(func) or kind_of(func)
+            kind = KINDS.get(func) or kind_of(func)
             if kind is Kind.METADATA or kind is Kind.DTYPE:
                 return func(*args, **(kwargs or {}))
             if _runs_on_memory(kind, args, kwargs):
@@ -407,124 +365,3 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
 def saves_references() -> bool:
     """Returns True unless autograd would save a weight without hooks, which save a reference in its place."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-def kind_of(func: Callable[..., Any]) -> Kind:
-    """Returns the kind of a function for which torch has called `__torch_function__`."""
-    name = getattr(func, "__name__", "")
-    if name in ("__get__", "__set__", "__delete__"):
-        attribute = cast(Any, func).__self__.__name__
-        if name == "__get__":
-            kind = _GETTERS.get(attribute, Kind.METADATA)
-        else:
-            kind = _SETTERS.get(attribute, Kind.METADATA)
-    elif name in _EXPORTS:
-        kind = Kind.EXPORT
-    elif name in _ADDRESSES:
-        kind = Kind.ADDRESS
-    elif name in _STORAGES:
-        kind = Kind.STORAGE
-    elif name in _STRIDED:
-        kind = Kind.STRIDED
-    elif (name.endswith("_") and not name.endswith("__")) or name in _WRITING_DUNDERS:
-        kind = Kind.WRITE
-    else:
-        kind = Kind.COMPUTE if isinstance(func, FunctionType) else Kind.OPERATOR
-    _KINDS[func] = kind
-    return kind
-
-
-_GETTERS = {
-    "data": Kind.ALIAS,
-    "grad": Kind.GET_GRAD,
-    "_grad": Kind.GET_GRAD,
-    "dtype": Kind.DTYPE,
-    "itemsize": Kind.DTYPE,
-    "nbytes": Kind.DTYPE,
-    "__cuda_array_interface__": Kind.ADDRESS,
-    **dict.fromkeys(("T", "mT", "H", "mH", "real", "imag"), Kind.COMPUTE),
-}
-"""Attributes whose values depend on elements or on the dtype; all others are metadata."""
-
-_SETTERS = {"data": Kind.SET_DATA, "grad": Kind.SET_GRAD, "requires_grad": Kind.FREEZE}
-
-_EXPORTS = ("numpy", "__array__", "__dlpack__")
-_ADDRESSES = ("data_ptr", "const_data_ptr", "mutable_data_ptr")
-_STORAGES = ("untyped_storage", "storage", "_typed_storage")
-_STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")
-_WRITING_DUNDERS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__",
-                    "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
-                    "__imatmul__")  # fmt: skip
-
-_KINDS: dict[Any, Kind] = {
-    Tensor.detach: Kind.ALIAS,
-    Tensor.register_hook: Kind.HOOK,
-    Tensor.register_post_accumulate_grad_hook: Kind.HOOK,
-    Tensor.element_size: Kind.DTYPE,
-    Tensor.requires_grad_: Kind.FREEZE,
-    Tensor.storage_offset: Kind.OFFSET,
-    # Functions that read no element. A function that is missing here is slower, but correct.
-    **dict.fromkeys(
-        (
-            Tensor.dim,
-            Tensor.get_device,
-            Tensor.is_complex,
-            Tensor.is_contiguous,
-            Tensor.is_floating_point,
-            Tensor.nelement,
-            Tensor.numel,
-            Tensor.retain_grad,
-            Tensor.size,
-            Tensor.stride,
-            Tensor.__hash__,
-            Tensor.__len__,
-            torch.is_floating_point,
-            torch.is_complex,
-            torch.numel,
-            torch.is_same_size,
-        ),
-        Kind.METADATA,
-    ),
-    **dict.fromkeys(
-        (
-            torch.nn.functional.linear,
-            torch.nn.functional.conv1d,
-            torch.nn.functional.conv2d,
-            torch.nn.functional.conv3d,
-            torch.nn.functional.conv_transpose1d,
-            torch.nn.functional.conv_transpose2d,
-            torch.nn.functional.conv_transpose3d,
-            torch.conv1d,
-            torch.conv2d,
-            torch.conv3d,
-            torch.matmul,
-            Tensor.matmul,
-            Tensor.__matmul__,
-            Tensor.__rmatmul__,
-            torch.mm,
-            Tensor.mm,
-            torch.mv,
-            Tensor.mv,
-            torch.bmm,
-            Tensor.bmm,
-            torch.addmm,
-            Tensor.addmm,
-            torch.baddbmm,
-            Tensor.baddbmm,
-        ),
-        Kind.MATMUL,
-    ),
-    **dict.fromkeys(
-        (
-            torch.nn.functional.layer_norm,
-            torch.nn.functional.batch_norm,
-            torch.nn.functional.group_norm,
-            torch.nn.functional.rms_norm,
-            torch.nn.functional.instance_norm,
-            torch.nn.functional.prelu,
-            torch.nn.functional.bilinear,
-        ),
-        Kind.KERNEL,
-    ),
-}
-"""Kinds of functions that their names do not tell, and cached results of `kind_of`."""

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_ssd import OffloadMonitor, SSDOffloadStrategy
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import StatesConfig, find_units
+from lightning_ssd.model_states.unit_mover import UnitMover
 from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
 from lightning_ssd.storage import StorageError
 from tests.support.compare import assert_same
@@ -123,9 +124,7 @@ def test_a_drive_that_fails_while_states_move(tmp_path: Path) -> None:
 
 def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units without room on the device keep their tiers, and training continues."""
-    from lightning_ssd.model_states import move as module
-
-    bring = module._Move._copy_to_device
+    bring = UnitMover._copy_to_device
     brought = []
 
     def one_only(self: Any, item: Any) -> Any:
@@ -137,7 +136,7 @@ def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.
     class Once(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             if trainer.global_step == 3 and not brought:
-                monkeypatch.setattr(module._Move, "_copy_to_device", one_only)
+                monkeypatch.setattr(UnitMover, "_copy_to_device", one_only)
                 units = {unit.name: UnitPlan("gpu", "gpu", "keep", {}) for unit in find_units(pl_module)}
                 trainer.strategy.move_states(Plan(units, 2**20, 2**20))
                 assert trainer.strategy.model_states.stores
