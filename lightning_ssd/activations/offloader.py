@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_ssd.activations.in_flight import IN, OUT, InFlight, add_stall
 from lightning_ssd.activations.micro_batch import MicroBatch, Pattern
 from lightning_ssd.activations.plan_mode import choice_of
 from lightning_ssd.activations.policy import OffloadPolicy
@@ -43,12 +44,12 @@ from lightning_ssd.activations.unit_dispatch_mode import in_backward
 from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.activations.weights import is_weight, offloaded_weights, storage_of
 from lightning_ssd.activations.wrappers import SavedWrapper, is_wrapper
-from lightning_ssd.device import CopyEngine, Mark, Stopwatch, make_clock
+from lightning_ssd.device import CopyEngine, make_clock
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
 from lightning_ssd.storage_tags import KEPT_IN
-from lightning_ssd.types import EVICT_MARGIN, OFFLOAD_TIERS, Choice, OffloadTierName
+from lightning_ssd.types import OFFLOAD_TIERS, Choice, OffloadTierName
 from lightning_ssd.uncopied import Uncopied
 
 
@@ -99,8 +100,6 @@ class ActivationOffloader(Uncopied):
     NUM_CHECKED = 16
     #: Number of kept storages without a record between two checks of the waiting ones.
     CHECK_EVERY = 4
-    #: Least bytes of copies over which their bandwidth is averaged: single copies may have shared the link with others.
-    MIN_AVERAGED_BYTES = 2**28
 
     def __init__(
         self, copies: CopyEngine, tiers: Mapping[OffloadTierName, OffloadTier], policy: OffloadPolicy, *, min_bytes: int
@@ -110,9 +109,6 @@ class ActivationOffloader(Uncopied):
         self.copies = copies
         self.offload_seconds = 0.0
         """Host seconds spent in offloading saved storages, and in waits for room for them."""
-        self._copy_seconds_per_byte: float | None = None  # seconds per byte of the last d2h copies
-        self._saved_bytes_per_second: float | None = None  # saved bytes per second of the last forward
-        self._busy_before = self.copies.busy()[_OUT]
         self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
         self._clock = make_clock(self.device)
         self._empty = torch.empty(0, device=self.device)
@@ -123,9 +119,7 @@ class ActivationOffloader(Uncopied):
         """Storages to be offloaded, and the tiers to try, in the order of saving; user code may still change them."""
         self._num_kept = 0
         """Number of storages that were kept while others were waiting or in flight."""
-        self._in_flight: deque[_InFlight] = deque()
-        self._in_flight_bytes = 0
-        self._copied_at = 0.0
+        self._in_flight = InFlight(copies, policy)
         self._pending_frees: deque[PendingFree] = deque()
         self._stats = OffloadStats()
         self._closed = False
@@ -144,7 +138,7 @@ class ActivationOffloader(Uncopied):
 
         Called on the training thread, while neither a forward nor a backward runs.
         """
-        self._policy = policy
+        self._policy = self._in_flight.policy = policy
         # Copies of the fields: `pack` and `unpack` run for every saved tensor, and look up one attribute for each.
         self._placement = policy.placement
         self._mode = policy.mode
@@ -152,7 +146,6 @@ class ActivationOffloader(Uncopied):
         self._window_depth = policy.window_depth
         self._on_saved = policy.on_saved
         self._on_unpacked = policy.on_unpacked
-        self._on_stall = policy.on_stall
         if self._batch is not None:  # a micro-batch begins before callbacks of its batch change the policy
             self._batch.set_window(policy.window_bytes)
 
@@ -163,11 +156,10 @@ class ActivationOffloader(Uncopied):
             self._patterns.append(self._batch.pattern())
             self._profiled.append(self._batch)
         self._read_profiles()
-        self._update_copy_speed()
         last = self._patterns[-1] if self._patterns else None
         self._placement.begin(last.offloadable_bytes(self._window_bytes) if last else 0)
-        self._copied_at = 0.0
         self._batch = MicroBatch(tuple(reversed(self._patterns)), self._clock, self._placement.plan, self._window_bytes)
+        self._in_flight.begin_micro_batch(self._batch)
         self._stats.micro_batches += 1
 
     @contextlib.contextmanager
@@ -188,15 +180,14 @@ class ActivationOffloader(Uncopied):
                 yield
             with self._lock:  # the forward's local variables are freed, so storages may be unshared now
                 self._offload_waiting(len(self._waiting))
-                self._evict_copied()
+                self._in_flight.evict_copied()
         finally:
             self._forwards -= 1
 
     def end_backward(self) -> None:
         """Called when the micro-batch's backward, or its step, has ended. Storages in flight are evicted."""
         if self._batch is not None:
-            while self._in_flight:
-                self._evict_oldest()
+            self._in_flight.evict_all()
             if self._batch.in_backward and not self._batch.ended:
                 self._placement.end()
             self._batch.end()
@@ -235,7 +226,7 @@ class ActivationOffloader(Uncopied):
         if self._closed:
             return
         self._closed = True
-        self._in_flight.clear()
+        self._in_flight.queue.clear()
         with contextlib.ExitStack() as stack:  # each is closed even if closing another one fails
             stack.callback(self.copies.close)
             for tier in self.tiers.values():
@@ -318,13 +309,13 @@ class ActivationOffloader(Uncopied):
 
     def _make_progress(self) -> None:
         """Offloads and evicts waiting storages while the forward saves kept ones."""
-        if not self._in_flight and not self._waiting:
+        if not self._in_flight.queue and not self._waiting:
             return
         self._num_kept += 1
         with self._lock:
             if self._placement.memory_is_scarce or self._num_kept % self.CHECK_EVERY == 0:
                 self._offload_waiting(self.NUM_CHECKED)
-            self._evict_copied()
+            self._in_flight.evict_copied()
 
     def _new_record(
         self,
@@ -358,7 +349,7 @@ class ActivationOffloader(Uncopied):
             if tiers:
                 self._waiting.append((weakref.ref(record), tiers))
         self._offload_waiting(self.NUM_CHECKED if record.index % self.NUM_CHECKED else len(self._waiting))
-        self._evict_copied()
+        self._in_flight.evict_copied()
         self.offload_seconds += perf_counter() - begun
         return record
 
@@ -383,9 +374,11 @@ class ActivationOffloader(Uncopied):
 
     def _has_room_in_flight(self, record: SavedStorage) -> bool:
         """Returns whether `record` may be offloaded now; a placement that may not wait offloads it later."""
-        if self._in_flight_bytes + record.nbytes <= self._window_bytes or not self._in_flight:
-            return True
-        return self._placement.may_wait or self.copies.memory_is_short(record.nbytes)
+        return (
+            self._in_flight.has_room(record.nbytes)
+            or self._placement.may_wait
+            or self.copies.memory_is_short(record.nbytes)
+        )
 
     def _offload(self, record: SavedStorage, tiers: Sequence[OffloadTierName]) -> None:
         data, nbytes = record.data, record.nbytes
@@ -408,75 +401,18 @@ class ActivationOffloader(Uncopied):
             return
         record.offload(copy, name)
         self._stats.stored += nbytes
-        now, copying = self._progress(nbytes)
-        self._copied_at = max(self._copied_at, now) + (copying or 0.0)
-        # Without profiled seconds, progress is measured in saved bytes, which needs a larger margin.
-        margin = EVICT_MARGIN * self._copied_at if self._elapsed is not None else nbytes
-        self._in_flight.append(_InFlight(record, data, copy, self._copied_at + margin))
-        self._in_flight_bytes += nbytes
+        self._in_flight.add(record, data, copy)
 
     def _store(self, tier: OffloadTierName, data: Tensor, may_wait: bool) -> StoredCopy | None:
         copy = self.tiers[tier].store(data, may_wait=False)
         if copy is None and may_wait:
             assert self._batch is not None
-            stall = self._batch.stalls[tier][_OUT]
+            stall = self._batch.stalls[tier][OUT]
             start = stall.now()
             with span(WAIT + "room to offload"):
                 copy = self.tiers[tier].store(data, may_wait=True)
-            self._add_stall(stall, start, None)
+            add_stall(self._policy, stall, start, None)
         return copy
-
-    def _evict_copied(self) -> None:
-        """Evicts storages whose copies should be done, and the oldest ones if the window is full.
-
-        The host is far ahead of the device, so the end of a copy is predicted instead of queried. An early prediction
-        costs the compute stream a short wait, a late one costs memory.
-        """
-        if not self._in_flight:
-            return
-        if self.device.type == "cpu":  # its copies are done when they are issued
-            while self._in_flight:
-                self._evict_oldest()
-            return
-        now, copying = self._progress(0)
-        while self._in_flight:
-            due = copying is not None and self._in_flight[0].due_at <= now
-            # The newest storage is in flight even if it is larger than the window.
-            full = self._in_flight_bytes > self._window_bytes and len(self._in_flight) > 1
-            if not (due or full):
-                break
-            self._evict_oldest()
-
-    def _progress(self, nbytes: int) -> tuple[float, float | None]:
-        """Returns the progress of the forward, and its progress while `nbytes` are copied (None: unknown).
-
-        Both are in seconds if the forward mode knows the elapsed seconds, else in saved bytes.
-        """
-        assert self._batch is not None
-        copying = None if self._copy_seconds_per_byte is None else nbytes * self._copy_seconds_per_byte
-        elapsed = self._elapsed
-        if elapsed is not None:
-            return elapsed, copying
-        if copying is not None:
-            copying = None if self._saved_bytes_per_second is None else copying * self._saved_bytes_per_second
-        return self._batch.saved_bytes, copying
-
-    @property
-    def _elapsed(self) -> float | None:
-        """Profiled seconds of the forward up to the present operation, or None if unknown."""
-        return None if self._mode is None else self._mode.elapsed
-
-    def _evict_oldest(self) -> None:
-        """Evicts the oldest storage in flight, ordered on the device: the compute stream waits for its copy."""
-        assert self._batch is not None
-        oldest = self._in_flight.popleft()
-        self._in_flight_bytes -= oldest.nbytes
-        stall = self._batch.stalls[oldest.tier][_OUT]
-        start = stall.now()
-        self._add_stall(stall, start, oldest.copy.wait_copied())
-        record = oldest.record()
-        if record is not None:
-            record.evict()
 
     # ---- backward ----
 
@@ -536,9 +472,9 @@ class ActivationOffloader(Uncopied):
         self._prefetch(record.batch)
         if record.state is State.PREFETCHING:
             assert record.tier is not None and self._batch is not None
-            stall = self._batch.stalls[record.tier][_IN]
+            stall = self._batch.stalls[record.tier][IN]
             start = stall.now()
-            self._add_stall(stall, start, record.wait())
+            add_stall(self._policy, stall, start, record.wait())
             self._stats.loaded += record.nbytes
 
     def _prefetch(self, batch: MicroBatch) -> None:
@@ -559,55 +495,16 @@ class ActivationOffloader(Uncopied):
                     pending.load.wait()
             pending.copy.free()
 
-    def _add_stall(self, stall: Stopwatch, start: Any, awaited: Mark) -> None:
-        """Adds the time that the compute stream has waited since `start` for the mark `awaited`, or until now."""
-        end = stall.add(start, awaited)
-        if self._on_stall is not None:
-            self._on_stall(start, end)
-
     def _read_profiles(self) -> None:
         """Adds the statistics of micro-batches that the device has executed, and passes them to the placement."""
         while self._profiled and (profile := self._profiled[0].profile()) is not None:
             self._profiled.popleft()
             self._stats.seconds += profile.forward_seconds + profile.backward_seconds
-            if profile.forward_seconds and profile.saved_bytes:
-                self._saved_bytes_per_second = profile.saved_bytes / profile.forward_seconds
-            self._stats.store_stall += sum(stalls[_OUT] for stalls in profile.stall_seconds.values())
-            self._stats.load_stall += sum(stalls[_IN] for stalls in profile.stall_seconds.values())
+            self._in_flight.observe(profile)
+            self._stats.store_stall += sum(stalls[OUT] for stalls in profile.stall_seconds.values())
+            self._stats.load_stall += sum(stalls[IN] for stalls in profile.stall_seconds.values())
             self._placement.observe(profile)
 
-    def _update_copy_speed(self) -> None:
-        """Updates the measured seconds per byte of d2h copies, which vary with the plan and with concurrent copies."""
-        busy = self.copies.busy()[_OUT]
-        recent = busy.since(self._busy_before)
-        if recent.seconds and (recent.amount >= self.MIN_AVERAGED_BYTES or self._copy_seconds_per_byte is None):
-            self._copy_seconds_per_byte = recent.seconds / recent.amount
-            self._busy_before = busy
-
-
-class _InFlight:
-    """A storage that is being offloaded. Owns the device's bytes until the compute stream is ordered after their copy.
-
-    Args:
-        record: record of the storage, which may be freed before.
-        data: bytes on the device.
-        copy: the tier's copy.
-        due_at: progress of the forward (see `_progress`) at which the copy should be done.
-    """
-
-    __slots__ = ("copy", "data", "due_at", "nbytes", "record", "tier")
-
-    def __init__(self, record: SavedStorage, data: Tensor, copy: StoredCopy, due_at: float) -> None:
-        assert record.tier is not None
-        self.record = weakref.ref(record)
-        self.data = data
-        self.nbytes = record.nbytes
-        self.copy = copy
-        self.tier = record.tier
-        self.due_at = due_at
-
-
-_OUT, _IN = 0, 1
 
 _PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that bytes, shape and strides describe completely."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.activations import config
+from lightning_ssd.activations.in_flight import InFlight
 from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.storage import BackendFile, PosixBackend
 from tests.support.offloader import change_policy, open_cache, wait_for_writes
@@ -115,7 +116,7 @@ def test_bytes_that_the_direct_path_still_stores_are_loaded(tmp_path: Path, monk
     with open_cache(tmp_path, backend=backend) as cache:
         change_policy(cache, window_bytes=2**30)
         # As on a GPU, where a copy is done later than it is issued, copies stay in flight.
-        monkeypatch.setattr(type(cache), "_evict_copied", lambda cache: None)
+        monkeypatch.setattr(InFlight, "evict_copied", lambda self: None)
         for _ in range(3):
             backend.gate.clear()
             cache.begin_micro_batch()

@@ -8,6 +8,7 @@ import torch
 
 from lightning_ssd.activations import ActivationOffloader, config
 from lightning_ssd.activations.host import HostTier
+from lightning_ssd.activations.in_flight import InFlight
 from tests.support.late_device import LateCopies
 from tests.support.offloader import MIB, change_policy, eventually, open_cache
 
@@ -40,7 +41,7 @@ def test_storages_that_are_still_copied_out_are_kept_by_backward(
     offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is loaded, and the copies' memory in the tier is freed at once, or when a running write has ended."""
-    monkeypatch.setattr(ActivationOffloader, "_evict_copied", lambda self: None)  # a device that is far behind
+    monkeypatch.setattr(InFlight, "evict_copied", lambda self: None)  # a device that is far behind
     change_policy(offloader, window_bytes=MIB)
     offloader.begin_micro_batch()
     inputs = leaves(5)
