@@ -17,8 +17,8 @@ import logging
 import os
 import platform
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ from lightning_ssd.model_states import (
     show,
     type_name,
 )
+from lightning_ssd.replay_loader import (
+    DataPosition,
+    ReplayLoader,
+    StatefulReplayLoader,
+    loader_settings,
+    random_states,
+    set_random_states,
+)
 from lightning_ssd.storage import StorageError
 from lightning_ssd.uncopied import Uncopied
 
@@ -46,7 +54,6 @@ log = logging.getLogger(__name__)
 
 _KEY = "lightning_ssd.recovery"
 _GRADIENTS = "lightning_ssd.gradients"
-_GENERATORS = "lightning_ssd.generators"
 
 _FIXED = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision", "limit_train_batches",
           "overfit_batches", "reload_dataloaders_every_n_epochs")  # fmt: skip
@@ -117,7 +124,7 @@ class Recovery(Uncopied):
         self._trainer = trainer
         self._states = states
         self._path = path.absolute()
-        self._positions: deque[_DataPosition] = deque()
+        self._positions: deque[DataPosition] = deque()
         self._resumed: CommitRecord | None = None
         """The record that the Trainer restores."""
         self._kept_gradients: dict[str, Tensor] = {}
@@ -146,7 +153,7 @@ class Recovery(Uncopied):
         checkpoint = dict(record.training_state)
         own = checkpoint.pop(_KEY)
         self._kept_gradients = checkpoint.pop(_GRADIENTS)
-        self._positions.extend(_DataPosition(**position) for position in own["places"])
+        self._positions.extend(DataPosition(**position) for position in own["places"])
         self._ahead, self.random = own["ahead"], own["random"]
         self._resumed = record
         self._trainer._checkpoint_connector._loaded_checkpoint = checkpoint | self._hyper_parameters()
@@ -178,10 +185,10 @@ class Recovery(Uncopied):
         stateful = hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")
         position = self._positions.popleft() if self._positions else None
         if position is not None and self._resumed is not None:
-            self._refuse(self._resumed, differences(position.settings, _loader_settings(dataloader)))
+            self._refuse(self._resumed, differences(position.settings, loader_settings(dataloader)))
         # A loader without a length is prefetched, so that its own state is ahead of the training.
         sized = fabric.utilities.data.sized_len(dataloader) is not None
-        return (_StatefulReplayLoader if stateful and sized else _ReplayLoader)(dataloader, position, self)
+        return (StatefulReplayLoader if stateful and sized else ReplayLoader)(dataloader, position, self)
 
     def before_batch(self) -> None:
         """Called before the next batch is fetched. Makes a record if a step was made since the last one."""
@@ -212,7 +219,7 @@ class Recovery(Uncopied):
             parameter = self._trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device)
         self._kept_gradients = {}
-        _set_random(random)
+        set_random_states(random)
 
     def _record(self) -> None:
         with self._states.state_dicts.without():
@@ -224,7 +231,7 @@ class Recovery(Uncopied):
         ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher is not None and fetcher.length is None else 0
         positions = [asdict(loader.position(ahead)) for loader in self._wrapped_loaders()]
         checkpoint[_GRADIENTS] = self._gradients()
-        checkpoint[_KEY] = {"places": positions, "ahead": ahead, "random": _random()}
+        checkpoint[_KEY] = {"places": positions, "ahead": ahead, "random": random_states()}
         for owner in self._with_hyper_parameters():  # of any type; the script sets them again
             for key in (owner.CHECKPOINT_HYPER_PARAMS_NAME, owner.CHECKPOINT_HYPER_PARAMS_KEY, _hparams_type(owner)):
                 checkpoint.pop(key, None)
@@ -244,9 +251,9 @@ class Recovery(Uncopied):
         """Returns the hyperparameters in the form of a checkpoint of this script."""
         return {owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams) for owner in self._with_hyper_parameters()}
 
-    def _wrapped_loaders(self) -> "list[_ReplayLoader]":
+    def _wrapped_loaders(self) -> "list[ReplayLoader]":
         current = self._trainer.fit_loop._combined_loader
-        return [] if current is None else [loader for loader in current.flattened if isinstance(loader, _ReplayLoader)]
+        return [] if current is None else [loader for loader in current.flattened if isinstance(loader, ReplayLoader)]
 
     def _gradients(self) -> dict[str, Tensor]:
         """Returns the gradients that manual optimization keeps from one batch to the next, by parameter name."""
@@ -256,168 +263,6 @@ class Recovery(Uncopied):
         offloaded = self._states.parameters  # their gradients are refused elsewhere if they are kept
         resident = {name: value for name, value in module.named_parameters() if value not in offloaded}
         return {name: value.grad for name, value in resident.items() if value.grad is not None}
-
-
-@dataclass(frozen=True)
-class _DataPosition:
-    """Position of a loader in its data.
-
-    Attributes:
-        made: states of random number generators when its iterator was made.
-        begun: states of random number generators before the first batch; None: no batch was fetched.
-        batches: number of fetched batches.
-        settings: settings of the loader, by name.
-    """
-
-    made: dict[str, Any]
-    begun: dict[str, Any] | None
-    batches: int
-    settings: dict[str, str]
-
-
-class _ReplayLoader:
-    """A dataloader whose position is restored after a kill by reading it again up to this position.
-
-    Args:
-        dataloader: the user's dataloader.
-        resume: position to restore; None: begin anew.
-        recovery: its `before_batch` is called before each batch.
-    """
-
-    def __init__(self, dataloader: Any, resume: _DataPosition | None, recovery: Recovery) -> None:
-        self._dataloader = dataloader
-        self._resume = resume
-        self._recovery = recovery
-        self._iterator: Iterator[Any] | None = None
-        self._made: dict[str, Any] = {}
-        self._begun: dict[str, Any] | None = None
-        self._batches = 0
-
-    def __getattr__(self, name: str) -> Any:
-        # Without these two methods, Lightning does not restore the loader, which is restored here instead.
-        if name.startswith("__") or name in ("state_dict", "load_state_dict"):
-            raise AttributeError(name)
-        return getattr(self._dataloader, name)
-
-    def __reduce__(self) -> Any:
-        return _same, (self._dataloader,)  # a copied Trainer does not continue the training
-
-    def __len__(self) -> int:
-        return len(self._dataloader)
-
-    def __iter__(self) -> "_ReplayLoader":
-        self._iterator = None
-        if self._resume is None:
-            self._made, self._begun, self._batches = self._random(), None, 0
-            self._iterator = iter(self._dataloader)
-        return self
-
-    def __next__(self) -> Any:
-        self.fast_forward()
-        self._recovery.before_batch()
-        if self._begun is None:
-            self._begun = self._random()
-        assert self._iterator is not None
-        batch = next(self._iterator)
-        self._batches += 1
-        return batch
-
-    def position(self, ahead: int) -> _DataPosition:
-        """Returns the training's position in the data, without the last `ahead` batches, which were prefetched."""
-        batches = max(0, self._batches - ahead)
-        return _DataPosition(self._made, self._begun, batches, _loader_settings(self._dataloader))
-
-    def fast_forward(self) -> None:
-        """Reads and drops the batches that the killed run has fetched. Samplers have their epoch set by now."""
-        if self._resume is None:
-            return
-        position, self._resume = self._resume, None
-        self._made, self._begun, self._batches = position.made, position.begun, position.batches
-        self._set_random(position.made)
-        self._iterator = iter(self._dataloader)
-        if position.begun is not None:
-            self._set_random(position.begun)
-            for _ in range(position.batches):
-                next(self._iterator)
-
-    def _random(self) -> dict[str, Any]:
-        return _random() | {_GENERATORS: [generator.get_state() for generator in _generators(self._dataloader)]}
-
-    def _set_random(self, states: dict[str, Any]) -> None:
-        _set_random(states)
-        for generator, state in zip(_generators(self._dataloader), states[_GENERATORS], strict=True):
-            generator.set_state(state)
-
-
-class _StatefulReplayLoader(_ReplayLoader):
-    """A dataloader with a `state_dict`, whose position the Trainer restores.
-
-    The dataloader restores its position when the first batch is fetched, and may draw random numbers for that. So the
-    training's random number generators are restored afterwards.
-    """
-
-    def __iter__(self) -> "_StatefulReplayLoader":
-        resume, self._resume = self._resume, None
-        super().__iter__()
-        self._resume = resume
-        return self
-
-    def __next__(self) -> Any:
-        random = self._recovery.random if self._resume is not None and self._resume.begun is not None else None
-        batch = super().__next__()
-        if random is not None:
-            _set_random(random)
-        return batch
-
-    def fast_forward(self) -> None:
-        if self._resume is not None:
-            self._begun, self._resume = self._resume.begun, None
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._dataloader.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._dataloader.load_state_dict(state)
-
-
-def _generators(dataloader: Any) -> list[torch.Generator]:
-    """Returns the `torch.Generator` objects of a dataloader and of its samplers."""
-    sampler, batches = getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)
-    owners = (dataloader, sampler, batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
-def _random() -> dict[str, Any]:
-    states: dict[str, Any] = fabric.utilities.seed._collect_rng_states()
-    return states
-
-
-def _set_random(states: dict[str, Any]) -> None:
-    fabric.utilities.seed._set_rng_states(dict(states))
-
-
-def _same(dataloader: Any) -> Any:
-    return dataloader
-
-
-def _loader_settings(dataloader: Any) -> dict[str, str]:
-    """Returns settings that identify a training dataloader, by name."""
-    batches = getattr(dataloader, "batch_sampler", None)
-    size = getattr(dataloader, "batch_size", None) or getattr(batches, "batch_size", None)
-    sized_len = fabric.utilities.data.sized_len
-    found = {
-        "class": type(dataloader),
-        "batch_size": size,
-        "drop_last": getattr(dataloader, "drop_last", None),
-        "num_workers": getattr(dataloader, "num_workers", None),
-        "class of the sampler": type(getattr(dataloader, "sampler", None)),
-        "class of the dataset": type(getattr(dataloader, "dataset", None)),
-        "length of the dataset": sized_len(getattr(dataloader, "dataset", None)),
-        "number of batches": sized_len(dataloader),
-    }
-    return {f"`{name}` of the training dataloader": show(value) for name, value in found.items()}
 
 
 def _hparams_type(owner: Any) -> str:

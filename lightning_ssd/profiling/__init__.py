@@ -10,10 +10,11 @@ from lightning_ssd.profiling.limits import (
     measure_training_machine,
 )
 from lightning_ssd.profiling.machine import adam_step, measure_machine, mixed_bandwidth
-from lightning_ssd.profiling.model import Profiler, count_bytes, count_samples, unit_profiles
+from lightning_ssd.profiling.model import Profiler, count_bytes, count_samples
 from lightning_ssd.profiling.saved_timeline import SavedTimelineRecorder
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, trace
+from lightning_ssd.profiling.unit_profiles import unit_profiles
 
 __all__ = [
     "HOST_FILL",

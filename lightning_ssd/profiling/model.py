@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ssd.activations import (
     ActivationOffloader,
     ForwardGraph,
-    Interval,
     KeepAll,
     PlacementPolicy,
     PlanMode,
@@ -32,21 +31,17 @@ from lightning_ssd.planning import (
     HostOverhead,
     LifetimeProfile,
     ModelProfile,
-    OperatorProfile,
-    UnitProfile,
     unit_call_name,
 )
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.trace_mode import OptimizerTrace, TraceMode
+from lightning_ssd.profiling.unit_profiles import calls_of_units, unit_profiles
 from lightning_ssd.types import Tier
 from lightning_ssd.uncopied import ModuleHook, Uncopied
 
 QUEUE = 128
 """Operations that surely fit into a GPU's launch queue, together with the copies of their saved tensors."""
-
-REST = "rest"
-"""Name of the operator that sums the operations of a unit whose results are not saved."""
 
 
 class Profiler(Uncopied):
@@ -359,7 +354,7 @@ class Profiler(Uncopied):
 
     def fixed_placement(self) -> FixedPlacement:
         """Returns the tiers of model states."""
-        tiers = [self._tiers(self.units[unit_call.unit]) for unit_call in _unit_calls(self.units, self.graph)]
+        tiers = [self._tiers(self.units[unit_call.unit]) for unit_call in calls_of_units(self.units, self.graph)]
         return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers))
 
     def profile(
@@ -444,99 +439,6 @@ class Profiler(Uncopied):
             if any(item.parameter in owned for item in flat.param_views):
                 nbytes[store.tiers] += flat.nbytes + store.layout.opt_state_bytes
         return max(nbytes, key=lambda tiers: nbytes[tiers]) if nbytes else ("gpu", "gpu")
-
-
-def unit_profiles(
-    units: Sequence[Unit],
-    graph: ForwardGraph,
-    saved: Sequence[Saved],
-    launches: Mapping[UnitCall, float],
-    state_bytes: Callable[[Unit], tuple[int, int, int, int, int]],
-) -> tuple[UnitProfile, ...]:
-    """Returns the profiles of calls of units, in the order of the forward; then units that were not called.
-
-    Args:
-        units: units of the model.
-        graph: graph of a forward and backward.
-        saved: saved tensors of the graph that may be offloaded.
-        launches: host seconds to launch the operations of each call.
-        state_bytes: returns the trained parameters of a unit, and its bytes of weights, gradients, and optimizer
-            states (read, written).
-    """
-    measured = graph.transients.measure()
-    profiles = []
-    for unit_call in _unit_calls(units, graph):
-        states = state_bytes(units[unit_call.unit]) if unit_call.call_index == 0 else (0, 0, 0, 0, 0)
-        of_call = [item for item in saved if item.unit_call == unit_call]
-        name = unit_call_name(units[unit_call.unit].name, unit_call.call_index)
-        profiles.append(_unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), states, *measured))
-    return tuple(profiles)
-
-
-def _unit_calls(units: Sequence[Unit], graph: ForwardGraph) -> list[UnitCall]:
-    unit_calls = graph.unit_calls()
-    ran = {unit_call.unit for unit_call in unit_calls}
-    return unit_calls + [UnitCall(index, 0) for index in range(len(units)) if index not in ran]
-
-
-def _unit_profile(
-    graph: ForwardGraph,
-    unit_call: UnitCall,
-    name: str,
-    saved: Sequence[Saved],
-    launch_seconds: float,
-    states: tuple[int, int, int, int, int],
-    in_forward: Mapping[Interval, int],
-    when_wanted: Mapping[int, int],
-    in_backward: Mapping[Interval, int],
-) -> UnitProfile:
-    """Returns the profile of a call, from its launch time and the results of `TransientMemory.measure`."""
-    operations = graph.operations
-    remaining = {number for number, operation in enumerate(operations) if operation.unit_call == unit_call}
-    forward = sum(operations[number].seconds for number in remaining)
-    backward = graph.backward_seconds.get(unit_call, 0.0)
-    launch = launch_seconds / len(remaining) if remaining else 0.0
-    operators = []
-
-    def add(operator: str, made_by: set[int], item: Saved | None) -> None:
-        took = sum(operations[number].seconds for number in made_by & remaining)
-        recomputable = item is not None and item.recomputable
-        operators.append(
-            OperatorProfile(
-                operator,
-                took,
-                backward * took / forward if forward else 0.0,
-                sum(operations[number].flops for number in made_by & remaining),
-                item.nbytes if item is not None else 0,
-                (operator,) if item is not None else (),
-                sum(operations[number].seconds for number in made_by) if recomputable else None,
-                item.recompute_workspace_bytes if item is not None else 0,
-                in_forward.get((unit_call, item.buffer), 0) if item is not None else 0,
-                when_wanted.get(item.buffer, 0) if item is not None else 0,
-                in_backward.get((unit_call, item.buffer), 0) if item is not None else 0,
-                len(made_by & remaining),
-                len(made_by) if recomputable else 0,
-                launch * len(made_by & remaining),
-            )
-        )
-        remaining.difference_update(made_by)
-
-    for item in saved:
-        if not item.is_unit_input:
-            maker = graph.buffers[item.buffer].maker
-            assert maker is not None
-            add(item.name, set(item.recompute_ops) or {maker}, item)
-    add(REST, set(remaining), None)
-    inputs = sum(item.nbytes for item in saved if item.is_unit_input)
-    is_unit_input = [item.buffer for item in saved if item.is_unit_input]
-    return UnitProfile(
-        name,
-        tuple(operators),
-        inputs,
-        *states,
-        forward_bytes=in_forward.get((unit_call, None), 0),
-        backward_bytes=max(in_backward.get((unit_call, number), 0) for number in (None, *is_unit_input)),
-    )
 
 
 def count_samples(batch: Any) -> tuple[int, int]:

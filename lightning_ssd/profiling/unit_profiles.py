@@ -1,0 +1,104 @@
+"""Profiles of a model's units, made from the graph of a recorded forward and backward."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning_ssd.activations import ForwardGraph, Interval, Saved, UnitCall
+from lightning_ssd.model_states import Unit
+from lightning_ssd.planning import OperatorProfile, UnitProfile, unit_call_name
+
+REST = "rest"
+"""Name of the operator that sums the operations of a unit whose results are not saved."""
+
+
+def unit_profiles(
+    units: Sequence[Unit],
+    graph: ForwardGraph,
+    saved: Sequence[Saved],
+    launches: Mapping[UnitCall, float],
+    state_bytes: Callable[[Unit], tuple[int, int, int, int, int]],
+) -> tuple[UnitProfile, ...]:
+    """Returns the profiles of calls of units, in the order of the forward; then units that were not called.
+
+    Args:
+        units: units of the model.
+        graph: graph of a forward and backward.
+        saved: saved tensors of the graph that may be offloaded.
+        launches: host seconds to launch the operations of each call.
+        state_bytes: returns the trained parameters of a unit, and its bytes of weights, gradients, and optimizer
+            states (read, written).
+    """
+    measured = graph.transients.measure()
+    profiles = []
+    for unit_call in calls_of_units(units, graph):
+        states = state_bytes(units[unit_call.unit]) if unit_call.call_index == 0 else (0, 0, 0, 0, 0)
+        of_call = [item for item in saved if item.unit_call == unit_call]
+        name = unit_call_name(units[unit_call.unit].name, unit_call.call_index)
+        profiles.append(_unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), states, *measured))
+    return tuple(profiles)
+
+
+def calls_of_units(units: Sequence[Unit], graph: ForwardGraph) -> list[UnitCall]:
+    """Returns the calls of units in the order of the forward, then a call 0 of each unit that was not called."""
+    unit_calls = graph.unit_calls()
+    ran = {unit_call.unit for unit_call in unit_calls}
+    return unit_calls + [UnitCall(index, 0) for index in range(len(units)) if index not in ran]
+
+
+def _unit_profile(
+    graph: ForwardGraph,
+    unit_call: UnitCall,
+    name: str,
+    saved: Sequence[Saved],
+    launch_seconds: float,
+    states: tuple[int, int, int, int, int],
+    in_forward: Mapping[Interval, int],
+    when_wanted: Mapping[int, int],
+    in_backward: Mapping[Interval, int],
+) -> UnitProfile:
+    """Returns the profile of a call, from its launch time and the results of `TransientMemory.measure`."""
+    operations = graph.operations
+    remaining = {number for number, operation in enumerate(operations) if operation.unit_call == unit_call}
+    forward = sum(operations[number].seconds for number in remaining)
+    backward = graph.backward_seconds.get(unit_call, 0.0)
+    launch = launch_seconds / len(remaining) if remaining else 0.0
+    operators = []
+
+    def add(operator: str, made_by: set[int], item: Saved | None) -> None:
+        took = sum(operations[number].seconds for number in made_by & remaining)
+        recomputable = item is not None and item.recomputable
+        operators.append(
+            OperatorProfile(
+                operator,
+                took,
+                backward * took / forward if forward else 0.0,
+                sum(operations[number].flops for number in made_by & remaining),
+                item.nbytes if item is not None else 0,
+                (operator,) if item is not None else (),
+                sum(operations[number].seconds for number in made_by) if recomputable else None,
+                item.recompute_workspace_bytes if item is not None else 0,
+                in_forward.get((unit_call, item.buffer), 0) if item is not None else 0,
+                when_wanted.get(item.buffer, 0) if item is not None else 0,
+                in_backward.get((unit_call, item.buffer), 0) if item is not None else 0,
+                len(made_by & remaining),
+                len(made_by) if recomputable else 0,
+                launch * len(made_by & remaining),
+            )
+        )
+        remaining.difference_update(made_by)
+
+    for item in saved:
+        if not item.is_unit_input:
+            maker = graph.buffers[item.buffer].maker
+            assert maker is not None
+            add(item.name, set(item.recompute_ops) or {maker}, item)
+    add(REST, set(remaining), None)
+    inputs = sum(item.nbytes for item in saved if item.is_unit_input)
+    is_unit_input = [item.buffer for item in saved if item.is_unit_input]
+    return UnitProfile(
+        name,
+        tuple(operators),
+        inputs,
+        *states,
+        forward_bytes=in_forward.get((unit_call, None), 0),
+        backward_bytes=max(in_backward.get((unit_call, number), 0) for number in (None, *is_unit_input)),
+    )
