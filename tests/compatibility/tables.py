@@ -21,8 +21,8 @@ HEAD = """\
 # Compatibility
 
 Each row is a training of a few steps on a CPU, of a tiny model, by plain Lightning and by `SSDOffloadStrategy`.
-**equal** means that the losses, and all parameters and buffers at the end, are the same bit for bit. The two columns are
-the two things that can be offloaded:
+**equal** means that the losses, and all parameters and buffers at the end, are the same bit for bit. The two columns
+are the two things that can be offloaded:
 
 - **activations**: `Trainer(strategy="ssd_offload")` with `offload=1.0`: every saved tensor of 64 bytes or more on SSD;
 - **model states**: weights, gradients and optimizer states, too: `states="host"` and `states="ssd"`, each with
