@@ -9,6 +9,7 @@ __all__ = [
     "EVICT_MARGIN",
     "INPUT_CHOICES",
     "OFFLOAD_TIERS",
+    "PROCESSORS",
     "TIERS",
     "BackendName",
     "Choice",
@@ -17,11 +18,15 @@ __all__ = [
     "InputChoice",
     "OffloadTierName",
     "Overlap",
+    "Processor",
     "Tier",
 ]
 
 Tier = Literal["gpu", "host", "ssd"]
 """Memory in which weights and optimizer states are stored."""
+
+Processor = Literal["cpu", "gpu"]
+"""Processor that steps a unit whose states are in host memory."""
 
 OffloadTierName = Literal["host", "ssd"]
 """Memory to which bytes of the training device are offloaded."""
@@ -44,8 +49,8 @@ Overlap = Literal["none", "naive", "optimized"]
 BackendName = Literal["auto", "posix", "kvikio"]
 """I/O library of the scratch files; "auto" chooses one (`storage/choice.py`)."""
 
-TIERS, OFFLOAD_TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
-    get_args(kind) for kind in (Tier, OffloadTierName, Choice, InputChoice, ClipMode, BackendName)
+TIERS, PROCESSORS, OFFLOAD_TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
+    get_args(kind) for kind in (Tier, Processor, OffloadTierName, Choice, InputChoice, ClipMode, BackendName)
 )
 
 EVICT_MARGIN = 0.03

@@ -1,5 +1,6 @@
 """`PlanRunner`: runs training steps under a plan, measures them, and corrects the profiles that plans are made from."""
 
+import logging
 import math
 import statistics
 from collections import deque
@@ -32,6 +33,8 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.profiling import Profiler
+
+log = logging.getLogger(__name__)
 
 MEDIAN_STEPS = 8
 """Number of steps whose median duration is compared with the prediction."""
@@ -119,6 +122,7 @@ class PlanRunner:
         self.number = 0
         self.num_steps = 0
         self.hooks_skippable = False
+        self._steps_planned = False  # whether a plan has chosen the units that the GPU steps
         self._profiler = profiler
         self._offloader = offloader
         self._states = states
@@ -152,6 +156,7 @@ class PlanRunner:
         self.prediction = simulate(self.profile, self.hardware, plan)
         self.plan = plan
         self.number = next(_NUMBERS)
+        self._place_steps(plan)
         if plan.keeps_all:
             self._close_mode()
             self._set_placement(OffloadOnPressure(tuple(self._offloader.tiers), self._is_short), None)
@@ -165,6 +170,20 @@ class PlanRunner:
         self._set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
         self._discard_steps()
+
+    def _place_steps(self, plan: Plan) -> None:
+        """Has the GPU step the units that the plan names. Without such plans, a trial of shares chooses them."""
+        names = {name for name, unit in plan.units.items() if unit.step == "gpu"}
+        if self._states is None or not (names or self._steps_planned):
+            return
+        self._steps_planned = True
+        chosen = [one for unit in self._profiler.units if unit.name in names for _, one in unit.parameters]
+        if not self._states.step_on_device(chosen):
+            log.warning(
+                "The GPU has no memory for the optimizer steps of %d units that the plan has it make: the present "
+                "processors make them, and the prediction is wrong by that.",
+                len(names),
+            )
 
     def leave(self, *, in_step: bool) -> None:
         """Called before steps under another rule; `in_step`: the present step has begun, and is not measured."""

@@ -50,6 +50,7 @@ class DeviceShare:
         self._prefetcher = prefetcher
         self._drain = drain
         self._chosen: Collection[FlatParameter] = ()
+        self._planned = False
         self._trial: ShareTrial | None = None
         """Made at the end of the first step."""
 
@@ -59,7 +60,7 @@ class DeviceShare:
 
     def note(self, work: WorkCounter) -> None:
         """Notes the end of a step; `work` is that of the CPU so far."""
-        if self._copies.device.type != "cuda":
+        if self._copies.device.type != "cuda" or self._planned:
             return
         if self._trial is None:
             order = [flat for flat in self._order if self._stores[flat].in_memory]
@@ -74,6 +75,18 @@ class DeviceShare:
             if self._trial.share == 0.0 and self.stepper is not None:
                 self._drain()
                 self.close()
+
+    def plan(self, chosen: Collection[FlatParameter]) -> bool:
+        """Selects the flat parameters that the device steps, as `select` does, in place of a trial of shares.
+
+        Called between two steps.
+        """
+        self._planned = True
+        chosen = [flat for flat in self._order if flat in chosen]
+        if not chosen and self.stepper is not None:
+            self._drain()
+            self.close()
+        return self.select(chosen)
 
     def select(self, chosen: Collection[FlatParameter]) -> bool:
         """Selects the flat parameters that the device steps from now on: those of `chosen` that are in host memory.

@@ -14,7 +14,7 @@ optimizer steps them: the offloaded ones have no `.grad` while its `step` runs.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
@@ -331,6 +331,18 @@ class ModelStates(Uncopied):
         return self._steps.optimizer is not None
 
     @uninterrupted
+    def step_on_device(self, parameters: Collection[nn.Parameter]) -> bool:
+        """Has the device make the optimizer steps of these parameters, and the CPU all others; no trial chooses them.
+
+        Called between two steps on the training thread. The steps' bits do not depend on the processor. The device
+        steps the flat parameters of `parameters` that are in host memory, and whose gradients are not accumulated, in
+        pieces of device memory that belong to this object.
+
+        Returns:
+            Whether there is device memory for the pieces; if not, nothing changes.
+        """
+        return self._steps.step_on_device({self._flat_of[one][0] for one in parameters if one in self._flat_of})
+
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless one has begun: flat parameters that backward completes are stepped."""
         if not self.stepping:

@@ -7,7 +7,7 @@ offloaded; the next forward of its unit waits for that step alone. If user code 
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from time import perf_counter
 
@@ -282,6 +282,10 @@ class StepScheduler:
             self._prefetcher.prefetch()
         if optimizer is self._timed:
             self._device_share.note(self.work())
+
+    def step_on_device(self, flat_params: Collection[FlatParameter]) -> bool:
+        """Has the device step `flat_params`, between two steps; see `DeviceShare.plan`."""
+        return self._device_share.plan(flat_params)
 
     def _submit_remaining(self, optimizer: Optimizer) -> None:
         """Submits the steps of `optimizer` that could not begin in backward."""

@@ -18,6 +18,7 @@ from lightning_ssd.planning.saved_groups import (
     default_window,
     host_then_ssd,
     saved_groups,
+    step_on_gpu,
 )
 from lightning_ssd.planning.simulator import Prediction, count_steps, simulate
 from lightning_ssd.planning.stages import cut_stages
@@ -105,6 +106,7 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
         if not search.is_over():
             search.try_point(point)
     search.refine()
+    search.share_steps()
     return search.choose(of_papers)
 
 
@@ -274,6 +276,24 @@ class _Search:
                 if amount == units == 1:
                     return
                 amount, units = max(1, amount // 2), max(1, units // 2)
+
+    def share_steps(self) -> None:
+        """Has the GPU step units that are in host memory, as many as make the fastest plan the shortest.
+
+        With several micro-batches the CPU steps them all: their sums of gradients are not page-locked.
+        """
+        plan = self.fastest.plan
+        count = sum(unit.step == "gpu" for unit in plan.units.values())
+        most = sum(unit.in_host for unit in plan.units.values())
+        amount = most if self.model.micro_batches == 1 else 0
+        while amount:
+            before = self.fastest.score
+            for other in (count + amount, count - amount):
+                if 0 <= other <= most and self.consider(step_on_gpu(plan, other)) and self.fastest.score < before:
+                    count = other
+                    break
+            else:
+                amount //= 2
 
     def _neighbours(
         self, point: SearchPoint, unused: tuple[int, int], amount: int, units: int

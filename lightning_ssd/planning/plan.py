@@ -11,7 +11,18 @@ import yaml
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.validation import as_mapping, read_text
 from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes, show_value
-from lightning_ssd.types import CHOICES, CLIP_MODES, INPUT_CHOICES, TIERS, Choice, ClipMode, InputChoice, Tier
+from lightning_ssd.types import (
+    CHOICES,
+    CLIP_MODES,
+    INPUT_CHOICES,
+    PROCESSORS,
+    TIERS,
+    Choice,
+    ClipMode,
+    InputChoice,
+    Processor,
+    Tier,
+)
 
 
 @dataclass(frozen=True)
@@ -20,16 +31,29 @@ class UnitPlan:
 
     Attributes:
         weights: tier of the compute weights between uses; "gpu" if and only if `states` is.
-        states: tier of master weights and optimizer states. The GPU steps units whose states are on it, the CPU others.
+        states: tier of master weights and optimizer states.
         input: choice for the saved input, the inter-block activation: kept on the GPU, or swapped to host memory or
             SSDs.
         operators: choice for each operator's saved tensors, by its name: kept, swapped or recomputed.
+        step: processor that steps the unit if its weights and states are in host memory. "gpu": they are copied to the
+            GPU in pieces, stepped there, and copied back. The GPU steps units on it, the CPU those with a part on SSDs.
     """
 
     weights: Tier
     states: Tier
     input: InputChoice
     operators: Mapping[str, Choice]
+    step: Processor = "cpu"
+
+    @property
+    def in_host(self) -> bool:
+        """Whether weights and states are in host memory, so that the plan may choose the processor of the step."""
+        return self.weights == self.states == "host"
+
+    @property
+    def steps_on_cpu(self) -> bool:
+        """Whether the CPU steps the unit."""
+        return self.states != "gpu" and self.step == "cpu"
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,12 @@ class Plan:
                     f"`{where}` has weights on `{unit.weights}` and states on `{unit.states}`. A unit is on the GPU "
                     "with both of them, or with neither: change one of the two."
                 )
+            check_choice(f"{where}.step", unit.step, PROCESSORS)
+            if unit.step == "gpu" and not unit.in_host:
+                raise ValueError(
+                    f"`{where}` has `step: gpu`, weights on `{unit.weights}` and states on `{unit.states}`. The GPU "
+                    "steps units on it always, and others from host memory: remove `step`, or set both to `host`."
+                )
             _check_names(f"{where}.operators", list(unit.operators), [item.name for item in profile.operators])
             for operator in profile.operators:
                 choice = unit.operators[operator.name]
@@ -100,6 +130,7 @@ class Plan:
                     "input": unit.input,
                     "operators": dict(unit.operators),
                 }
+                | ({"step": unit.step} if unit.step == "gpu" else {})
                 for name, unit in self.units.items()
             },
         }
@@ -130,13 +161,15 @@ class Plan:
         units = {}
         for name, unit in as_mapping(fields["units"], "`units`").items():
             where = f"units.{name}"
-            entry = _exact_fields(unit, f"`{where}`", ("weights", "states", "input", "operators"))
+            given: dict[str, Any] = {"step": "cpu", **as_mapping(unit, f"`{where}`")}
+            entry = _exact_fields(given, f"`{where}`", ("weights", "states", "input", "operators", "step"))
             operators = as_mapping(entry["operators"], f"`{where}.operators`")
-            for field, allowed in (("weights", TIERS), ("states", TIERS), ("input", INPUT_CHOICES)):
-                check_choice(f"{where}.{field}", entry[field], allowed)
+            allowed = {"weights": TIERS, "states": TIERS, "input": INPUT_CHOICES, "step": PROCESSORS}
+            for field, values in allowed.items():
+                check_choice(f"{where}.{field}", entry[field], values)
             for operator, choice in operators.items():
                 check_choice(f"{where}.operators.{operator}", choice, CHOICES)
-            units[name] = UnitPlan(entry["weights"], entry["states"], entry["input"], dict(operators))
+            units[name] = UnitPlan(entry["weights"], entry["states"], entry["input"], dict(operators), entry["step"])
         check_choice("clip", fields["clip"], CLIP_MODES)
         try:
             window, staging = (parse_bytes(fields[name], name) for name in ("window_bytes", "staging_bytes"))
@@ -182,6 +215,7 @@ class Plan:
                 for choice in CHOICES
                 if counts[choice]
             )
+            detail += "; stepped on the GPU" if unit.step == "gpu" else ""
             lines.append(f"{name:<24} {unit.weights:<8} {unit.states:<8} {unit.input:<6} {detail}")
         return "\n".join(lines)
 

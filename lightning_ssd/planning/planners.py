@@ -160,7 +160,7 @@ def calibrate_step_rate(
         step_seconds: measured seconds of a step, over which the copies are spread evenly.
     """
     places = zip(model.units, plan.units.values(), strict=True)
-    stepped = sum(profile.parameters for profile, unit in places if unit.states != "gpu")
+    stepped = sum(profile.parameters for profile, unit in places if unit.steps_on_cpu)
     if not stepped:  # only small tensors of resident units are stepped on the CPU
         return hardware
     seconds = stepped / step_rate

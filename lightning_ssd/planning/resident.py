@@ -6,6 +6,9 @@ from lightning_ssd.types import TIERS, Tier
 
 STATES = ("compute weights", "optimizer states", "gradients")
 
+DEVICE_STEP_BYTES = 2**29
+"""GPU bytes of the pieces of states that are copied to the GPU, stepped there, and copied back."""
+
 JOBS_AHEAD = 3
 """Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
 
@@ -34,6 +37,7 @@ def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
         if unit.states == "ssd":
             job_bytes.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
     gpu += param_budget(model, plan)
+    gpu += DEVICE_STEP_BYTES if any(unit.step == "gpu" for unit in plan.units.values()) else 0
     return gpu, host + sum(sorted(job_bytes, reverse=True)[:JOBS_AHEAD]), ssd
 
 

@@ -124,12 +124,24 @@ class FixedPlacement:
 
     def apply(self, plan: Plan) -> Plan:
         """Returns the plan with this placement of model states in place of its own."""
-        units = {
-            name: replace(unit, weights=weights, states=states)
-            for (name, unit), weights, states in zip(plan.units.items(), self.weights, self.states, strict=True)
-        }
+        units = {}
+        for (name, unit), weights, states in zip(plan.units.items(), self.weights, self.states, strict=True):
+            placed = replace(unit, weights=weights, states=states)
+            units[name] = placed if placed.in_host else replace(placed, step="cpu")
         staging = plan.staging_bytes if self.staging_bytes is None else self.staging_bytes
         return replace(plan, units=units, staging_bytes=staging)
+
+
+def step_on_gpu(plan: Plan, count: int) -> Plan:
+    """Returns the plan in which the GPU steps `count` of the units in host memory, evenly spread.
+
+    The others are stepped by the CPU at the same time.
+    """
+    in_host = [name for name, unit in plan.units.items() if unit.in_host]
+    total = len(in_host)
+    chosen = {name for index, name in enumerate(in_host) if (index + 1) * count // total > index * count // total}
+    units = {name: replace(unit, step="gpu" if name in chosen else "cpu") for name, unit in plan.units.items()}
+    return replace(plan, units=units)
 
 
 def default_plan(

@@ -20,7 +20,7 @@ from lightning_ssd.planning.events import (
     run,
 )
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.model import ModelProfile
+from lightning_ssd.planning.model import ModelProfile, UnitProfile
 from lightning_ssd.planning.plan import Plan, UnitPlan
 from lightning_ssd.planning.resident import JOBS_AHEAD, kept_weights, resident_bytes
 from lightning_ssd.planning.stages import Stage, cut_stages
@@ -38,6 +38,9 @@ IN_FLIGHT = 2**25
 
 PIECES = 192
 """Largest number of transfers to the GPU in a backward, unless it has more stages."""
+
+FULL_WIDTH = 4
+"""Bytes of a compute weight that is its own master weight."""
 
 BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
@@ -466,7 +469,7 @@ class _Builder:
     def _share_in_parts(self) -> float:
         """Returns the largest share of units whose deferred steps, in two parts, do not delay the next backward."""
         pairs = zip(self.model.units, self.units, strict=True)
-        jobs = sum(profile.parameters for profile, unit in pairs if unit.states != "gpu") / self._step_rates[0]
+        jobs = sum(profile.parameters for profile, unit in pairs if unit.steps_on_cpu) / self._step_rates[0]
         backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
         # A step is as long as backward and the first parts, and no shorter than all parts.
         return min(1.0, backward / (REST_PART * jobs)) if jobs else 0.0
@@ -505,6 +508,9 @@ class _Builder:
             if unit.states == "gpu":
                 continue
             after = (gradients[index], scale_known if deferred else None)
+            if unit.step == "gpu":
+                self._updated[index] = self._add_device_step(step, profile, *after)
+                continue
             on_ssd = unit.states == "ssd"
             written = (profile.state_bytes_written if on_ssd else 0) + (
                 profile.weight_bytes if unit.weights == "ssd" else 0
@@ -528,6 +534,19 @@ class _Builder:
             if on_ssd:
                 self._jobs.append(done)
             self._updated[index] = done
+
+    def _add_device_step(self, step: int, profile: UnitProfile, *after: Task | None) -> Task:
+        """Adds a step on the GPU of states in host memory; returns the copy at whose end they are there again.
+
+        Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back.
+        """
+        own_masters = profile.weight_bytes >= FULL_WIDTH * profile.parameters
+        weights = profile.weight_bytes if own_masters else 0
+        there = profile.state_bytes_read + profile.gradient_bytes + weights
+        back = profile.state_bytes_written + profile.weight_bytes
+        copied = self._task(COPY_IN, there, step, *after)
+        stepped = self._task(COMPUTE, self._shared(2 * (there + back)), step, copied)  # copies use its memory, too
+        return self._task(COPY_OUT, back, step, stepped)
 
 
 def _prediction(builder: _Builder, memory: MemoryLog, begin: float, end: float) -> Prediction:

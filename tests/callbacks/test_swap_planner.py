@@ -3,7 +3,9 @@
 import csv
 import itertools
 import logging
+import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import plan_runner, profiling_budget, swap_planner
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import step
+from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
@@ -836,6 +839,40 @@ def test_a_users_plan_places_model_states(tmp_path: Path) -> None:
         train_states(
             tmp_path, SSDOffloadStrategy(**auto), Model(), callbacks=[pinned(replace(drawn, units=units))], **how
         )
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 8))])
+def test_plans_choose_the_processor_of_each_units_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Random units in host memory are stepped on the device, from the plan's first step on, bit for bit as others."""
+    monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
+    stepped: list[str] = []
+    submit = DeviceStepper.submit
+
+    def noted(stepper: DeviceStepper, step: Any, *, priority: int) -> Any:
+        stepped.append(step.store.flat.name)
+        return submit(stepper, step, priority=priority)
+
+    monkeypatch.setattr(DeviceStepper, "submit", noted)
+    how: dict[str, Any] = {"limit_val_batches": 0}
+    strategy: dict[str, Any] = {"states": "host", "min_bytes": 1, "host_memory": "64MiB", "gpu_memory": "64MiB"}
+    first = planner()
+    plain = train_states(tmp_path, SSDOffloadStrategy(**strategy), Model(), callbacks=[first], **how)
+    assert_same(plain, train_states(tmp_path, "auto", Model(), **how))
+    assert not stepped and first.plan is not None and first.profile is not None
+    drawn = draw(first.plan, first.profile, seed)
+    generator = random.Random(seed)
+    units: dict[str, Any] = {
+        name: replace(unit, step=generator.choice(["cpu", "gpu"]) if unit.in_host else "cpu")
+        for name, unit in drawn.units.items()
+    }
+    second = pinned(replace(drawn, units=units))
+    actual = train_states(tmp_path, SSDOffloadStrategy(**strategy), Model(), callbacks=[second], **how)
+    assert_same(actual, plain)
+    assert second.plan is not None and second.plan.units == units
+    chosen = {name for name, unit in units.items() if unit.step == "gpu"} - {"embed (2)"}  # a second call of "embed"
+    assert set(stepped) == chosen and len(set(Counter(stepped).values())) == 1
 
 
 def test_a_faster_placement_of_model_states_is_recommended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,6 +77,10 @@ def test_wrong_plans_for_a_model() -> None:
         plan.check(replace(model, clip_norm=True))
     with pytest.raises(ValueError, match="`window_bytes=-1`"):
         replace(plan, window_bytes=-1).check(model)
+    for weights, states in (("ssd", "ssd"), ("host", "ssd"), ("gpu", "gpu")):
+        units = {name: replace(unit, weights=weights, states=states, step="gpu") for name, unit in plan.units.items()}
+        with pytest.raises(ValueError, match=f"has `step: gpu`, weights on `{weights}` and states on `{states}`"):
+            replace(plan, units=units).check(model)
     fixed = replace(model.units[0], operators=(replace(model.units[0].operators[0], recompute_seconds=None),))
     with pytest.raises(ValueError, match="`units.unit0.operators.work` can't be recomputed"):
         make_plan(model, operators={"work": "recompute"}).check(replace(model, units=(fixed, model.units[1])))
@@ -92,6 +96,7 @@ def test_wrong_plans_for_a_model() -> None:
         (lambda plan: plan.update(units=[]), "`units` must be a mapping"),
         (lambda plan: plan["units"].update(unit0=3), "`units.unit0` must be a mapping"),
         (lambda plan: plan["units"]["unit0"].update(weights=3), "`units.unit0.weights=3` must be one of"),
+        (lambda plan: plan["units"]["unit0"].update(step="tpu"), "`units.unit0.step='tpu'` must be one of"),
         (lambda plan: plan["units"]["unit0"]["operators"].update(work=1), "`units.unit0.operators.work=1`"),
     ],
 )

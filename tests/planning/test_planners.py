@@ -108,6 +108,26 @@ def test_the_window_is_no_wider_than_it_needs(hidden: int, layers: int, batch: i
     assert plan.window_bytes <= default or half.step_seconds > simulate(model, H100, plan).step_seconds
 
 
+def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
+    """The link is idle while a slow CPU steps; with a fast CPU, or sums of micro-batches, the CPU steps all units."""
+    model = make_model(8, forward=0.01, parameters=10**8)
+    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
+    slow = replace(H100, cpu_step_rate=1e8)
+    cpu = make_plan(model, H100, fixed=fixed)
+
+    def counts(model: ModelProfile, machine: HardwareProfile, planner: str) -> int:
+        plan = make_plan(model, machine, planner, fixed)
+        plan.check(model)
+        return sum(unit.step == "gpu" for unit in plan.units.values())
+
+    for planner in ("holistic", "teraio"):
+        assert counts(model, slow, planner) > 4
+        assert counts(model, replace(H100, cpu_step_rate=1e12), planner) == 0
+        assert counts(replace(model, micro_batches=2), slow, planner) == 0
+    shared = make_plan(model, slow, fixed=fixed)
+    assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
+
+
 def test_unknown_planner() -> None:
     """The message names the planners."""
     with pytest.raises(ValueError, match="`planner='best'` must be one of 'holistic', .*'teraio'"):

@@ -21,7 +21,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
-from lightning_ssd.planning.resident import JOBS_AHEAD, resident_bytes
+from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_bytes
 from lightning_ssd.planning.simulator import REST_PART, WEIGHTS_PART, BoundedFifo, _Builder, _simulate
 from tests.support.profiles import GB, H100, machines, make_model, models, plans
 
@@ -237,7 +237,7 @@ def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
         slots * (unit.weight_bytes + unit.state_bytes_read) + unit.gradient_bytes
         for unit in model.units
         if plan.units[unit.name].states == "gpu"
-    )
+    ) + DEVICE_STEP_BYTES * any(unit.step == "gpu" for unit in plan.units.values())
 
 
 @settings(max_examples=50)
@@ -348,6 +348,19 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
     other = replace(machine, launch=machine.launch.times(1 / factor), **rates)
     before, after = simulate(model, machine, plan), simulate(faster, other, plan)
     assert after.step_seconds == pytest.approx(before.step_seconds / factor, rel=1e-6)
+
+
+def test_a_unit_in_host_memory_that_the_gpu_steps_is_copied_there_and_back() -> None:
+    """The CPU steps nothing; of 16-bit weights the copies to the GPU are masters, moments and the gradient."""
+    model = make_model(4, parameters=10**9)
+    plan = plan_of(model, "host", "host", "keep", "keep")
+    on_gpu = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
+    before, after = simulate(model, H100, plan), simulate(model, H100, on_gpu)
+    assert before.busy_seconds["cpu"] > 0 == after.busy_seconds["cpu"]
+    there, back = 12 + 2, 12 + 2
+    assert after.copied_bytes - before.copied_bytes == 4 * 10**9 * (there + back)
+    assert after.host_peak_bytes == before.host_peak_bytes
+    assert resident_bytes(model, on_gpu)[0] - resident_bytes(model, plan)[0] == DEVICE_STEP_BYTES
 
 
 def test_replay_over_bandwidth() -> None:

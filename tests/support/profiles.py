@@ -174,7 +174,8 @@ def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
     units = {}
     for name, operators in choices.items():
         weights, states = draw(tiers)
-        units[name] = UnitPlan(weights, states, draw(st.sampled_from(["keep", "host", "ssd"])), operators)  # type: ignore[arg-type]
+        step = draw(st.sampled_from(["cpu", "gpu"])) if weights == states == "host" else "cpu"
+        units[name] = UnitPlan(weights, states, draw(st.sampled_from(["keep", "host", "ssd"])), operators, step)  # type: ignore[arg-type]
     size = st.integers(0, 2**40)
     clip = draw(st.sampled_from(["deferred", "speculative"] if model and model.clip_norm else ["off", "deferred"]))
     return Plan(units, draw(size), draw(size), clip)
