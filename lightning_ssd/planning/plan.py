@@ -240,7 +240,10 @@ def _check_names(where: str, given: list[str], expected: list[str]) -> None:
         return
     for name in given:
         if name not in expected:
-            raise ValueError(f"`{where}.{name}` is not in the model. Remove it, or plan again for this model.")
+            raise ValueError(
+                f"`{where}.{name}` is not in the model. Remove it, or plan again for this model: the operators of a "
+                "training are those of the profile that ModelProfiler measures (`lightning-ssd plan --profile FILE`)."
+            )
     for name in expected:
         if name not in given:
             raise ValueError(f"`{where}.{name}` is missing. Add it, or plan again for this model.")
