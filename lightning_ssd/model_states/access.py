@@ -6,13 +6,13 @@ operator returns, after the steps that have begun and before the next one.
 
 - If autograd records the operator (a tied head, a weight penalty), its inputs are the compute weights, and all units
   that it reads are kept on the device until it returns. In mixed precision, operators that autocast would not run in
-  16 bits get the master weights instead.
-- In mixed precision the parameter in the graph has 16 bits. Where its gradient may have more digits, because it is used
-  twice or user code sees it, autograd sums it in fp32 (`Tensor.grad_dtype`), as that of plain Lightning's parameter.
-- Otherwise its inputs are copies of the values or the resident ones.
+  16 bits read the master weights instead.
+- If autograd does not record the operator, its inputs are copies of the values, or the resident values.
+- In mixed precision the parameter in the graph has 16 bits. If the parameter is used twice, or if user code reads its
+  gradient, autograd sums the gradient in fp32 (`Tensor.grad_dtype`), as in plain Lightning.
 - Results that share memory with the inputs become `OffloadedView` objects, which read the present values and write
-  through, as aliases do in plain training. In the forward of the weight's own module they also have memory, lent by the
-  flat parameter until that forward ends, which kernels of user code may read.
+  through, as aliases do in plain training. In the forward of the weight's own module a view is backed: it has the flat
+  parameter's memory until that forward ends, and kernels of user code may read it.
 
 `Access` is large because every function of torch on an offloaded tensor passes through it. The tensor classes are in
 `parameter`, the effects of functions in `torch_functions`, their arguments in `operands`, and the values in `sources`.
@@ -44,7 +44,7 @@ from lightning_ssd.model_states.parameter import (
     FollowedView,
     OffloadedParameter,
     OffloadedView,
-    apart,
+    as_non_view,
     autocast_to,
     hollow,
     offloaded_in,
@@ -94,7 +94,7 @@ class Access:
         self.add_grad = add_grad
         self._watched = watched
         self.summed_on_host: set[FlatParameter] = set()
-        """Flat parameters of whose gradients backward sums a part in fp32 on the host, since the last step."""
+        """Flat parameters for which backward has added gradients in fp32 on the host since the last step."""
         self._micro_batch = 0
         self._summed_in_fp32: list[nn.Parameter] = []
         """Parameters whose gradients autograd sums in fp32."""
@@ -148,7 +148,7 @@ class Access:
                 self.sum_in_fp32(hooked)
 
     def note_use(self, parameter: OffloadedParameter) -> None:
-        """Counts an operator on 16-bit weights: the gradients of the second one in a graph are added in fp32."""
+        """Counts operators on 16-bit weights: gradients of the second one in a graph, and later, are added in fp32."""
         node = torch._C._current_autograd_node()
         graph = self._micro_batch if node is None else -1 - node._sequence_nr()  # of a recomputation in backward
         if parameter.used == graph:
@@ -209,15 +209,15 @@ class Access:
     def end_forward(self, flat_params: Iterable[FlatParameter]) -> None:
         """Ends a forward: its views of the weights lose their memory, and the weights that it has changed are stored.
 
-        A recomputation in backward has made the views that autograd unpacks next, for kernels that need the memory.
-        Weights change unseen by `run` where code other than torch's own calls torch in C++.
+        Views of a recomputation in backward keep their memory, because autograd unpacks them next for kernels that
+        need it. Weights may have changed without a call of `run`, if user code calls torch in C++.
         """
         recomputing = torch._C._current_graph_task_id() != -1
         for flat in flat_params:
             flat.forwards -= 1
             if flat.forwards:
                 continue
-            flat.end_loans(keep=recomputing)
+            flat.release_views(keep=recomputing)
             if (before := self._versions.pop(flat, None)) is None:
                 continue
             with torch.inference_mode(False), torch.no_grad():
@@ -438,12 +438,14 @@ class Access:
                 if (offset := offset_in(value, base)) is None:
                     continue
                 source = sources[key]
-                counted, lent = versioned and value._is_view(), source.lends  # no view: `unsafe_chunk`
+                counted, backed = versioned and value._is_view(), source.backs_views  # no view: `unsafe_chunk`
                 if not value.requires_grad:
-                    return OffloadedView.make(source, offset, apart(value, lent=lent), versioned=counted, lent=lent)
+                    return OffloadedView.make(
+                        source, offset, as_non_view(value, backed=backed), versioned=counted, backed=backed
+                    )
                 if isinstance(source, Weights) and source.whole:
                     return value
-                return FollowedView.follow(source, offset, value, versioned=counted, lent=lent)
+                return FollowedView.follow(source, offset, value, versioned=counted, backed=backed)
             return value
 
         return map_tensors(wrap, result)
@@ -453,14 +455,14 @@ class Access:
         offset = 0
         if isinstance(tensor, OffloadedView):
             offset, versioned = tensor.offset, versioned and tensor.versioned
-        source, lent = tensor.source, tensor.source.lends
-        if lent:
+        source, backed = tensor.source, tensor.source.backs_views
+        if backed:
             with self._values({id(tensor): tensor}, computing=False):
-                memory = apart(self._value(tensor), lent=True)
+                memory = as_non_view(self._value(tensor), backed=True)
         else:
             dtype = tensor.dtype if isinstance(tensor, OffloadedView) else _weights(tensor).item.dtype
             memory = hollow(tensor.size(), tensor.stride(), dtype, tensor.device)
-        return OffloadedView.make(source, offset, memory, versioned=versioned, lent=lent)
+        return OffloadedView.make(source, offset, memory, versioned=versioned, backed=backed)
 
     def _use_full_precision(self, tensors: "Iterable[OffloadedParameter | OffloadedView]") -> None:
         """Has autograd return gradients of `tensors` in fp32, where the weights in the graph have 16 bits.
@@ -505,7 +507,7 @@ class Access:
                 self.staged.pull(flat)  # drops memory that user code no longer references
         self.begin_change(source.flat)
         with torch.inference_mode(False), torch.no_grad():
-            source.flat.end_loans()
+            source.flat.release_views()
             if source.aliases:
                 with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
                     replaced = Replaced(source)
@@ -523,7 +525,7 @@ class Access:
             RuntimeError: the memory would be gone after the call.
         """
         source = tensor.source
-        if not source.lends and not (isinstance(source, Weights) and source.whole):
+        if not source.backs_views and not (isinstance(source, Weights) and source.whole):
             raise RuntimeError(
                 f"`{func.__name__}` of {source.name}, which is offloaded, gives an address that is not valid after the "
                 f"call. {_REMEDY}"
@@ -560,8 +562,10 @@ class Access:
 
 
 class _WholeWeight(torch.autograd.Function):
-    """The whole weights of a parameter for an operator that can't use the flat's memory: it has fewer bits, or tensors
-    of user code share memory with the parameter."""
+    """The whole weights of a parameter for an operator that can't use the flat parameter's memory.
+
+    That memory has 16 bits, or tensors of user code share memory with the parameter.
+    """
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, source: Weights) -> Tensor:

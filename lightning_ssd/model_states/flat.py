@@ -103,9 +103,9 @@ class FlatParameter:
         """Whether the parameters are temporarily plain tensors (`whole_weights`, `load_state_dict`)."""
         self.shared: dict[int, SharedMemory] = {}
         """Memory that user code may share with parameters, by index of the parameter."""
-        self.lent: dict[int, Tensor] = {}
+        self.forward_values: dict[int, Tensor] = {}
         """Whole weights of running forwards that have 16 bits on the device, by index of the parameter."""
-        self.borrowers: list[weakref.ref[Any]] = []
+        self.backed_views: list[weakref.ref[Any]] = []
         """Views (`OffloadedView`) that use memory of the weights until the running forward ends."""
         self.unshard: Callable[[], None] = self.refuse_unshard
         """Makes the flat resident for backward or for an operator; set by the owner of the flat."""
@@ -122,7 +122,7 @@ class FlatParameter:
     def evict(self) -> None:
         """Frees the storage's memory. Kernels on the compute stream that still read it run before its next owner's."""
         self.resident = False
-        self.end_loans()
+        self.release_views()
         if not self.aliased:
             self._free()
             return
@@ -181,18 +181,18 @@ class FlatParameter:
                 self.shared[index] = SharedMemory(masters.clone())
         return self.shared[index].tensor()
 
-    def end_loans(self, *, keep: bool = False) -> None:
+    def release_views(self, *, keep: bool = False) -> None:
         """Ends the use of the weights' memory by views of user code; `keep`: views keep the memory."""
-        self.lent.clear()
-        borrowers, self.borrowers = self.borrowers, []
-        for borrower in borrowers:
-            if (view := borrower()) is not None:
-                view.end_loan(keep=keep)
+        self.forward_values.clear()
+        references, self.backed_views = self.backed_views, []
+        for reference in references:
+            if (view := reference()) is not None:
+                view.release(keep=keep)
 
     def refresh(self, index: int, masters: Tensor) -> None:
         """Copies changed master weights of parameter `index` to the device, where its weights are there."""
-        if index in self.lent:
-            self.lent[index].copy_(masters)
+        if index in self.forward_values:
+            self.forward_values[index].copy_(masters)
         if self.resident:
             self.view(index).copy_(masters)
 

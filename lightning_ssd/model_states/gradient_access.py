@@ -116,7 +116,7 @@ class GradientAccess:
             self._sources[flat, index] = source
             item = source.item
             memory = hollow(item.shape, item.stride, item.dtype, flat.device)
-            view = OffloadedView.make(source, 0, memory, versioned=False, lent=False)
+            view = OffloadedView.make(source, 0, memory, versioned=False, backed=False)
             source.view = weakref.ref(view)
         return view
 

@@ -110,50 +110,50 @@ class OffloadedView(Tensor):
     """A tensor that in plain training shares memory with a parameter, gradient or optimizer state, such as `p.data`.
 
     Operators read the present values of the source, and writes are stored there. The view has no memory of its own,
-    except in the forward of the weight's module: kernels of user code, which torch does not tell of, read it there.
+    except in the forward of the weight's module: kernels of user code, which torch does not report, read it there.
 
     Attributes:
         source: source of the values.
         offset: offset of the view in the source, bytes.
         versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
-        lent: whether the view has memory with the values, which belongs to the running forward.
+        backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
     """
 
     source: "Source"
     offset: int
     versioned: bool
-    lent: bool
+    backed: bool
 
     @staticmethod
-    def make(source: "Source", offset: int, memory: Tensor, *, versioned: bool, lent: bool) -> "OffloadedView":
+    def make(source: "Source", offset: int, memory: Tensor, *, versioned: bool, backed: bool) -> "OffloadedView":
         """Returns a view of `source`; other arguments as the attributes.
 
         Args:
-            memory: a tensor over the memory that is `lent`, or a hollow one.
+            memory: a tensor over the memory that is `backed`, or a hollow one.
         """
         with torch.inference_mode(False), torch.no_grad():
             view = memory.as_subclass(OffloadedView)
-        view._init(source, offset, versioned, lent)
+        view._init(source, offset, versioned, backed)
         return view
 
-    def _init(self, source: "Source", offset: int, versioned: bool, lent: bool) -> None:
+    def _init(self, source: "Source", offset: int, versioned: bool, backed: bool) -> None:
         self.source = source
         self.offset = offset
         self.versioned = versioned
-        self.lent = lent
+        self.backed = backed
         source.aliases.add(self)
-        if lent:
-            cast("Weights", source).flat.borrowers.append(weakref.ref(self))
+        if backed:
+            cast("Weights", source).flat.backed_views.append(weakref.ref(self))
         else:
             mark_offloaded(storage_of(self), _ViewReferences(self))
 
-    def end_loan(self, *, keep: bool) -> None:
-        """Ends the use of lent memory by operators of torch, which read the present values from now on.
+    def release(self, *, keep: bool) -> None:
+        """Ends the forward that has backed the view: operators of torch read the present values from now on.
 
         Args:
-            keep: whether the view keeps the memory, with the values of the forward that has ended.
+            keep: whether the view keeps the memory, with the values of that forward.
         """
-        self.lent = False
+        self.backed = False
         if keep:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
@@ -187,15 +187,15 @@ class OffloadedView(Tensor):
 
 
 class FollowedView(OffloadedView):
-    """A view of a parameter that autograd follows: its node is in the graph, and its values are those of the moment."""
+    """A view of a parameter whose node is in autograd's graph. Its values are those of the parameter at each read."""
 
     @staticmethod
-    def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, lent: bool) -> "FollowedView":
+    def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, backed: bool) -> "FollowedView":
         """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
-        view = _Apart.apply(value, lent)  # type: ignore[no-untyped-call]
+        view = _AsNonView.apply(value, backed)  # type: ignore[no-untyped-call]
         view.__class__ = FollowedView
         assert isinstance(view, FollowedView)
-        view._init(source, offset, versioned, lent)
+        view._init(source, offset, versioned, backed)
         return view
 
 
@@ -219,8 +219,8 @@ class _ViewReferences:
         return _SavedOffloadedView(view)
 
 
-class LentReferences:
-    """Makes the references that autograd saves in place of whole weights that a forward has been lent.
+class ForwardValueReferences:
+    """Makes the references that autograd saves in place of whole weights that a forward reads.
 
     Args:
         source: the weights.
@@ -234,8 +234,8 @@ class LentReferences:
     def save(self, tensor: Tensor) -> SavedWeight:
         with torch._C.DisableTorchFunctionSubclass():
             offset = int(tensor.storage_offset()) * tensor.itemsize - self._start
-            memory = apart(tensor, lent=False)
-        return _SavedOffloadedView(OffloadedView.make(self._source, offset, memory, versioned=True, lent=False))
+            memory = as_non_view(tensor, backed=False)
+        return _SavedOffloadedView(OffloadedView.make(self._source, offset, memory, versioned=True, backed=False))
 
 
 class _SavedOffloadedView(SavedWeight):
@@ -255,21 +255,21 @@ class _SavedOffloadedView(SavedWeight):
         return view.source.values(view)
 
 
-class _Apart(torch.autograd.Function):
+class _AsNonView(torch.autograd.Function):
     """A tensor in place of another one, as `apart` returns it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, lent: bool) -> Tensor:
-        return apart(value, lent=lent)
+    def forward(ctx: Any, value: Tensor, backed: bool) -> Tensor:
+        return as_non_view(value, backed=backed)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
-def apart(value: Tensor, *, lent: bool) -> Tensor:
-    """Returns a tensor like `value` that is no view for autograd: over its memory (`lent`), or a hollow one."""
-    if lent:
+def as_non_view(value: Tensor, *, backed: bool) -> Tensor:
+    """Returns a tensor like `value` that is no view for autograd: over its memory (`backed`), or a hollow one."""
+    if backed:
         return over(value.untyped_storage(), value)
     return hollow(value.size(), value.stride(), value.dtype, value.device)
 
@@ -352,7 +352,7 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView):
-            if not value.lent or value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
+            if not value.backed or value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
                 return False
             # Normalizations may write statistics, and memory that was shared with user code is not that of the weights.
             if kind is Kind.KERNEL or offloaded_weights(storage_of(value)) is None:

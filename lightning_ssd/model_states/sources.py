@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.parameter import LentReferences, OffloadedParameter, OffloadedView
+from lightning_ssd.model_states.parameter import ForwardValueReferences, OffloadedParameter, OffloadedView
 from lightning_ssd.model_states.shared_memory import SharedMemory
 from lightning_ssd.model_states.split import write_changed
 
@@ -44,12 +44,12 @@ class Source(ABC):
         """Stores `values`, a result of `read` that an operator has changed."""
 
     @property
-    def lends(self) -> bool:
-        """Whether views have memory with the values, because the forward of the weight's module runs."""
+    def backs_views(self) -> bool:
+        """Whether views share memory with the values, because the forward of the weight's module runs."""
         return False
 
     def base(self) -> Tensor:
-        """Returns the values as `read` does, for an operator: memory that views may have, if it `lends`."""
+        """Returns the values for an operator, as `read` does: with `backs_views`, in the memory that views share."""
         return self.read()
 
     @property
@@ -98,17 +98,17 @@ class Weights(Source):
         return self.item.of(masters).to(self.flat.device, self.item.dtype, copy=True)
 
     @property
-    def lends(self) -> bool:
+    def backs_views(self) -> bool:
         return self.flat.forwards > 0 and self.flat.resident and not self.whole
 
     def base(self) -> Tensor:
         flat = self.flat
-        if not self.lends or not flat.mixed or flat.memory(self.index) is not None:
+        if not self.backs_views or not flat.mixed or flat.memory(self.index) is not None:
             return self.read()
-        if self.index not in flat.lent:
-            values = flat.lent[self.index] = self.read()
-            mark_offloaded(values.untyped_storage(), LentReferences(self, values))
-        return flat.lent[self.index]
+        if self.index not in flat.forward_values:
+            values = flat.forward_values[self.index] = self.read()
+            mark_offloaded(values.untyped_storage(), ForwardValueReferences(self, values))
+        return flat.forward_values[self.index]
 
     def write(self, values: Tensor) -> None:
         if self.whole:
@@ -126,7 +126,7 @@ class Weights(Source):
         staged.changed = True
         write_changed(item.of(staged.masters), values)
         if flat.mixed:
-            self.changed()  # a later backward needs the values that the forward has cast, which are gone
+            self.changed()  # a later backward would need the overwritten values, which the forward has cast
             flat.refresh(self.index, item.of(staged.masters))
 
     @property
