@@ -292,7 +292,7 @@ def test_never_runs_out_of_memory_where_offloading_everything_fits(
 
 
 @pytest.mark.parametrize("allocation", [2, 35])
-def test_one_line_says_it(allocation: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_repeated_micro_batch_is_logged_in_one_line(allocation: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         run = train_by_default(AMPLE, LimitedMemory(fails_at=[(2, allocation)]), batches=3)
     part = "forward" if allocation == 2 else "backward"
@@ -377,7 +377,7 @@ class WritesLargeArray(Stateful):
         (WritesLargeArray, "ndarray"),
     ],
 )
-def test_what_a_user_would_see_twice_is_not_run_again(module: Any, reason: str) -> None:
+def test_a_micro_batch_with_visible_side_effects_is_not_run_again(module: Any, reason: str) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_by_default(AMPLE, LimitedMemory(fails_at=[(2, 35)]), module=module)
     assert any("could not be run again" in note and reason in note for note in caught.value.__notes__)

@@ -130,7 +130,7 @@ def test_activations(tmp_path: Path, lines: list[str], arguments: dict[str, Any]
     assert (f"SSD is {tmp_path} (backend posix)" in line) == ("ssd" in moves)
 
 
-def test_it_is_said_once_a_fit(tmp_path: Path, lines: list[str]) -> None:
+def test_the_summary_is_logged_once_a_fit(tmp_path: Path, lines: list[str]) -> None:
     trainer = make_trainer(tmp_path, offloading(), max_epochs=1, limit_val_batches=1)
     trainer.fit(model := SmallModel(), batches(1), batches(1))
     assert len(lines) == 1
@@ -149,7 +149,7 @@ def test_under_another_strategy(tmp_path: Path, lines: list[str]) -> None:
     assert re.match(r"ActivationOffload: activations of 2.00 KiB or more are offloaded to SSD .*; SSD is ", line)
 
 
-def test_a_planner_decides(tmp_path: Path, lines: list[str]) -> None:
+def test_the_summary_names_the_planner_that_decides(tmp_path: Path, lines: list[str]) -> None:
     make_trainer(tmp_path, SSDOffloadStrategy(), callbacks=[SwapPlanner(), _Stop()]).fit(SmallModel(), batches(1))
     assert "SwapPlanner decides how many" in lines[0]
 

@@ -58,7 +58,7 @@ def test_storages_that_are_still_copied_out_are_kept_by_backward(
     eventually(lambda: used_bytes(offloader) == 0)
 
 
-def test_loads_that_nobody_waits_for_keep_their_memory_until_they_end(offloader: ActivationOffloader) -> None:
+def test_loads_of_dropped_graphs_keep_their_memory_until_they_end(offloader: ActivationOffloader) -> None:
     """A graph is dropped while its storages are prefetched: the device still writes to their memory."""
     offloader.begin_micro_batch()
     inputs = leaves(4)

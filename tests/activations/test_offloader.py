@@ -747,14 +747,19 @@ def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
         assert len(reads()) == 3
 
 
+def saved_losses(cache: ActivationOffloader, count: int) -> list[Tensor]:
+    """Returns losses of a new micro-batch, each of which has saved one storage of 4 KiB."""
+    cache.begin_micro_batch()
+    with cache.hooks():
+        return [randn(32, 32).requires_grad_().exp().sum() for _ in range(count)]
+
+
 @pytest.mark.parametrize(("window", "depth", "ahead"), [(2, None, 2), (0, None, 0), (6, 3, 3), (6, None, 5)])
 def test_prefetch_window(tmp_path: Path, window: int, depth: int | None, ahead: int) -> None:
     """The window's bytes, or the depth, limit the storages that are prefetched at once."""
     storage = 32 * 32 * 4
     with open_cache(tmp_path) as cache:
-        cache.begin_micro_batch()
-        with cache.hooks():
-            losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(6)]
+        losses = saved_losses(cache, 6)
         change_policy(cache, window_bytes=window * storage, window_depth=depth)
         losses.pop().backward()
         assert ssd(cache).bytes_in == (1 + ahead) * storage
@@ -764,9 +769,7 @@ def test_the_prefetch_window_moves_on_with_backward(tmp_path: Path) -> None:
     """Each storage that has arrived makes room for one more, and none is read again that backward has unpacked."""
     storage, count = 32 * 32 * 4, 8
     with open_cache(tmp_path) as cache:
-        cache.begin_micro_batch()
-        with cache.hooks():
-            losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(count)]
+        losses = saved_losses(cache, count)
         change_policy(cache, window_bytes=2 * storage)
         for done, loaded in enumerate([3, 3, 4, 5, 6, 7, 8, 8], start=1):
             losses[-done].backward(retain_graph=True)
@@ -777,9 +780,7 @@ def test_storages_that_backward_has_skipped_are_not_prefetched(tmp_path: Path) -
     """The window is for the storages that follow in the expected order, which is that of saving in reverse here."""
     storage = 32 * 32 * 4
     with open_cache(tmp_path) as cache:
-        cache.begin_micro_batch()
-        with cache.hooks():
-            losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(6)]
+        losses = saved_losses(cache, 6)
         change_policy(cache, window_bytes=2 * storage)
         for index in (2, 1, 0):
             losses[index].backward()
@@ -793,9 +794,7 @@ def test_storages_kept_for_the_begin_of_backward_count_in_the_window(tmp_path: P
         change_policy(cache, window_bytes=2 * storage)
         # The second micro-batch keeps the first one and two more: the first has shown the order of backward.
         for expected in ([3, 3, 4, 5, 6, 7, 8, 8], [0, 1, 2, 2, 3, 4, 5, 5]):
-            cache.begin_micro_batch()
-            with cache.hooks():
-                losses = [randn(32, 32).requires_grad_().exp().sum() for _ in range(count)]
+            losses = saved_losses(cache, count)
             wait_for_writes(cache)
             before = ssd(cache).bytes_in
             for loaded in expected:
@@ -807,9 +806,7 @@ def test_storages_kept_for_the_begin_of_backward_count_in_the_window(tmp_path: P
 def test_storages_saved_after_backward_began_are_prefetched(tmp_path: Path) -> None:
     storage = 32 * 32 * 4
     with open_cache(tmp_path) as cache:
-        cache.begin_micro_batch()
-        with cache.hooks():
-            first = [randn(32, 32).requires_grad_().exp().sum() for _ in range(4)]
+        first = saved_losses(cache, 4)
         for _ in range(3):
             first.pop().backward()
         with cache.hooks():

@@ -143,7 +143,9 @@ def test_spill(model: str, precision: str, accumulate: int, arguments: dict[str,
         ("shared", "bf16-mixed", 3, {"offload": "30KiB", "checksum": True}),
     ],
 )
-def test_amounts(model: str, precision: str, accumulate: int, arguments: dict[str, Any]) -> None:
+def test_amounts_of_offloaded_bytes_do_not_change_numbers(
+    model: str, precision: str, accumulate: int, arguments: dict[str, Any]
+) -> None:
     """A part of the saved bytes is offloaded: `ssdtrain`, a share, a number of bytes."""
     moved = Moved()
     run = offloaded(model, precision, accumulate, "none", moved, **arguments)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.activations import ActivationOffloader, Saved
 from lightning_ssd.types import Choice
+from tests.support.compare import assert_same
 from tests.support.forwards import FORWARDS
 from tests.support.offloader import Directed, Forward, change_policy, gradients, open_cache
 from tests.support.programs import STEPS, run
@@ -71,8 +72,7 @@ def test_hard_forwards(cache: ActivationOffloader, forward: Forward, recompute: 
         torch.manual_seed(0)
         actual = gradients(forward, leaves, lambda: directed.direct(choices))
         directed.end_direct()
-        for one, other in zip(actual, expected, strict=True):
-            assert torch.equal(one, other)
+        assert_same(actual, expected)
 
 
 def everything(saved: Sequence[Saved]) -> dict[int, Choice]:
@@ -106,8 +106,7 @@ def test_random_numbers_are_drawn_once(cache: ActivationOffloader) -> None:
         loss = forward()
     actual = backward(loss)
     directed.end_direct()
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_same(actual, expected)
 
 
 def test_tensors_that_are_changed_in_place_are_not_recomputed(cache: ActivationOffloader) -> None:

@@ -297,7 +297,7 @@ def test_all_is_kept_on_a_cpu(tmp_path: Path, see: See) -> None:
 
 
 @pytest.mark.parametrize("user", ["planner", "profiler", "amount"])
-def test_it_leaves_the_decision_to_the_user(
+def test_it_does_not_override_the_users_decision(
     user: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:
     use(AMPLE, monkeypatch)

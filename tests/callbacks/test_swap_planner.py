@@ -90,8 +90,7 @@ def test_results_are_the_same_with_offloaded_weights(states: Any, tmp_path: Path
         callbacks = [pinned(draw(first.plan, first.profile, seed, recompute=0.7))]
         model = train_states(tmp_path, strategy(), Model(), callbacks=callbacks, **how)
         assert model.losses == plain.losses
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one, other)
+        assert_same(list(model.parameters()), list(plain.parameters()))
 
 
 class Unsteady(TinyGPT):
@@ -241,8 +240,7 @@ def test_steps_between_forward_and_backward(states: Any) -> None:
     strategy = SSDOffloadStrategy(**BOTH | {"states": states, "gpu_memory": "1B"})
     run = train(strategy, callbacks=[first, watch], **how)
     assert first.plan is not None and not watch.stats.recomputed
-    for one, other in zip(run.losses, plain.losses, strict=True):
-        assert torch.equal(one, other)
+    assert_same(run.losses, plain.losses)
 
 
 class Keeps(TinyGPT):
@@ -339,8 +337,7 @@ def test_a_plan_that_keeps_all_enables_hooks_for_larger_batches_only() -> None:
         quiet_trainer(max_epochs=1, **arguments).fit(module, loader)
         weights.append(list(module.parameters()))
     assert looks.found[0] and looks.found[-4:] == [False, False, True, False]
-    for one, other in zip(*weights, strict=True):
-        assert torch.equal(one, other)
+    assert_same(*weights)
 
 
 def test_hooks_are_enabled_again_when_more_parameters_are_trained() -> None:
@@ -825,8 +822,7 @@ def test_a_users_plan_places_model_states(tmp_path: Path) -> None:
     found = [(unit.weights, unit.states) for unit in second.plan.units.values()]
     assert found == [*tiers, tiers[0]]
     assert model.losses == plain.losses
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same(list(model.parameters()), list(plain.parameters()))
     with pytest.raises(ValueError, match="on SSDs, and `tier='host'` rules that out"):
         train_states(tmp_path, SSDOffloadStrategy(tier="host", **auto), Model(), callbacks=[second], **how)
     half = {**units, "blocks.1": replace(units["blocks.1"], weights="gpu")}

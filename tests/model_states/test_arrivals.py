@@ -146,7 +146,7 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     assert engines[0].most == (2 if nbytes == 1 else 8)
 
 
-def test_a_step_of_accumulated_gradients_leaves_none(tmp_path: Path) -> None:
+def test_a_step_consumes_all_accumulated_gradients(tmp_path: Path) -> None:
     """Otherwise the next step, of one micro-batch, would use them."""
     pending: list[bool] = []
 
@@ -167,7 +167,7 @@ def test_a_step_that_can_not_be_rolled_back_waits_for_the_norm(tmp_path: Path) -
     compare(tmp_path, make, "ssd", strategy={"clip": "speculative"}, gradient_clip_val=1e-3)
 
 
-def test_a_gradient_that_is_added_to_one_which_is_gone_is_an_error(tmp_path: Path) -> None:
+def test_adding_to_a_gradient_that_a_step_has_consumed_is_an_error(tmp_path: Path) -> None:
     """Steps during backward keep no gradients. `zero_grad` drops all when training starts, and is replaced later."""
 
     class Replacing(Toy):

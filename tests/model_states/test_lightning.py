@@ -241,8 +241,7 @@ def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
         tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=4, ckpt_path=last, **how
     )
     assert found.losses == expected.losses[len(expected.losses) - len(found.losses) :]
-    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same(list(found.parameters()), list(expected.parameters()))
 
 
 def test_whole_weights_can_be_read_and_changed(tmp_path: Path, strategy: Any) -> None:
@@ -278,8 +277,7 @@ def test_masters_are_swapped_with_an_average_whole(tmp_path: Path, strategy: Any
         trained: Any = train(tmp_path, strategy, model, callbacks=callbacks, precision="bf16-true")
         return list(trained.parameters())
 
-    for one, other in zip(weights(strategy, [Never()]), weights(host(), []), strict=True):
-        assert torch.equal(one, other)
+    assert_same(weights(strategy, [Never()]), weights(host(), []))
 
 
 # ---- after training ----
@@ -356,7 +354,7 @@ class Keeping(Model):
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, lambda p: torch.optim.Adagrad(p, lr=0.1)], ids=["AdamW", "Adagrad"])
-def test_an_optimizer_that_is_kept_goes_on_with_its_states(tmp_path: Path, make_optimizer: Any) -> None:
+def test_an_optimizer_of_two_fits_keeps_its_states(tmp_path: Path, make_optimizer: Any) -> None:
     def twice(first: Any, second: Any) -> Any:
         model = Keeping(make_optimizer)
         fitted(tmp_path, first, model)

@@ -85,7 +85,7 @@ def test_faults_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_link_to_a_checkpoint_is_replaced_and_not_what_it_points_to(tmp_path: Path) -> None:
+def test_a_link_to_a_checkpoint_is_replaced_and_its_target_is_kept(tmp_path: Path) -> None:
     """For example links of `ModelCheckpoint(save_last="link")`."""
     save_sharded(checkpoint(0), tmp_path / "epoch=0.ckpt")
     (tmp_path / "last.ckpt").symlink_to(tmp_path / "epoch=0.ckpt")

@@ -148,7 +148,7 @@ def test_a_prefetch_waits_for_the_announced_step(tmp_path: Path, tiers: Tiers) -
 
 
 @pytest.mark.parametrize("tiers", TIERS)
-def test_a_prefetch_after_a_failed_step_gets_its_error(tmp_path: Path, tiers: Tiers) -> None:
+def test_a_prefetch_after_a_failed_step_raises_its_error(tmp_path: Path, tiers: Tiers) -> None:
     layout = make_layout(1)
     with open_store(tmp_path, tiers, layout) as (store, _):
         failed: Future[None] = Future()

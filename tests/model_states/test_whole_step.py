@@ -216,10 +216,7 @@ def test_a_registered_class_is_stepped_during_backward(
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
+            loss = None if closure is None else torch.enable_grad()(closure)()
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:

@@ -60,7 +60,7 @@ def test_wrong_files_are_refused(tmp_path: Path, content: str, message: str) -> 
     assert message in str(error.value)
 
 
-def test_described() -> None:
+def test_a_description_has_rates_with_units() -> None:
     """The description is readable."""
     text = H100.describe()
     assert "600 TFLOP/s, 72.00 GiB" in text

@@ -146,7 +146,7 @@ def one_saved_tensor(size: int) -> LifetimeProfile:
     return LifetimeProfile("model", operators, (saved, workspace))
 
 
-def test_a_tensor_leaves_for_as_long_as_the_drive_allows() -> None:
+def test_a_tensor_is_absent_for_as_long_as_the_drive_allows() -> None:
     """10 bytes at 5 bytes/s out and 10 in: absent from the fourth operator to the ninth."""
     machine = MigrationMachine(10, 0, 100.0, 100.0, ((10.0, 5.0),))
     plan = plan_teraio(one_saved_tensor(10), machine, min_bytes=1)
@@ -240,7 +240,7 @@ def test_plans_of_units_name_every_tensor_and_holistic_is_never_worse(
     assert scores[1][0] < scores[0][0] or scores[1][1] <= scores[0][1] * 1.002  # of plans as fast, the calmest
 
 
-def test_a_plan_of_units_offloads_what_the_gpu_has_no_room_for() -> None:
+def test_a_plan_of_units_offloads_tensors_without_room_on_the_gpu() -> None:
     model = transformer_profile(H100, hidden=4096, layers=8, heads=32, sequence=1024, batch=16, vocabulary=50304)
     assert make_plan(model, replace(H100, gpu_bytes=10**12), "teraio").keeps_all
     machine = replace(H100, gpu_bytes=50 * 10**9)

@@ -106,7 +106,7 @@ def test_lohan_activation_sizes() -> None:
     assert (inputs + intra + masks) / GIB == pytest.approx(213, abs=0.5)
 
 
-def test_described() -> None:
+def test_a_description_has_one_line_for_each_unit() -> None:
     """One line for each unit."""
     model = make_model(3)
     assert len(model.describe().splitlines()) == 2 + 3

@@ -21,7 +21,7 @@ def test_round_trip(plan: Plan) -> None:
     assert list(again.units) == list(plan.units)
 
 
-def test_files(tmp_path: Path) -> None:
+def test_a_saved_plan_can_be_edited_and_loaded(tmp_path: Path) -> None:
     """A plan can be saved, edited and loaded; sizes may have units."""
     plan = make_plan(make_model(2))
     plan.save(tmp_path / "plan.yaml")
@@ -109,13 +109,13 @@ def test_wrong_files_name_the_entry(change: Any, message: str) -> None:
     assert message in str(error.value)
 
 
-def test_not_yaml() -> None:
+def test_a_file_that_is_no_yaml_is_refused() -> None:
     """The message says that the file is not YAML."""
     with pytest.raises(ValueError, match="not YAML"):
         Plan.from_yaml("units: [")
 
 
-def test_described() -> None:
+def test_units_with_equal_plans_share_a_line_of_the_description() -> None:
     """Neighbouring units with equal plans share a line."""
     plan = make_plan(make_model(5))
     lines = plan.describe().splitlines()

@@ -209,7 +209,7 @@ def test_least_memory() -> None:
     assert least.step_seconds <= 1.02 * fastest.step_seconds
 
 
-def test_a_host_that_is_busy_gets_no_more_to_do() -> None:
+def test_a_busy_host_gets_no_more_work() -> None:
     """If launches bound the step, less memory would take longer: all is kept if it fits."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=2.0, operations=9)
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
@@ -402,7 +402,7 @@ def test_coefficients_swap_what_takes_longest_to_recompute(
     assert 4 * choices.count("host") + 2 * inputs.count("host") <= host_limit
 
 
-def test_what_no_plan_offloads_is_what_backward_wants_first() -> None:
+def test_without_a_plan_the_tensors_that_backward_needs_first_are_kept() -> None:
     """Without a planner, too, the last tensors that fit into the window are kept."""
     model, tiers = make_model(4, saved=4, inputs=2, parameters=0), ("gpu",) * 4
     plan = default_plan(model, FixedPlacement(tiers, tiers), {"host": 1000}, 8)

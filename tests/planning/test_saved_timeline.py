@@ -56,7 +56,7 @@ def test_nothing_is_offloaded_if_all_fits_and_nothing_stalls_if_links_are_fast(
 
 
 @given(timelines(), st.floats(0, 500))
-def test_excess_is_told_if_tiers_are_full(timeline: SavedTimeline, room: float) -> None:
+def test_a_plan_states_the_excess_bytes_if_tiers_are_full(timeline: SavedTimeline, room: float) -> None:
     plan = plan_storages(timeline, room, {"host": TierSpeed(1, 1, 0)}, 0, fixed_window=True)
     free = sum(timeline.sizes[index] for index in timeline.movable - plan.early)
     assert set(plan.choices) == {"keep"} and plan.excess_bytes == max(0.0, free - room)
@@ -86,7 +86,7 @@ def test_stalls_of_single_copies(choices: tuple[InputChoice, ...], window: int, 
     assert stall_seconds(REGIONS, choices, window, {"host": TierSpeed(10, 10)}) == pytest.approx(stall)
 
 
-def test_a_slow_link_takes_the_storages_that_are_saved_first() -> None:
+def test_over_a_slow_link_the_first_saved_storages_are_offloaded() -> None:
     """The copy of one of four storages takes three seconds: only that of the first one is hidden."""
     plan = plan_storages(REGIONS, 20, {"host": TierSpeed(10 / 3, 10)}, 0, fixed_window=True)
     assert plan == StoragePlan(

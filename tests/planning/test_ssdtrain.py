@@ -42,7 +42,7 @@ def test_tiers_share_the_link(saved: int, forward: float, backward: float, speed
 
 
 @given(BYTES, SECONDS, SECONDS, SPEEDS, st.floats(1.0, 10.0), st.sampled_from(["write", "read", "capacity"]), st.data())
-def test_monotone(
+def test_a_faster_or_larger_tier_offloads_no_less(
     saved: int,
     forward: float,
     backward: float,
@@ -87,7 +87,7 @@ def test_longer_compute_hides_more(
         (9999, 1.0, 1.0, {"ssd": TierSpeed(200, 200), "host": TierSpeed(600, 600)}, {"ssd": 200, "host": 400}),
     ],
 )
-def test_amounts(
+def test_examples_of_each_bound(
     saved: int, forward: float, backward: float, speeds: dict[str, TierSpeed], amounts: dict[str, int]
 ) -> None:
     """Worked examples, one for each bound."""

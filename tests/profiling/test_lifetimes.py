@@ -106,7 +106,7 @@ def operators(profile: LifetimeProfile) -> list[tuple[str, str]]:
     return [(one.phase, one.name) for one in profile.operators if one.name not in ("div", "new_zeros", "copy_")]
 
 
-def test_the_training_does_not_change_and_nothing_stays_installed(tmp_path: Path) -> None:
+def test_the_training_does_not_change_and_no_hook_remains(tmp_path: Path) -> None:
     make, batch = MODELS[1]
     _, profiled = measured(make, batch, tmp_path)
     plain = Losses()

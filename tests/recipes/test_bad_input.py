@@ -158,7 +158,7 @@ def test_sizes_that_make_no_model_are_named(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["finetune", "lora"])
-def test_a_folder_is_not_saved_over_the_one_that_the_model_comes_from(
+def test_saving_over_the_pretrained_folder_is_refused(
     recipe: str, capsys: pytest.CaptureFixture[str], cache: None
 ) -> None:
     folder = cached_tiny_llama()

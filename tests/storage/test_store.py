@@ -83,7 +83,7 @@ def test_only_the_pieces_bytes_and_their_padding_are_touched(tmp_path: Path) -> 
         assert not padded[2 * PAGE :].any()
 
 
-def test_it_is_measured_at_start(tmp_path: Path) -> None:
+def test_the_drive_is_measured_when_a_store_is_made(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         assert store.write_bandwidth > 0
         assert store.read_bandwidth > 0

@@ -23,6 +23,7 @@ from lightning_ssd.activations import (
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.profiling import TraceMode
 from lightning_ssd.types import Choice
+from tests.support.compare import assert_same
 
 CPU = torch.device("cpu")
 KIB, MIB = 2**10, 2**20
@@ -91,8 +92,7 @@ def assert_same_gradients(cache: ActivationOffloader, forward: Forward, *leaves:
     cache.begin_micro_batch()
     actual = gradients(forward, leaves, cache.hooks)
     assert len(actual) == len(expected) > 0
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_same(actual, expected)
     return cache.stats().stored - before
 
 
