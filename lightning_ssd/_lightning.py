@@ -29,10 +29,10 @@ def require(tree: str) -> None:
     """Checks that the package's classes derive from `tree`.
 
     Args:
-        tree: The name of the module that the asking Trainer comes from.
+        tree: Name of the module that defines the Trainer.
 
     Raises:
-        RuntimeError: If they derive from the other tree, whose classes that Trainer would refuse.
+        RuntimeError: If they derive from the other tree, whose classes the Trainer would refuse.
     """
     if pl.__name__ != tree:
         raise RuntimeError(

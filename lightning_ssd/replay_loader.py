@@ -153,7 +153,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restores what `random_states` has returned."""
+    """Restores the states that `random_states` has returned."""
     fabric.utilities.seed._set_rng_states(dict(states))
 
 

@@ -199,7 +199,7 @@ class StepState:
             before = data.clone()
 
         def restore() -> None:
-            tensor.data = data  # the counter of versions stays, as autograd may have saved the tensor
+            tensor.data = data  # keeps the version counter, because autograd may have saved the tensor
             data.copy_(before, non_blocking=True)
 
         self._restores.append(restore)

@@ -281,7 +281,7 @@ class ActivationOffloader(Uncopied):
             return _keep(tensor)
         if not storage.resizable():
             return _keep(tensor)  # memory of NumPy, DLPack or CUDA graphs, which may write to it at any time
-        assert self._batch is not None, "begin_micro_batch comes first"
+        assert self._batch is not None, "call begin_micro_batch before a forward"
         with self._lock:
             recomputed = recomputed_of(tensor, storage)
             if recomputed is not None and recomputed.nbytes == nbytes:

@@ -66,7 +66,7 @@ class SSDTier(SSDTierBase):
 
     def close(self) -> None:
         self._reader.close()
-        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+        with contextlib.ExitStack() as stack:  # closes from the last line up, each even if another one fails
             stack.callback(self.staging.close)
             stack.callback(self._copies.drain)  # finished reads have issued h2d copies
             stack.callback(self.blobs.close)

@@ -522,7 +522,7 @@ class Access:
         """Returns an ordinary tensor for `tensor`, of whose memory `func` returns the address or the storage.
 
         Raises:
-            RuntimeError: the memory would be gone after the call.
+            RuntimeError: the memory is freed after the call.
         """
         source = tensor.source
         if not source.backs_views and not (isinstance(source, Weights) and source.whole):

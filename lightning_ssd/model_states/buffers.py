@@ -302,7 +302,7 @@ class StateStaging:
         Args:
             remove: whether the files are removed.
         """
-        with contextlib.ExitStack() as stack:  # from the last line up, each whatever happens to the others
+        with contextlib.ExitStack() as stack:  # closes from the last line up, each even if another one fails
             stack.callback(self.states.pool.close)
             stack.callback(self.params.pool.close)
             stack.callback(self.store.close, remove=remove)
@@ -312,7 +312,7 @@ class StateStaging:
     def detach(self) -> DetachedBlobs:
         """Closes it, and returns the blobs in files without a name, which can still be read."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.close)  # closes all that is left then
+            stack.callback(self.close)  # closes all objects that are still open then
             self.states.close()
             self.params.close()
             return self.store.detach()

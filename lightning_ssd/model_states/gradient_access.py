@@ -192,8 +192,8 @@ class GradientAccess:
         gradient = self._gradients[flat]
         if gradient.states[index] is GradientState.STEPPED and not gradient.retained:
             raise RuntimeError(
-                f"the gradient of {flat.param_views[index].name} was used by its optimizer step, which runs as soon as "
-                "the gradient is complete, and is gone. Read or change it in `on_after_backward` or "
+                f"the gradient of {flat.param_views[index].name} was consumed by its optimizer step, which runs as "
+                "soon as the gradient is complete. Read or change it in `on_after_backward` or "
                 "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
             )
 

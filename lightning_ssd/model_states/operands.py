@@ -117,7 +117,7 @@ def substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
 
 
 def export(func: Callable[..., Any], copy: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Returns what `func` makes of `copy` for code outside of torch, read-only where NumPy can forbid writes."""
+    """Returns the result of `func` for `copy`, which code outside of torch uses; a NumPy array is read-only."""
     exported = func(copy, *args, **kwargs)
     if hasattr(exported, "setflags"):
         exported.setflags(write=False)

@@ -121,7 +121,7 @@ class StagedFlats:
                 masters = flat.param_views[index].of(staged.masters)
                 write_changed(masters, tensor.to("cpu"))
                 flat.refresh(index, masters)
-                if flat.mixed:  # a later backward needs the values that the forward has cast, which are gone
+                if flat.mixed:  # a later backward would need the overwritten values, which the forward has cast
                     torch.autograd.graph.increment_version(flat.param_views[index].parameter)
 
     def differing(self, flat: FlatParameter, *, keep: Collection[FlatParameter] = ()) -> dict[int, Tensor]:
