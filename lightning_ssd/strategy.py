@@ -24,7 +24,9 @@ from lightning_ssd.callbacks import (
     add_default_callbacks,
     average_of,
     averages_weights,
+    find_offload_callbacks,
     remove_default_callbacks,
+    restore_offload_callbacks,
     summon_full_params,
     trainer_callbacks,
 )
@@ -234,6 +236,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
         """Whether states are or were offloaded in the last training: checkpoints may have lazy tensors."""
         self._restore_callbacks: list[Callable[[], None]] = []
         self._default_callbacks: list[pl.Callback] = []
+        self._offload_callbacks: list[pl.Callback] = []
         """Callbacks that are added to the Trainer until teardown, because the user gave none of their classes."""
         self._restore_allocator: Callable[[], None] | None = None
         """Restores the settings of torch's CUDA allocator; `None`: they were not changed."""
@@ -287,6 +290,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             self._restore_allocator = expand_segments()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self._default_callbacks += add_default_callbacks(self.lightning_module._trainer)
+            self._offload_callbacks = find_offload_callbacks(self.lightning_module._trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -667,6 +671,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        assert self.lightning_module is not None
+        restore_offload_callbacks(self.lightning_module.trainer, self._offload_callbacks)
         if self.model_states is not None:
             self.model_states.state_dicts.protected = False
 
@@ -809,7 +815,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             ending.run(restore)
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             ending.run(remove_default_callbacks, self.lightning_module._trainer, self._default_callbacks)
-        self._default_callbacks = []
+        self._default_callbacks, self._offload_callbacks = [], []
         ending.run(super().teardown)
         restore_allocator, self._restore_allocator = self._restore_allocator, None
         if restore_allocator is not None:

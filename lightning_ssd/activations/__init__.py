@@ -2,7 +2,7 @@
 
 from lightning_ssd.activations.backward_graph import backward_nodes
 from lightning_ssd.activations.compiled_code import compile_seconds, records_cuda_graphs
-from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, make_offloader
+from lightning_ssd.activations.config import LEAST_BUDGET, OffloadConfig, make_auto_placement, make_offloader
 from lightning_ssd.activations.graph import Buffer, ForwardGraph, Operation, Saved, is_random, tensors_of, written
 from lightning_ssd.activations.host import HostTier
 from lightning_ssd.activations.memory_budget import PartitionerBudget
@@ -64,6 +64,7 @@ __all__ = [
     "in_backward",
     "is_random",
     "is_weight",
+    "make_auto_placement",
     "make_offloader",
     "make_schedule",
     "mark_offloaded",

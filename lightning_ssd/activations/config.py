@@ -183,13 +183,19 @@ def _make_placement(
 ) -> PlacementPolicy:
     if amount == "none" or not speeds:
         return KeepAll()
-    memory = allocator_memory(device)
     if amount == "auto":
-        return KeepAll() if memory is None else OffloadExcess(tuple(speeds), ResidentLimit(memory))
+        return make_auto_placement(tuple(speeds), device)
     if amount == "ssdtrain":
+        memory = allocator_memory(device)
         return SSDTrainAuto(speeds, None if memory is None else ResidentLimit(memory))
     assert not isinstance(amount, str)
     return FixedAmount(amount, tuple(speeds))
+
+
+def make_auto_placement(tiers: Sequence[OffloadTierName], device: torch.device) -> PlacementPolicy:
+    """Returns the placement of the first steps under `offload="auto"`, whose limit of memory is not known yet."""
+    memory = allocator_memory(device)
+    return OffloadExcess(tiers, ResidentLimit(memory)) if memory is not None and tiers else KeepAll()
 
 
 def _tier_names(config: OffloadConfig, device: torch.device) -> list[OffloadTierName]:

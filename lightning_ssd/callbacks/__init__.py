@@ -3,7 +3,12 @@
 from lightning_ssd.callbacks.activation_offload import ActivationOffload
 from lightning_ssd.callbacks.auto_planner import AutoPlanner
 from lightning_ssd.callbacks.averaging import average_of, averages_weights, summon_full_params
-from lightning_ssd.callbacks.defaults import add_default_callbacks, remove_default_callbacks
+from lightning_ssd.callbacks.defaults import (
+    add_default_callbacks,
+    find_offload_callbacks,
+    remove_default_callbacks,
+    restore_offload_callbacks,
+)
 from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.model_profiler import ModelProfiler
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
@@ -26,7 +31,9 @@ __all__ = [
     "add_default_callbacks",
     "average_of",
     "averages_weights",
+    "find_offload_callbacks",
     "remove_default_callbacks",
+    "restore_offload_callbacks",
     "summon_full_params",
     "trainer_callbacks",
 ]

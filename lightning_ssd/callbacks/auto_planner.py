@@ -18,6 +18,7 @@ from lightning_ssd.activations import (
     PlacementPolicy,
     ResidentLimit,
     backward_nodes,
+    make_auto_placement,
     records_cuda_graphs,
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
@@ -141,13 +142,16 @@ class AutoPlanner(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._remove_planner(trainer)
+        self._close_regions()
         self._reset()
         offloader = find_offloader(trainer)
         if offloader is None or offload_config(trainer).amount() != "auto":
             return
         if any(isinstance(callback, StepProfiling) for callback in trainer_callbacks(trainer)):
             return
-        placement = offloader.policy.placement
+        # An earlier training may have had the same offloader: Lightning's Tuner trains several times.
+        placement = make_auto_placement(tuple(offloader.tiers), offloader.device)
+        offloader.run(OffloadPolicy(placement))
         if not isinstance(placement, OffloadExcess):  # nothing is ever offloaded
             self.outcome = "keep"
             self._enable_hooks(trainer, offloader, False)

@@ -8,6 +8,7 @@ from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.offload_monitor import OffloadMonitor
 from lightning_ssd.callbacks.offloader import trainer_callbacks
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.swap_planner import SwapPlanner
 
 
 def add_default_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
@@ -29,6 +30,25 @@ def add_default_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
     last = [callback for callback in given if isinstance(callback, pl.callbacks.Checkpoint)]
     callbacks[:] = [*first, *missing, *last]
     return missing
+
+
+def find_offload_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Returns the Trainer's callbacks, the user's own and defaults, that decide about offloaded tensors."""
+    kinds = (MicroBatchSwitch, PrefetchScheduler, AutoPlanner, SwapPlanner)
+    return [callback for callback in trainer_callbacks(trainer) if isinstance(callback, kinds)]
+
+
+def restore_offload_callbacks(trainer: pl.Trainer, callbacks: Sequence[pl.Callback]) -> None:
+    """Adds those of `callbacks` again that the Trainer lacks, and begins the training for them.
+
+    Lightning's Tuner removes all callbacks while it searches for a batch size. Without them a batch would be called too
+    large although the training can offload enough of it.
+    """
+    present = trainer_callbacks(trainer)
+    missing = [callback for callback in callbacks if callback not in present]
+    trainer.callbacks = [*missing, *present]  # type: ignore[attr-defined]
+    for callback in missing:
+        callback.on_train_start(trainer, trainer.lightning_module)
 
 
 def remove_default_callbacks(trainer: pl.Trainer, added: Sequence[pl.Callback]) -> None:

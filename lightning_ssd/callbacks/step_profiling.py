@@ -77,6 +77,7 @@ class StepProfiling(pl.Callback):
             raise ValueError(
                 f"{type(self).__name__} and {type(others[0]).__name__} both measure the first steps. Remove one."
             )
+        self._end()  # Lightning's Tuner begins trainings without an end of the one before
         self._step = 0
         self._at_boundary = True
         self._profiling_budget = ProfilingBudget()

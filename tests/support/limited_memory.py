@@ -66,7 +66,7 @@ class LimitedMemory(TorchDispatchMode, Meter):
         if fails and self.counting.in_micro_batch:
             self._fails_at.discard(position)
             self.failures += 1
-            raise torch.OutOfMemoryError(f"out of memory in {func}. Tried to allocate {nbytes} bytes.")
+            raise torch.OutOfMemoryError(f"CUDA out of memory in {func}. Tried to allocate {nbytes} bytes.")
         self.level += nbytes
         self.highest, self.highest_ever = max(self.highest, self.level), max(self.highest_ever, self.level)
         setattr(storage, _COUNTED, _Allocation(self, nbytes))
