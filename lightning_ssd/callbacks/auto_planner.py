@@ -22,6 +22,7 @@ from lightning_ssd.activations import (
     records_cuda_graphs,
 )
 from lightning_ssd.callbacks.memory_guard import MemoryGuard
+from lightning_ssd.callbacks.micro_batch_switch import MicroBatchSwitch
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
@@ -313,8 +314,11 @@ class AutoPlanner(pl.Callback):
         planner.on_train_start(trainer, pl_module)
         planner.continue_budget(self._profiling_budget)
         self.planner = planner
+        callbacks = trainer_callbacks(trainer)
+        # Before the callback that begins micro-batches, which the planner's policy is for.
+        position = next(index for index, one in enumerate(callbacks) if isinstance(one, MicroBatchSwitch))
         # A new list, because Lightning is iterating over the old one.
-        trainer.callbacks = [planner, *trainer_callbacks(trainer)]  # type: ignore[attr-defined]
+        trainer.callbacks = [*callbacks[:position], planner, *callbacks[position:]]  # type: ignore[attr-defined]
 
     def _keep_for_cuda_graphs(self, trainer: pl.Trainer, offloader: ActivationOffloader) -> None:
         """Keeps all saved tensors from the second step on: it records the graphs, the first one warms them up.

@@ -41,12 +41,12 @@ def find_offload_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
 def restore_offload_callbacks(trainer: pl.Trainer, callbacks: Sequence[pl.Callback]) -> None:
     """Adds those of `callbacks` again that the Trainer lacks, and begins the training for them.
 
-    Lightning's Tuner removes all callbacks while it searches for a batch size. Without them a batch would be called too
-    large although the training can offload enough of it.
+    Lightning's Tuner removes all callbacks while it searches for a batch size or a learning rate. Without them a batch
+    would be called too large although the training can offload enough of it. The Tuner's own callback stays the first.
     """
     present = trainer_callbacks(trainer)
     missing = [callback for callback in callbacks if callback not in present]
-    trainer.callbacks = [*missing, *present]  # type: ignore[attr-defined]
+    trainer.callbacks = [*present, *missing]  # type: ignore[attr-defined]
     for callback in missing:
         callback.on_train_start(trainer, trainer.lightning_module)
 

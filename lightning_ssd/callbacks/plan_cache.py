@@ -23,11 +23,14 @@ __all__ = ["CachedPlan", "PlanCache"]
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files' content."""
 
 MOST_FILES = 64
 """Number of plans that are stored, the ones that were written last."""
+
+SWITCH = "LIGHTNING_SSD_PLAN_CACHE"
+"""Environment variable: with the value 0, no plans are stored, and none are used."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class CachedPlan:
         hardware: the machine, corrected in the same way, with the limits of the training that has stored it.
         machine: the machine as measured when that training began.
         fragment_reserve: share of the GPU limit that plans reserve for fragments.
+        confirmed: whether the corrected profiles favor another plan, whose steps were measured to be slower.
     """
 
     plan: Plan
@@ -47,17 +51,21 @@ class CachedPlan:
     hardware: HardwareProfile
     machine: HardwareProfile
     fragment_reserve: float
+    confirmed: bool
 
 
 class PlanCache:
     """Files of plans in `$XDG_CACHE_HOME/lightning_ssd/plans`, or in `~/.cache`, which only the user can write.
 
-    A directory that can't be used is no error: nothing is found, and nothing is stored. All methods are called on the
+    A directory that can't be used is no error: nothing is found, and nothing is stored. The same holds if the user has
+    set the environment variable LIGHTNING_SSD_PLAN_CACHE to 0. All methods are called on the
     training thread.
     """
 
     def load(self, key: str) -> CachedPlan | None:
         """Returns the plan that was stored under `key`; `None`: there is none, or its file is not valid."""
+        if _is_off():
+            return None
         path = None
         try:
             path = plans_directory() / _name(key)
@@ -73,9 +81,11 @@ class PlanCache:
 
     def save(self, key: str, cached: CachedPlan) -> None:
         """Stores a plan under `key`, in place of an earlier one, and removes the oldest files."""
+        if _is_off():
+            return
         content = {"format": FORMAT, "key": key, "plan": cached.plan.to_content()}
         content |= {name: asdict(getattr(cached, name)) for name in ("profile", "hardware", "machine")}
-        text = json.dumps(content | {"fragment_reserve": cached.fragment_reserve})
+        text = json.dumps(content | {name: getattr(cached, name) for name in ("fragment_reserve", "confirmed")})
         try:
             path = plans_directory()
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -93,6 +103,10 @@ def plans_directory() -> Path:
     """Returns the directory of the plans. A relative `XDG_CACHE_HOME` is ignored, as its specification demands."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "lightning_ssd" / "plans"
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH) == "0"
 
 
 def _name(key: str) -> str:
@@ -116,12 +130,15 @@ def _parse(text: str, key: str) -> CachedPlan:
     if isinstance(reserve, bool) or not isinstance(reserve, int | float):
         raise ValueError("`fragment_reserve` must be a number")
     check_not_negative("fragment_reserve", reserve)
+    if not isinstance(content.get("confirmed"), bool):
+        raise ValueError("`confirmed` must be true or false")
     return CachedPlan(
         Plan.from_content(content.get("plan")),
         ModelProfile.from_content(content.get("profile"), "its profile"),
         _hardware(content.get("hardware")),
         _hardware(content.get("machine")),
         reserve,
+        content["confirmed"],
     )
 
 

@@ -17,7 +17,7 @@ from lightning_ssd.callbacks.offloader import offload_config
 from lightning_ssd.callbacks.seen_batches import BatchShape
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile
 
-__all__ = ["is_like", "plan_key", "recorded_forward"]
+__all__ = ["has_more_memory", "is_like", "plan_key", "recorded_forward"]
 
 _MEASURED = (
     "samples", "tokens", "forward_seconds", "backward_seconds", "between_seconds", "recompute_seconds",
@@ -26,6 +26,10 @@ _MEASURED = (
 """Fields of profiles that equal forwards need not have in common."""
 
 _RATES = ("gpu_flops", "copy_out", "copy_in", "ssd_read", "ssd_write", "cpu_step_rate")
+
+
+MEMORY_TOLERANCE = 1.05
+"""Bytes of memory / bytes when a plan was made, up to which the plan is still a good one."""
 
 
 def plan_key(
@@ -40,7 +44,7 @@ def plan_key(
     """Returns the key of a training's plan.
 
     Bytes of memory that this training may use are no part of it: they differ a little from run to run, measurements do
-    not depend on them, and the plan is checked against them.
+    not depend on them, and another plan is made from the measurements if they have changed.
 
     Args:
         trainer: the Trainer.
@@ -82,6 +86,11 @@ def is_like(one: HardwareProfile, other: HardwareProfile) -> bool:
     """Returns whether two measurements may be of one machine: no rate differs by more than a factor of two."""
     pairs = [(getattr(one, name), getattr(other, name)) for name in _RATES]
     return all(max(pair) <= 2 * min(pair) for pair in pairs)
+
+
+def has_more_memory(one: HardwareProfile, other: HardwareProfile) -> bool:
+    """Returns whether a training may use so much more memory in `one` that another plan may be faster."""
+    return any(getattr(one, name) > MEMORY_TOLERANCE * getattr(other, name) for name in ("gpu_bytes", "host_bytes"))
 
 
 def _without_measured(value: Any) -> Any:

@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.callbacks.offloader import find_offloader, offload_config, trainer_callbacks
-from lightning_ssd.callbacks.plan_cache import CachedPlan, PlanCache
-from lightning_ssd.callbacks.plan_key import is_like, plan_key, recorded_forward
+from lightning_ssd.callbacks.plan_cache import SWITCH, CachedPlan, PlanCache
+from lightning_ssd.callbacks.plan_key import has_more_memory, is_like, plan_key, recorded_forward
 from lightning_ssd.callbacks.plan_runner import (
     HISTORY,
     MEDIAN_STEPS,
@@ -125,7 +125,8 @@ class SwapPlanner(StepProfiling):
     four steps in all at least. A log line names each part that is shorter.
 
     If an earlier training of the same model, batch shape and machine was planned, no steps are timed, and the plan of
-    that training is applied after one recorded and one checked step, if its forward was the same and the plan fits.
+    that training is applied after one recorded and one checked step, if its forward was the same. If the limits of
+    memory have changed, another plan is made from its measurements.
 
     From then on steps are timed on the device's clock, without a wait of the host. The loggers get `SwapPlanner/...`:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
@@ -157,7 +158,8 @@ class SwapPlanner(StepProfiling):
             if profiling would take more than 25 steps or 30 seconds.
         tolerance: relative drift of the step time after which the training is profiled and planned again.
         cache: whether plans are stored in the user's cache directory (`~/.cache/lightning_ssd/plans`) and used by later
-            trainings of the same model on the same machine.
+            trainings of the same model on the same machine. The environment variable `LIGHTNING_SSD_PLAN_CACHE=0`
+            switches it off for all trainings, also for those without this callback.
 
     Raises:
         ValueError: an argument is out of range, the plan is not one for the model, or the model is compiled.
@@ -459,7 +461,7 @@ class SwapPlanner(StepProfiling):
         recorded: ModelProfile,
         placement: FixedPlacement,
     ) -> None:
-        """Applies a plan from the cache, or one made from its measurements if it does not fit into today's limits."""
+        """Applies a plan from the cache, or one made from its measurements if the limits of memory have changed."""
         profile = replace(
             cached.profile,
             samples=recorded.samples,
@@ -472,17 +474,23 @@ class SwapPlanner(StepProfiling):
         runner = self._make_runner(trainer, profile, hardware, placement, slowdown)
         plan = placement.apply(cached.plan)
         fits = not simulate(profile, hardware, plan).excess_bytes(hardware)
+        same = fits and not has_more_memory(hardware, cached.hardware)
         pl.utilities.rank_zero_info(
             "SwapPlanner: an earlier training with the same forward was measured, so that no steps are timed: "
-            f"{'its plan is' if fits else 'a plan for the present limits of memory is made and'} applied."
+            f"{'its plan is' if same else 'a plan for the present limits of memory is made and'} applied. "
+            f"{SWITCH}=0 in the environment has every training measured."
         )
         self._phase = "idle"
-        self._decide(trainer, pl_module, runner, plan if fits else None)
+        if same and cached.confirmed:
+            self._progress.calibrations = MAX_CALIBRATIONS
+        self._decide(trainer, pl_module, runner, plan if same else None)
 
-    def _store(self, runner: PlanRunner, plan: Plan) -> None:
+    def _store(self, runner: PlanRunner, plan: Plan, *, confirmed: bool = False) -> None:
         """Stores a plan and the measurements that it was made from."""
         if self._cache is not None and self._progress.key:
-            cached = CachedPlan(plan, runner.profile, runner.hardware, self._hardware, self._fragment_reserve)
+            cached = CachedPlan(
+                plan, runner.profile, runner.hardware, self._hardware, self._fragment_reserve, confirmed
+            )
             self._cache.save(self._progress.key, cached)
 
     # ---- model states ----
@@ -650,7 +658,7 @@ class SwapPlanner(StepProfiling):
             "under this one: the plan before is applied again."
         )
         self._apply(runner, replaced.plan)
-        self._store(runner, replaced.plan)
+        self._store(runner, replaced.plan, confirmed=True)
 
     def _log_comparison(self, trainer: pl.Trainer, runner: PlanRunner, comparison: Comparison) -> None:
         predicted = comparison.predicted

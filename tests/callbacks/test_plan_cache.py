@@ -125,16 +125,27 @@ def test_another_training_does_not_use_it(change: dict[str, Any], tmp_path: Path
     assert len(stored()) == 2
 
 
-def test_a_plan_that_does_not_fit_any_more_is_made_again_from_its_measurements(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("before", "now"), [("1GiB", "1KiB"), ("1KiB", "1GiB")], ids=["less", "more"])
+def test_with_another_limit_of_memory_a_plan_is_made_from_the_measurements(
+    before: str, now: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ample, scarce = planner(gpu_memory="1GiB"), planner(gpu_memory="1KiB")
-    fit(tmp_path, swaps=ample)
+    first, second = planner(gpu_memory=before), planner(gpu_memory=now)
+    fit(tmp_path, swaps=first)
     with caplog.at_level("INFO"):
-        assert fit(tmp_path, swaps=scarce) == LATER
-    assert ample.plan is not None and ample.plan.keeps_all
-    assert scarce.plan is not None and not scarce.plan.keeps_all
+        assert fit(tmp_path, swaps=second) == LATER
+    for swaps, limit in ((first, before), (second, now)):
+        assert swaps.plan is not None and swaps.plan.keeps_all == (limit == "1GiB")
     assert "a plan for the present limits of memory is made and applied" in caplog.text
+
+
+def test_an_environment_variable_switches_the_cache_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("LIGHTNING_SSD_PLAN_CACHE", "0")
+        fit(tmp_path, steps=8)
+        assert not stored()
+    fit(tmp_path, steps=8)
+    monkeypatch.setenv("LIGHTNING_SSD_PLAN_CACHE", "0")
+    assert len(stored()) == 1 and fit(tmp_path, steps=8) == FIRST
 
 
 def edit(path: Path, change: Any) -> None:
@@ -193,6 +204,7 @@ def load(path: Path) -> plan_cache.CachedPlan | None:
         lambda content: content.update(key="other"),
         lambda content: content.pop("plan"),
         lambda content: content.update(fragment_reserve="much"),
+        lambda content: content.update(confirmed=1),
         lambda content: content["hardware"].update(copy_in=float("nan")),
     ],
 )
