@@ -318,6 +318,27 @@ def test_a_training_whose_profiles_run_out_of_memory_is_not_planned(caplog: pyte
     assert len(lines) == 1 and "profiling needs more memory than there is" in lines[0]
 
 
+class Windows(pl.Callback):
+    """Records the window of each micro-batch that stores saved tensors."""
+
+    def __init__(self) -> None:
+        self.windows: list[int] = []
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        self.windows.append(trainer.strategy.offloader.policy.window_bytes)
+
+
+def test_a_training_without_a_plan_prefetches_again_after_it_ran_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The measured micro-batches after the second attempt have no window, and later ones one that has room."""
+    monkeypatch.setattr("lightning_ssd.callbacks.auto_planner.obstacle_to_planning", lambda *_: "several devices")
+    windows = Windows()
+    run = train_by_default(SHORT, LimitedMemory(fails_at=[(2, 10)]), callbacks=[windows])
+    assert run.failures == 1
+    assert 0 in windows.windows and 0 < windows.windows[-1] <= SHORT.most - SHORT.highest
+
+
 class Twice(Stateful):
     """Always runs out of memory in the second micro-batch."""
 

@@ -201,6 +201,17 @@ class ResidentLimit:
         """Reduces the room of the present micro-batch by `nbytes`, or to nothing."""
         self._room = max(0.0, self._room - nbytes)
 
+    def reserve_window(self, nbytes: int) -> int:
+        """Returns a window of up to `nbytes` for which the present micro-batch has room, and reduces the room by it.
+
+        If all saved storages may be kept, no room is needed for a window.
+        """
+        if self.fits:
+            return nbytes
+        window = int(min(nbytes, self._room))
+        self.reserve(window)
+        return window
+
     def keep(self, nbytes: int) -> bool:
         """Returns whether a saved storage of `nbytes` may be kept on the device, and if so, counts it as kept."""
         if nbytes > self._room:

@@ -121,6 +121,8 @@ class AutoPlanner(pl.Callback):
         """Micro-batches under each rule that had enough memory, since one ran out of it."""
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
+        self._limits_window = False
+        """Whether the window has to fit into the limit, as a micro-batch without a plan has run out of memory."""
         self._failed_profiles = 0
 
     @override
@@ -245,6 +247,11 @@ class AutoPlanner(pl.Callback):
                 self.regions.end_step(ran_out=ran_out)
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.regions is not None:
+            self.regions.end_micro_batch()  # a hook of the module may have skipped the last one
+
+    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._guard = None
         self._close_regions()
@@ -265,6 +272,10 @@ class AutoPlanner(pl.Callback):
         guard.begin(self._shape, trained)
         self._short |= guard.short
         decided = self._steps >= FIRST_STEPS
+        if self._limits_window and self.regions is None:
+            # Micro-batches that ran out of memory were measured without a window.
+            window = offloader.policy.window_bytes
+            offloader.run(replace(offloader.policy, window_bytes=guard.limit.reserve_window(window)))
         self._enable_hooks(trainer, offloader, not (decided and guard.fits))
         if decided and guard.limit.fits and self.outcome != "keep" and self.regions is None:
             self.outcome = "keep"
@@ -354,6 +365,9 @@ class AutoPlanner(pl.Callback):
         planner, self.planner = self.planner, None
         if planner is not None:
             planner.teardown(trainer, trainer.lightning_module, "fit")
+            for callback in trainer_callbacks(trainer):
+                if isinstance(callback, PrefetchScheduler):
+                    callback.override_window(None)
             trainer.callbacks = [one for one in trainer_callbacks(trainer) if one is not planner]  # type: ignore[attr-defined]
 
     # ---- under a plan ----
@@ -410,9 +424,7 @@ class AutoPlanner(pl.Callback):
         self._guard.limit.lower()
         self._guard.limit.measure()
         offloader.run(policy)
-        for callback in trainer_callbacks(trainer):
-            if isinstance(callback, PrefetchScheduler):
-                callback.override_window(0)  # until a plan has a window
+        self._limits_window = True
 
     def _plan_smaller(
         self, trainer: pl.Trainer, offloader: ActivationOffloader, guard: MemoryGuard, planner: SwapPlanner

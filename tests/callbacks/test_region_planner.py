@@ -181,6 +181,32 @@ def test_the_setting_is_restored_when_training_fails(tmp_path: Path, monkeypatch
     assert functorch.activation_memory_budget == 1.0
 
 
+def test_the_setting_is_restored_when_a_hook_skips_the_rest_of_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Skip(pl.Callback):
+        settings: list[float] = []  # noqa: RUF012
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            def skip(batch: Any, batch_idx: int) -> int | None:
+                if functorch.activation_memory_budget == 1.0 or self.settings:
+                    return None
+                self.settings.append(functorch.activation_memory_budget)
+                return -1
+
+            pl_module.on_train_batch_start = skip
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if len(self.settings) == 1:
+                self.settings.append(functorch.activation_memory_budget)
+
+    use(Meter(1e6, 980_000), monkeypatch)
+    lower_budgets(monkeypatch)
+    skip = Skip()
+    train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[skip])
+    assert skip.settings[0] < 1.0 and skip.settings[1:] == [1.0]
+
+
 @pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_saved_tensors_of_cuda_graphs_are_kept_from_the_step_on_that_records_them(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
