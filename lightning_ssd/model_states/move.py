@@ -46,12 +46,9 @@ def move_model_states(
     Args:
         states: present model states, without a journal; closed afterwards, unless an error is raised before anything
             is moved.
-        module: as in `make_model_states`.
-        optimizers: as in `make_model_states`.
         offloadable: parameters on the device that may be offloaded.
-        device: as in `make_model_states`.
-        setup: as in `make_model_states`.
         plan_tiers: tiers of each unit.
+        module, optimizers, device, setup: as in `make_model_states`.
 
     Returns:
         The moved model states.
@@ -106,10 +103,7 @@ def regroup_model_states(
     Args:
         states: present model states, without a journal; closed afterwards, unless an error is raised before anything
             is changed.
-        module: as in `make_model_states`.
-        optimizers: as in `make_model_states`.
-        device: as in `make_model_states`.
-        setup: as in `make_model_states`.
+        module, optimizers, device, setup: as in `make_model_states`.
 
     Returns:
         The regrouped model states.

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
-from typing_extensions import override
 
 from lightning_ssd.data import Batch, count_tokens, input_ids
 from lightning_ssd.models.language import LanguageModule, labels_of
@@ -76,13 +75,6 @@ class BERT(LanguageModule):
         pretrained = None if pretrained is None else str(pretrained)
         self.save_hyperparameters()
         self.config.hidden_dropout_prob = self.config.attention_probs_dropout_prob = dropout
-
-    @override
-    def forward(self, ids: Tensor) -> Tensor:
-        """Returns the logits, (batch, sequence, vocab_size), of token ids, int64 (batch, sequence)."""
-        assert self.model is not None, "configure_model() makes the model"
-        logits: Tensor = self.model(input_ids=ids).logits
-        return logits
 
     def predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the logits and the original ids of the masked tokens.

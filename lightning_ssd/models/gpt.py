@@ -95,13 +95,6 @@ class GPT(LanguageModule):
         # A mean over no predicted token would be NaN.
         check_least("data.block_size", getattr(getattr(self.trainer, "datamodule", None), "block_size", None), 2)
 
-    @override
-    def forward(self, ids: Tensor) -> Tensor:
-        """Returns the logits, (batch, sequence, vocab_size), of token ids, int64 (batch, sequence)."""
-        assert self.model is not None, "configure_model() makes the model"
-        logits: Tensor = self.model(input_ids=ids).logits
-        return logits
-
     def predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the logits and the ids that follow each token."""
         ids = input_ids(batch)

@@ -107,6 +107,13 @@ class LanguageModule(RecipeModule):
                 f" data.block_size, or raise model.{self.config.attribute_map.get(key, key)}"
             )
 
+    @override
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns the logits, (batch, sequence, vocab_size), of token ids, int64 (batch, sequence)."""
+        assert self.model is not None, "configure_model() makes the model"
+        logits: Tensor = self.model(input_ids=ids).logits
+        return logits
+
     def training_loss(self, batch: Batch) -> Tensor:
         """Returns the mean loss of a micro-batch, in nats a predicted token."""
         return self._loss(*self._predict_exactly(batch))

@@ -104,7 +104,7 @@ class T5(LanguageModule):
         return model
 
     @override
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]  # reads labels, too
         """Returns the logits of the decoder.
 
         Args:
