@@ -33,6 +33,12 @@ class PinnedPool:
             more). None: one slab of the whole budget is allocated now.
         name: name of the pool in error messages.
 
+    Attributes:
+        budget: most bytes of all slabs.
+        largest: bytes of the largest buffer that the pool can allocate.
+        used_bytes: bytes of buffers that are not released yet.
+        peak_bytes: peak of `used_bytes`.
+
     Raises:
         ValueError: the budget is smaller than a page, or `slab_bytes` is not positive.
         StorageError: the memory cannot be allocated or page-locked.
@@ -43,8 +49,8 @@ class PinnedPool:
             raise ValueError(f"budget of the {name} pool must be at least {PAGE} bytes, not {budget}")
         if slab_bytes is not None and slab_bytes <= 0:
             raise ValueError(f"slab_bytes of the {name} pool must be positive, not {slab_bytes}")
-        self._budget = budget
-        self._capacity = align_down(budget)
+        self.budget = budget
+        self.largest = align_down(budget)
         self._pin = pin
         self._slab_bytes = None if slab_bytes is None else align_up(slab_bytes)
         self._name = name
@@ -56,31 +62,11 @@ class PinnedPool:
         self._idle: dict[int, list[_Span]] = {}
         """Spans of released buffers, by size: training steps repeat their requests, which then need no search."""
         self._taken = 0  # bytes of all slabs, closing ones included until their memory is unmapped
-        self._used = 0
-        self._peak = 0
+        self.used_bytes = 0
+        self.peak_bytes = 0
         self._closed = False
         if self._slab_bytes is None:
-            self._add_slab(self._capacity)
-
-    @property
-    def budget(self) -> int:
-        """Most bytes of all slabs."""
-        return self._budget
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest buffer that the pool can allocate."""
-        return self._capacity
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of buffers that are not released yet."""
-        return self._used
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak of `used_bytes`."""
-        return self._peak
+            self._add_slab(self.largest)
 
     def acquire(self, nbytes: int) -> PinnedBuffer:
         """Allocates a buffer, and blocks until there is room. The caller owns one reference and releases it.
@@ -137,10 +123,10 @@ class PinnedPool:
         if nbytes <= 0:
             raise ValueError(f"a buffer needs a positive number of bytes, not {nbytes}")
         need = align_up(nbytes)
-        if need > self._capacity:
+        if need > self.largest:
             raise ValueError(
                 f"{format_bytes_exactly(nbytes)} can never fit in the {self._name} pool with its budget of "
-                f"{format_bytes_exactly(self._budget)}. Raise the budget to {need} bytes, or ask for less at once."
+                f"{format_bytes_exactly(self.budget)}. Raise the budget to {need} bytes, or ask for less at once."
             )
         return need
 
@@ -169,7 +155,7 @@ class PinnedPool:
 
     def _grow(self, need: int) -> _Span | None:
         """Allocates a span in a new slab, if the budget has room for one."""
-        room = self._capacity - self._taken
+        room = self.largest - self._taken
         if self._slab_bytes is None or room < need:
             return None
         # Under the lock on purpose: page-locking takes milliseconds, happens a few times in a run, and the next
@@ -178,8 +164,8 @@ class PinnedPool:
         return self._find(need)
 
     def _hand_out(self, span: _Span, nbytes: int) -> PinnedBuffer:
-        self._used += span.tensor.numel()
-        self._peak = max(self._peak, self._used)
+        self.used_bytes += span.tensor.numel()
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return PinnedBuffer(self, span, nbytes)
 
     def _merge_idle(self) -> None:
@@ -199,7 +185,7 @@ class PinnedPool:
         Called when `_allocate` has found nothing, and has merged the idle spans.
         """
         empty = sum(slab.slots.capacity for slab in self._slabs if not slab.slots.used)
-        if self._slab_bytes is None or need > self._capacity - self._taken + empty:
+        if self._slab_bytes is None or need > self.largest - self._taken + empty:
             return False
         self._close_empty_slabs()
         return True
@@ -233,7 +219,7 @@ class PinnedPool:
             if buffer._count:
                 return
             nbytes = buffer.tensor.numel()
-            self._used -= nbytes
+            self.used_bytes -= nbytes
             self._idle.setdefault(nbytes, []).append(buffer._span)
             if self._closed:
                 self._close_empty_slabs()

@@ -27,27 +27,21 @@ class SlotAllocator:
 
     Args:
         nbytes: initial bytes of the range, a multiple of PAGE.
+
+    Attributes:
+        capacity: bytes of the whole range.
+        used: bytes in allocated slots.
     """
 
     def __init__(self, nbytes: int = 0) -> None:
-        self._capacity = 0
-        self._used = 0
+        self.capacity = 0
+        self.used = 0
         self._live: dict[int, int] = {}  # offset of an allocated slot -> its bytes
         self._free: dict[int, int] = {}  # offset of a hole -> its bytes
         self._hole_ending_at: dict[int, int] = {}  # end of a hole -> its offset
         self._by_size: list[tuple[int, int]] = []  # (bytes, offset) of every hole, sorted
         if nbytes:
             self.grow(nbytes)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of the whole range."""
-        return self._capacity
-
-    @property
-    def used(self) -> int:
-        """Bytes in allocated slots."""
-        return self._used
 
     @property
     def largest_free(self) -> int:
@@ -57,7 +51,7 @@ class SlotAllocator:
     @property
     def tail_free(self) -> int:
         """Bytes of the hole at the end of the range, which growing makes larger."""
-        start = self._hole_ending_at.get(self._capacity)
+        start = self._hole_ending_at.get(self.capacity)
         return 0 if start is None else self._free[start]
 
     def allocate(self, nbytes: int) -> int | None:
@@ -80,7 +74,7 @@ class SlotAllocator:
         if size > need:
             self._add_hole(offset + need, size - need)
         self._live[offset] = need
-        self._used += need
+        self.used += need
         return offset
 
     def allocate_at(self, offset: int, nbytes: int) -> None:
@@ -101,7 +95,7 @@ class SlotAllocator:
         if offset + need < start + size:
             self._add_hole(offset + need, start + size - offset - need)
         self._live[offset] = need
-        self._used += need
+        self.used += need
 
     def free(self, offset: int) -> None:
         """Frees the slot at `offset`.
@@ -112,7 +106,7 @@ class SlotAllocator:
         size = self._live.pop(offset, None)
         if size is None:
             raise ValueError(f"no slot begins at offset {offset}: it was freed before, or never allocated")
-        self._used -= size
+        self.used -= size
         self._add_hole(offset, size)
 
     def grow(self, nbytes: int) -> None:
@@ -123,8 +117,8 @@ class SlotAllocator:
         """
         if nbytes <= 0 or nbytes % PAGE:
             raise ValueError(f"a range grows by a positive multiple of {PAGE} bytes, not {nbytes}")
-        start = self._capacity
-        self._capacity += nbytes
+        start = self.capacity
+        self.capacity += nbytes
         self._add_hole(start, nbytes)
 
     def _add_hole(self, offset: int, size: int) -> None:
