@@ -17,7 +17,13 @@ import torch
 from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
-from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader, mark_weights
+from lightning_ssd.activations import (
+    ActivationOffloader,
+    OffloadConfig,
+    check_no_cuda_graphs,
+    make_offloader,
+    mark_weights,
+)
 from lightning_ssd.callbacks import (
     AutoPlanner,
     SwapPlanner,
@@ -385,6 +391,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _setup_with_states(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Runs Lightning's setup, and offloads model states before all of them are on the device."""
         assert self.model is not None
+        check_no_cuda_graphs(self.model, self.root_device)
         averaging = [callback for callback in trainer.callbacks if averages_weights(callback)]  # type: ignore[attr-defined]
         if fitting and averaging and self.states_config.recover:
             raise ValueError(

@@ -1,0 +1,70 @@
+"""Modules that are compiled with CUDA graphs are refused where weights are offloaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_ssd import SSDOffloadStrategy, strategy
+from lightning_ssd.activations import check_no_cuda_graphs
+from tests.support.trainings import SmallModel, batches, make_trainer
+
+GPU = torch.device("cuda")
+
+
+def compile_part(model: Any, **how: Any) -> None:
+    model.net[2].compile(**how)
+
+
+def wrap_part(model: Any, **how: Any) -> None:
+    model.net[2] = torch.compile(model.net[2], **how)
+
+
+def compile_method(model: Any, **how: Any) -> None:
+    model.net[2].forward = torch.compile(model.net[2].forward, **how)
+
+
+COMPILERS = pytest.mark.parametrize("compiles", [compile_part, wrap_part, compile_method])
+
+
+@COMPILERS
+def test_a_module_with_cuda_graphs_is_named(compiles: Callable[..., None]) -> None:
+    model = SmallModel()
+    compiles(model, mode="reduce-overhead")
+    check_no_cuda_graphs(model, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"^net\.2 is compiled with CUDA graphs"):
+        check_no_cuda_graphs(model, GPU)
+
+
+@COMPILERS
+@pytest.mark.parametrize("how", [{}, {"backend": "aot_eager"}, {"mode": "max-autotune-no-cudagraphs"}])
+def test_other_compiled_modules_are_accepted(compiles: Callable[..., None], how: dict[str, str]) -> None:
+    model = SmallModel()
+    compiles(model, **how)
+    check_no_cuda_graphs(model, GPU)
+
+
+@pytest.mark.parametrize("states", ["host", "gpu"])
+def test_only_trainings_with_offloaded_weights_are_refused(
+    states: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategy, "check_no_cuda_graphs", lambda model, device: check_no_cuda_graphs(model, GPU))
+    model = SmallModel()
+    model.net[2].compile(backend="eager")
+    vars(model.net[2]._compiled_call_impl)["get_compiler_config"] = lambda: {"triton.cudagraphs": True}
+    trainer: pl.Trainer = make_trainer(tmp_path, SSDOffloadStrategy(tmp_path, states=states, min_bytes=1))
+    if states == "gpu":
+        trainer.fit(model, batches(2))
+    else:
+        with pytest.raises(ValueError, match="set `states='gpu'`"):
+            trainer.fit(model, batches(2))
+
+
+def test_a_wrapped_module_is_named() -> None:
+    wrapped = torch.compile(nn.Linear(2, 2), mode="reduce-overhead")
+    with pytest.raises(ValueError, match="CUDA graphs"):
+        check_no_cuda_graphs(wrapped, GPU)  # type: ignore[arg-type]
