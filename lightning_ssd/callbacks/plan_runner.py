@@ -3,11 +3,9 @@
 import logging
 import math
 import statistics
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 from lightning_ssd.activations import (
     ActivationOffloader,
@@ -20,6 +18,7 @@ from lightning_ssd.activations import (
     make_schedule,
 )
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.device import WorkCounter, allocator_memory, make_clock, process_gpu_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.planning import (
@@ -99,7 +98,6 @@ class PlanRunner:
         plan: the plan in force.
         prediction: prediction for the plan in force.
         number: number of the plan in force, another one for each `apply` in this process.
-        num_steps: number of steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`.
         hooks_skippable: whether the plan keeps everything and needs little memory, so that hooks may be disabled.
     """
 
@@ -120,14 +118,13 @@ class PlanRunner:
         self.plan: Plan | None = None
         self.prediction: Prediction | None = None
         self.number = 0
-        self.num_steps = 0
         self.hooks_skippable = False
         self._steps_planned = False  # whether a plan has chosen the units that the GPU steps
         self._profiler = profiler
         self._offloader = offloader
         self._states = states
         self._schedulers = schedulers
-        self._clock = make_clock(offloader.device)
+        self._timer = StepTimer(make_clock(offloader.device), HISTORY)
         device = offloader.device
         self._memory = allocator_memory(device)
         self._retries = 0  # of allocations, before the measured steps
@@ -138,11 +135,13 @@ class PlanRunner:
         """The policy of the plan in force."""
         self._slowdown = slowdown  # current forward time / recorded forward time
         self._warm_up = 0
-        self._step_began: Any = None
-        self._pending: deque[tuple[Any, Any]] = deque()  # begin and end of steps that the device has not ended
-        self._seconds: deque[float] = deque(maxlen=HISTORY)
         self._peak_bytes = 0  # of steps before the last validation
         self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`."""
+        return self._timer.num_steps
 
     def apply(self, plan: Plan) -> None:
         """Puts `plan` in force for the next step, and predicts its steps.
@@ -169,7 +168,7 @@ class PlanRunner:
         self._policy = self._offloader.policy
         self._set_window(plan.window_bytes)
         self._warm_up = WARMUP_AFTER_CHANGE
-        self._discard_steps()
+        self._timer.reset()
 
     def _place_steps(self, plan: Plan) -> None:
         """Has the GPU step the units that the plan names. Without such plans, a trial of shares chooses them."""
@@ -188,9 +187,9 @@ class PlanRunner:
     def leave(self, *, in_step: bool) -> None:
         """Called before steps under another rule; `in_step`: the present step has begun, and is not measured."""
         if in_step:
-            self._step_began = None
+            self._timer.skip()
         else:
-            self._end_step(self._clock.now())
+            self._timer.end()
         self._peak_bytes = self._gpu_peak()
 
     def enter(self) -> None:
@@ -205,7 +204,7 @@ class PlanRunner:
         self.hooks_skippable = False
         offload_all(self._offloader)
         self._set_window(None)
-        self._discard_steps()
+        self._timer.reset()
 
     def close(self) -> None:
         """Removes the hooks from the model. `measured` still returns the measurements."""
@@ -230,22 +229,11 @@ class PlanRunner:
                 if self._states is not None:
                     self._stepped = self._states.stepped()
             return
-        now = self._clock.now()
-        self._end_step(now)
-        self._step_began = now
-
-    def _end_step(self, now: Any) -> None:
-        if self._step_began is not None:
-            self._pending.append((self._step_began, now))
-            self.num_steps += 1
-        self._step_began = None
-        while self._pending and (seconds := self._clock.elapsed(*self._pending[0])) is not None:
-            self._pending.popleft()
-            self._seconds.append(seconds)
+        self._timer.begin()
 
     def pause(self) -> None:
         """Called when a validation begins, whose time and memory are not measured."""
-        self._step_began = None
+        self._timer.skip()
         self._peak_bytes = self._gpu_peak()
 
     def resume(self) -> None:
@@ -264,10 +252,10 @@ class PlanRunner:
         Returns:
             The comparison, or `None` while the device has ended fewer steps under the plan.
         """
-        if self.plan is None or self.prediction is None or len(self._seconds) < steps:
+        if self.plan is None or self.prediction is None or len(self._timer.seconds) < steps:
             return None
         host_bytes = self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.host_bytes)
-        seconds = list(self._seconds)[-steps:]
+        seconds = list(self._timer.seconds)[-steps:]
         retries = 0 if self._memory is None else self._memory.retries() - self._retries
         return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes, retries)
 
@@ -332,12 +320,6 @@ class PlanRunner:
     def _set_window(self, window_bytes: int | None) -> None:
         for scheduler in self._schedulers:
             scheduler.override_window(window_bytes)
-
-    def _discard_steps(self) -> None:
-        self.num_steps = 0
-        self._step_began = None
-        self._pending.clear()
-        self._seconds.clear()
 
     def _is_short(self) -> bool:
         """Returns whether a forward that differs from the recorded one leaves too little GPU memory."""

@@ -2,10 +2,9 @@
 
 import logging
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import (
@@ -18,6 +17,7 @@ from lightning_ssd.activations import (
     compile_seconds,
 )
 from lightning_ssd.callbacks.prefetch_scheduler import PrefetchScheduler
+from lightning_ssd.callbacks.step_timer import StepTimer
 from lightning_ssd.device import make_clock
 from lightning_ssd.planning import SavedTimeline, StoragePlan, TierSpeed, free_bytes, plan_storages
 from lightning_ssd.profiling import HOST_FILL, SavedTimelineRecorder
@@ -109,8 +109,9 @@ class RegionPlanner:
         self._offloader = offloader
         self._limit = limit
         self._schedulers = schedulers
-        self._clock = make_clock(offloader.device)
-        self._recorder = SavedTimelineRecorder(self._clock)
+        clock = make_clock(offloader.device)
+        self._timer = StepTimer(clock, 2 * TIMED_STEPS)
+        self._recorder = SavedTimelineRecorder(clock)
         self._budget = PartitionerBudget()
         self._recompiles = recompiles
         self._tiers_in_order = tuple(offloader.tiers)
@@ -129,10 +130,6 @@ class RegionPlanner:
         self._room_bytes = 0.0
         self._wait = 0
         """Steps before the next timed one."""
-        self._began: Any = None
-        self._pending: deque[tuple[Any, Any]] = deque()
-        """Begin and end of timed steps that the device has not ended."""
-        self._seconds: list[float] = []
         self._before = offloader.stats()
         """Totals of the offloader when the present trial began."""
 
@@ -203,8 +200,8 @@ class RegionPlanner:
             self._phase = "reading"
         elif self._phase == "reading":
             self._read()
-        elif self._phase == "timing" and len(self._seconds) >= TIMED_STEPS:
-            self._end_trial(min(self._seconds))
+        elif self._phase == "timing" and len(self._timer.seconds) >= TIMED_STEPS:
+            self._end_trial(min(self._timer.seconds))
 
     def close(self) -> None:
         """Restores the user's `activation_memory_budget`; the training is over."""
@@ -258,9 +255,7 @@ class RegionPlanner:
         self._phase = "timing"
         self._wait = WARM_UP
         self._before = self._offloader.stats()
-        self._began = None
-        self._pending.clear()
-        self._seconds = []
+        self._timer.reset()
 
     def _apply(self, trial: Trial) -> None:
         self.applied = trial
@@ -278,13 +273,7 @@ class RegionPlanner:
         if self._wait:
             self._wait -= 1
             return
-        now = self._clock.now()
-        if self._began is not None:
-            self._pending.append((self._began, now))
-        self._began = now
-        while self._pending and (seconds := self._clock.elapsed(*self._pending[0])) is not None:
-            self._pending.popleft()
-            self._seconds.append(seconds)
+        self._timer.begin()
 
     def _end_trial(self, seconds: float) -> None:
         """Adds the present trial, and begins the next one, or applies the fastest."""
