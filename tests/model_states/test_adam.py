@@ -1,7 +1,9 @@
 """The kernel in adam.c: the bits of a step do not depend on how its new values are stored."""
 
+import math
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,6 +67,50 @@ def test_stores_past_the_caches_store_the_same_bits(
         results[past] = after
     assert any(bool(values.any()) for values in results[True])
     assert all(torch.equal(one, other) for one, other in zip(results[False], results[True], strict=True))
+
+
+def stepped_by_ieee_operations(moment: Tensor, second: Tensor, settings: Any) -> Tensor:
+    """Returns weights of 0 after a step with a gradient of 0 and a beta1 of 0.75, by IEEE operations.
+
+    numpy rounds square roots to the nearest number, which torch's operators do not.
+    """
+    first = (0.75 * moment.double()).float().numpy()  # rounded once
+    beta2, correction, eps, size = (
+        np.float32(getattr(settings, name)) for name in ("beta2", "correction", "eps", "step_size")
+    )
+    with np.errstate(all="ignore"):
+        denominator = np.sqrt(second.numpy() * beta2) / correction + eps
+        return torch.from_numpy(np.float32(0) + size * first / denominator)
+
+
+@pytest.mark.parametrize(
+    ("beta2", "step"), [(0.0, 1), (0.9, 3), (0.95, 1), (0.99, 7), (0.999, 1), (0.999, 2000), (1 - 2**-53, 1)]
+)
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+def test_a_step_has_the_bits_of_ieee_operations(beta2: float, step: int, eps: float) -> None:
+    """Second moments are bit patterns of all classes: zeros, denormals, all exponents, infinities, NaNs."""
+    if (kernel := any_kernel()) is None:
+        pytest.skip("there is no C compiler")
+    numel = 2**18
+    generator = torch.Generator().manual_seed(step)
+
+    def patterns() -> Tensor:
+        bits = torch.randint(-(2**31), 2**31, (numel,), generator=generator).to(torch.int32)
+        special = torch.tensor([0.0, 1e-45, 1e-40, 2.0**-126, 3.4e38, math.inf, math.nan, 1.0], dtype=torch.float32)
+        values = bits.view(torch.float32)
+        values[: special.numel()] = special
+        return values
+
+    second, moment = patterns().abs(), patterns()
+    moment[:8], moment[8:16], second[8:16] = 1.0, 0.0, second[:8]
+    options = OPTIONS | {"betas": (0.75, beta2), "eps": eps, "weight_decay": 0.0, "decoupled_weight_decay": True}
+    settings = settings_of(options, "fused", step, 1.0)
+    assert settings is not None
+    weights = torch.zeros(numel)
+    arrays = (weights.clone(), weights, moment.clone(), second.clone())
+    kernel.step("adam_fp32", kernel.items([(0, numel)]), (*arrays, *arrays, torch.zeros(numel)), settings)
+    expected = stepped_by_ieee_operations(moment, second, settings)
+    torch.testing.assert_close(arrays[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "whole", "split"])
