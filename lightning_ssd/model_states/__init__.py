@@ -12,7 +12,7 @@ from lightning_ssd.model_states.loaded import Loaded, exact_value, loading_to_me
 from lightning_ssd.model_states.materialize import MetaTensors, materialize_on, meta_to_placeholder
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.move import move_model_states, regroup_model_states
-from lightning_ssd.model_states.optimizers import AdamOptimizer, StepInput
+from lightning_ssd.model_states.optimizers import AdamOptimizer, Part, StepInput
 from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.model_states.replace import find_replaced
 from lightning_ssd.model_states.residency import bytes_on_device, offloaded_parameters
@@ -33,6 +33,7 @@ __all__ = [
     "MetaTensors",
     "ModelStates",
     "NotPlainError",
+    "Part",
     "PlainData",
     "Settings",
     "Setup",

@@ -126,8 +126,8 @@ INLINE void fence(void) {
 
 /* Defines a function over `count` items: threads share the items, and an item is one vectorised loop, or two with a
    call of `root` between them for each block. New values go to the addresses that hold the old ones, or to others: by
-   ordinary stores; or, past the caches or of some arrays only, one block at a time through a buffer that fits into the
-   first cache. */
+   ordinary stores; or, past the caches, one block at a time through a buffer that fits into the first cache. A step that
+   stores some of the arrays has a loop of its own; with `root`, which reads a block of moments, it uses the buffer. */
 #define ARRAYS(WEIGHT, MASTER, GRADIENT)                                                                      \
     const WEIGHT *weights_in, const MASTER *master_in, const float *m_in, const float *v_in, WEIGHT *weights, \
         MASTER *master, float *m, float *v, const GRADIENT *gradient
@@ -135,20 +135,23 @@ INLINE void fence(void) {
 #define SHIFTED(BY) weights_in + BY, master_in + BY, m_in + BY, v_in + BY
 #define DEFINE(NAME, WEIGHT, MASTER, GRADIENT, LOAD_MASTER, LOAD_GRADIENT, STORE)                             \
     INLINE void NAME##_range(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
-                             int decoupled, int tail) {                                                       \
+                             int decoupled, int tail, int parts) {                                            \
         _Pragma("GCC ivdep")                                                                                  \
         for (int64_t i = start; i < end; i++) {                                                               \
             float p = LOAD_MASTER, g = scaled_gradient(LOAD_GRADIENT, p, &s, decoupled);                      \
             float first = first_moment(m_in[i], g, &s);                                                       \
             float second = tail ? second_moment_in_tail(v_in[i], g, &s) : second_moment(v_in[i], g, &s);      \
-            m[i] = first;                                                                                     \
-            v[i] = second;                                                                                    \
+            if (parts & MOMENTS) {                                                                            \
+                m[i] = first;                                                                                 \
+                v[i] = second;                                                                                \
+            }                                                                                                 \
             p = stepped(p, first, sqrtf(second), &s, decoupled);                                              \
             STORE;                                                                                            \
         }                                                                                                     \
     }                                                                                                         \
     INLINE void NAME##_block(int64_t start, int64_t end, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s,  \
                              int decoupled) {                                                                 \
+        const int parts = ALL;                                                                                \
         float roots[BLOCK];                                                                                   \
         _Pragma("GCC ivdep")                                                                                  \
         for (int64_t i = start; i < end; i++) {                                                               \
@@ -175,7 +178,7 @@ INLINE void fence(void) {
                              gradient + start, s, decoupled);                                                 \
             else                                                                                              \
                 NAME##_range(0, count, SHIFTED(start), new_weights, new_master, new_m, new_v,                 \
-                             gradient + start, s, decoupled, tail);                                           \
+                             gradient + start, s, decoupled, tail, ALL);                                      \
             if (s.parts & MOMENTS) {                                                                          \
                 put(m + start, new_m, count * sizeof *m, s.past_caches);                                      \
                 put(v + start, new_v, count * sizeof *v, s.past_caches);                                      \
@@ -186,8 +189,13 @@ INLINE void fence(void) {
                 put(weights + start, new_weights, count * sizeof *weights, s.past_caches);                    \
         }                                                                                                     \
     }                                                                                                         \
+    INLINE void NAME##_parts(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled,    \
+                             int parts) {                                                                     \
+        NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0, parts);                                   \
+        NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1, parts);                                     \
+    }                                                                                                         \
     INLINE void NAME##_item(Item item, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings s, int decoupled) {   \
-        if (s.past_caches || s.parts != ALL) {                                                                \
+        if (s.past_caches || (s.root && s.parts != ALL)) {                                                    \
             int64_t tail = s.root ? item.end : item.tail;                                                     \
             NAME##_past(item.start, tail, GIVEN, s, decoupled, 0);                                            \
             NAME##_past(tail, item.end, GIVEN, s, decoupled, 1);                                              \
@@ -197,9 +205,17 @@ INLINE void fence(void) {
                 int64_t end = item.end - start < BLOCK ? item.end : start + BLOCK;                            \
                 NAME##_block(start, end, GIVEN, s, decoupled);                                                \
             }                                                                                                 \
+        } else if (s.parts == ALL) {                                                                          \
+            NAME##_parts(item, GIVEN, s, decoupled, ALL);                                                     \
+        } else if (s.parts & MOMENTS) {                                                                       \
+            if (s.parts & MASTERS)                                                                            \
+                NAME##_parts(item, GIVEN, s, decoupled, MASTERS | MOMENTS);                                   \
+            else                                                                                              \
+                NAME##_parts(item, GIVEN, s, decoupled, MOMENTS);                                             \
+        } else if (s.parts & MASTERS) {                                                                       \
+            NAME##_parts(item, GIVEN, s, decoupled, WEIGHTS | MASTERS);                                       \
         } else {                                                                                              \
-            NAME##_range(item.start, item.tail, GIVEN, s, decoupled, 0);                                      \
-            NAME##_range(item.tail, item.end, GIVEN, s, decoupled, 1);                                        \
+            NAME##_parts(item, GIVEN, s, decoupled, WEIGHTS);                                                 \
         }                                                                                                     \
     }                                                                                                         \
     void NAME(int64_t count, const Item *items, ARRAYS(WEIGHT, MASTER, GRADIENT), const Settings *settings) { \
@@ -214,14 +230,21 @@ INLINE void fence(void) {
     }
 
 /* fp32 weights, which are their own masters: `master` is not used. */
-DEFINE(adam_fp32, float, float, float, weights_in[i], gradient[i], weights[i] = p)
+DEFINE(adam_fp32, float, float, float, weights_in[i], gradient[i], if (parts & WEIGHTS) weights[i] = p)
 
 /* bf16 weights beside fp32 masters. */
-#define STORE_WHOLE { master[i] = p; weights[i] = as_bf16(p); }
+#define STORE_WHOLE { \
+    if (parts & MASTERS) master[i] = p; \
+    if (parts & WEIGHTS) weights[i] = as_bf16(p); \
+}
 DEFINE(adam_whole_bf16, uint16_t, float, uint16_t, master_in[i], bf16_as_float(gradient[i]), STORE_WHOLE)
 DEFINE(adam_whole_fp32, uint16_t, float, float, master_in[i], gradient[i], STORE_WHOLE)
 
 /* bf16 weights that are the upper half of their masters: `master` is the lower one. */
-#define STORE_SPLIT { uint32_t bits = splittable(p); weights[i] = (uint16_t)((bits + 0x8000u) >> 16); master[i] = (int16_t)bits; }
+#define STORE_SPLIT { \
+    uint32_t bits = splittable(p); \
+    if (parts & WEIGHTS) weights[i] = (uint16_t)((bits + 0x8000u) >> 16); \
+    if (parts & MASTERS) master[i] = (int16_t)bits; \
+}
 DEFINE(adam_split_bf16, uint16_t, int16_t, uint16_t, join(weights_in[i], master_in[i]), bf16_as_float(gradient[i]), STORE_SPLIT)
 DEFINE(adam_split_fp32, uint16_t, int16_t, float, join(weights_in[i], master_in[i]), gradient[i], STORE_SPLIT)
