@@ -117,6 +117,12 @@ class HostBuffer(StateBuffer):
             slab.pin()
         self._pin = True
 
+    def unpin(self) -> None:
+        """Unlocks the pages of the memory of all versions; no copy to the device or from it is under way."""
+        for slab in self._slabs.values():
+            slab.unpin()
+        self._pin = False
+
     def add_second(self) -> None:
         """Allocates the second version, whose bytes are undefined, unless it is allocated.
 

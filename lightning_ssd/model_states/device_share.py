@@ -1,7 +1,12 @@
-"""Device share: the flat parameters in host memory whose optimizer steps the device makes, beside the CPU."""
+"""Device share: the flat parameters in host memory whose optimizer steps the device makes, beside the CPU.
+
+The device memory for their pieces is a part of the budget of prefetched weights, so that it adds nothing to the memory
+that the training may use.
+"""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from concurrent.futures import wait
 from time import perf_counter
 
 import torch
@@ -30,10 +35,15 @@ class DeviceShare:
         copies: copies of the device.
         prefetcher: prefetches weights within a budget of device memory, of which the device's steps use a part.
         drain: returns when the submitted steps have ended.
+        prefetches: whether values are prefetched, since the scale of a step is not known when its gradients arrive.
 
     Attributes:
         stepper: makes the steps on the device; None while no flat parameter is chosen.
     """
+
+    BUDGET_SHARE = 0.25
+    """Largest share of the budget of prefetched weights for pieces beyond the least number, in trainings whose scale is
+    known at the end of backward: more pieces have values of more flat parameters on the device by then."""
 
     def __init__(
         self,
@@ -42,6 +52,8 @@ class DeviceShare:
         copies: CopyEngine,
         prefetcher: ParamPrefetcher,
         drain: Callable[[], object],
+        *,
+        prefetches: bool = False,
     ) -> None:
         self.stepper: DeviceStepper | None = None
         self._stores = stores
@@ -49,8 +61,13 @@ class DeviceShare:
         self._copies = copies
         self._prefetcher = prefetcher
         self._drain = drain
+        self._prefetches = prefetches
         self._chosen: Collection[FlatParameter] = ()
         self._planned = False
+        self._prefetched: set[FlatParameter] = set()
+        """Flat parameters whose values are prefetched for the running step."""
+        self._candidates: set[FlatParameter] = set()
+        """Flat parameters whose first step could have been made on the device."""
         self._trial: ShareTrial | None = None
         """Made at the end of the first step."""
 
@@ -58,12 +75,42 @@ class DeviceShare:
         """Returns the stepper if the device steps `flat`. After a failure it steps none."""
         return self.stepper if flat in self._chosen and self.stepper is not None and not self.stepper.failed else None
 
+    @property
+    def undecided(self) -> bool:
+        """Whether a trial will decide which steps the device makes, and has not begun."""
+        return self._trial is None and self._copies.device.type == "cuda"
+
+    def consider(self, flat: FlatParameter) -> None:
+        """Notes that the device can make the steps of `flat`. The trial tries only such flat parameters."""
+        self._candidates.add(flat)
+
+    def prefetch(self, priorities: Mapping[FlatParameter, int]) -> None:
+        """Prefetches values for the running step, whose scale is not known yet.
+
+        Args:
+            priorities: flat parameters that the running step may step, and their priorities.
+        """
+        for flat, priority in priorities.items():
+            if (stepper := self.stepper_of(flat)) is not None:
+                stepper.prefetch(self._stores[flat], priority=priority)
+                self._prefetched.add(flat)
+
+    def end_step(self, submitted: Container[FlatParameter]) -> None:
+        """Drops values that were prefetched for a step that has not begun; `submitted`: those whose step has.
+
+        On return, no copy reads them in host memory: they may be moved or freed.
+        """
+        unused = [flat for flat in self._prefetched if flat not in submitted]
+        self._prefetched.clear()
+        if self.stepper is not None:
+            wait([self.stepper.drop(flat) for flat in unused])
+
     def note(self, work: WorkCounter) -> None:
         """Notes the end of a step; `work` is that of the CPU so far."""
         if self._copies.device.type != "cuda" or self._planned:
             return
         if self._trial is None:
-            order = [flat for flat in self._order if self._stores[flat].in_memory]
+            order = [flat for flat in self._order if flat in self._candidates]
             nbytes = sum(self._stores[flat].layout.opt_state_bytes + 2 * flat.nbytes for flat in order)
             self._trial = ShareTrial(
                 [flat.numel for flat in order],
@@ -72,9 +119,11 @@ class DeviceShare:
             )
         if self._trial.share is None:
             self._trial.note(StepEnd(perf_counter(), work, self._copies.busy()))
-            if self._trial.share == 0.0 and self.stepper is not None:
+            if self._trial.share is not None:
                 self._drain()
-                self.close()
+                if self._trial.share == 0.0:
+                    self.close()
+                self._unpin_others()
 
     def plan(self, chosen: Collection[FlatParameter]) -> bool:
         """Selects the flat parameters that the device steps, as `select` does, in place of a trial of shares.
@@ -86,7 +135,11 @@ class DeviceShare:
         if not chosen and self.stepper is not None:
             self._drain()
             self.close()
-        return self.select(chosen)
+        selected = self.select(chosen)
+        if self._trial is not None:
+            self._drain()
+            self._unpin_others()
+        return selected
 
     def select(self, chosen: Collection[FlatParameter]) -> bool:
         """Selects the flat parameters that the device steps from now on: those of `chosen` that are in host memory.
@@ -116,14 +169,33 @@ class DeviceShare:
             stepper.close()
             self._prefetcher.change_budget(stepper.nbytes)
 
+    def _unpin_others(self) -> None:
+        """Unlocks the pages of values that a rejected share had page-locked; all steps have ended."""
+        for flat in self._order:
+            if flat not in self._chosen:
+                self._stores[flat].unpin()
+
     def _make_stepper(self) -> bool:
-        if self.stepper is None:
-            needed = DeviceStepper.PIECES * DeviceStepper.PIECE_BYTES
-            if not self._prefetcher.change_budget(-needed):
+        """Makes the stepper with as many pieces as there is memory for; returns False if there is too little."""
+        num_pieces = self._num_pieces()
+        while self.stepper is None:
+            needed = num_pieces * DeviceStepper.PIECE_BYTES
+            if self._prefetcher.change_budget(-needed):
+                try:
+                    self.stepper = DeviceStepper(self._copies, num_pieces)
+                    break
+                except torch.OutOfMemoryError:
+                    self._prefetcher.change_budget(needed)
+            if num_pieces == DeviceStepper.PIECES:
                 return False
-            try:
-                self.stepper = DeviceStepper(self._copies)
-            except torch.OutOfMemoryError:
-                self._prefetcher.change_budget(needed)
-                return False
+            num_pieces = max(DeviceStepper.PIECES, num_pieces // 2)
         return True
+
+    def _num_pieces(self) -> int:
+        """Returns the most pieces to allocate: within a share of the budget, and no more than all values have."""
+        if not self._prefetches:
+            return DeviceStepper.PIECES
+        stores = [store for flat in self._order if (store := self._stores[flat]).in_memory]
+        nbytes = sum(store.layout.opt_state_bytes + 2 * store.flat.nbytes for store in stores)
+        most = min(nbytes, int(self.BUDGET_SHARE * self._prefetcher.budget)) // DeviceStepper.PIECE_BYTES
+        return max(DeviceStepper.PIECES, most)

@@ -180,6 +180,7 @@ class ModelStates(Uncopied):
                 copies,
                 self._prefetcher,
                 drain=lambda: wait(self._gradients.consumed()),
+                prefetches=setup.needs_norm,
             ),
         )
         for parameter in self._flat_of:  # of an earlier training: Lightning zeroes it, and autograd would add to it

@@ -51,6 +51,7 @@ class StateStore:
     Attributes:
         steps: steps that were committed.
         revertible: whether the last commit can be rolled back.
+        changes: how often the values were changed; prefetched copies of them are compared with it.
         spare: budget of host memory for the second version; None: unlimited.
 
     Raises:
@@ -70,6 +71,7 @@ class StateStore:
         self.staging = staging
         self.steps = 0
         self.revertible = False
+        self.changes = 0
         self.spare: SpareMemory | None = None
         self._buffers: tuple[StateBuffer, ...] = (weights,) if opt_state is None else (weights, opt_state)
         self._copies = copies
@@ -89,6 +91,11 @@ class StateStore:
             stepped: done when the step is committed or skipped.
         """
         self._weights_stepped, self._stepped = weights, stepped
+
+    @property
+    def stepped(self) -> "Future[Any]":
+        """Done when the announced step is committed or skipped."""
+        return self._stepped
 
     def prefetch_to(self, target: Tensor, after: Mark) -> "Future[Mark]":
         """Copies the compute weights to device bytes `target`, after the announced step and once `after` is reached.
@@ -160,6 +167,7 @@ class StateStore:
 
     def unstage(self, staged: StagedState, *, changed: bool, step: bool = False) -> None:
         """Ends the use of staged values, and writes them back if they were changed; `step` as in `stage`."""
+        self.changes += changed
         if not changed or staged.buffer is None:
             self._release(staged)
             return
@@ -174,6 +182,7 @@ class StateStore:
     def commit(self) -> None:
         """Commits the step that was unstaged last."""
         self.steps += 1
+        self.changes += 1
         self.revertible = self.has_second
         for buffer in self._buffers:
             buffer.flip()
@@ -181,6 +190,7 @@ class StateStore:
     def revert(self) -> None:
         """Rolls the last commit back: it is `revertible`, and no step was staged since."""
         self.steps -= 1
+        self.changes += 1
         self.revertible = False
         for buffer in self._buffers:
             buffer.flip()
@@ -249,6 +259,11 @@ class StateStore:
         """
         for buffer in self._host_buffers():
             buffer.pin()
+
+    def unpin(self) -> None:
+        """Unlocks the pages of values that `pin` has page-locked; no copy uses them. Idempotent."""
+        if isinstance(self.opt_state, HostBuffer):
+            self.opt_state.unpin()
 
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""

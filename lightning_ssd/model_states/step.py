@@ -137,6 +137,12 @@ class OptimizerStep:
         weights = self._submit(run, [*after, self.scale])
         return weights, then(weights, lambda _: opt_state)
 
+    def can_be_on_device(self) -> bool:
+        """Whether the device could make the step, with values and gradient in page-locked memory."""
+        if not self.store.in_memory or self.arrived is None:
+            return False
+        return self.flat_optimizer.steps_on_device(self._input(1.0), self.store.stage(step=True).result())
+
     def on_device(
         self, stepper: DeviceStepper, after: "Sequence[Future[Any]]", *, drop_second: bool = False
     ) -> Submitted:
@@ -155,7 +161,7 @@ class OptimizerStep:
             scale, gradient = self.scale.result(), self._gradient()
             staged = self.store.stage(step=True).result()
             if scale is None or not self.flat_optimizer.steps_on_device(self._input(scale), staged):
-                return self.deferred([], drop_second=drop_second)[1]
+                return on_cpu()
             step = DeviceStep(self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second)
             first, whole = stepper.submit(step, priority=self.priority)
             if drop_second or not self.store.has_second:  # else the new weights are read from the commit on
@@ -174,7 +180,11 @@ class OptimizerStep:
             if self.store.lost:
                 return whole
             log.warning("the CPU steps %s, because the GPU could not: %s", self.store.flat.name, error)
-            return self.deferred([], drop_second=drop_second)[1]
+            return on_cpu()
+
+        def on_cpu() -> "Future[None]":
+            dropped = stepper.drop(self.store.flat)  # its copies read the values that this step overwrites
+            return then(dropped, lambda _: self.deferred([], drop_second=drop_second)[1])
 
         def pass_done(done: "Future[None]") -> None:
             if not weights.done():  # `first` is done before `whole`, unless the step failed or was not made there

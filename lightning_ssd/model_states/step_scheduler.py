@@ -182,6 +182,7 @@ class StepScheduler:
                 gradient.states[index] = GradientState.STEPPED
                 torch.autograd.graph.increment_version(item.parameter)  # as the optimizer does
         with self._lock:
+            first = not self._submitted
             recorded = flat not in self._unrecorded
             # Values that a step may be rolled back to are not overwritten.
             ready = [] if store.layout.versions == 1 else [self._committed, self._recorded]
@@ -208,10 +209,17 @@ class StepScheduler:
         # A step that is not committed must not change the values or the gradient.
         revertible = self._decision.scale.done() or (store.layout.versions == 2 and arrived is not None)
         self.history.submit(flat)
+        if self._device_share.undecided and step.can_be_on_device():
+            self._device_share.consider(flat)
         stepper = self._device_share.stepper_of(flat) if self._overlap == "optimized" else None
+        if stepper is not None and arrived is None:  # accumulated gradients are not in page-locked memory
+            ready.append(stepper.drop(flat))
+            stepper = None
+        if stepper is not None and first and not self._decision.scale.done():  # else steps need the memory now
+            self._prefetch_values()
         if self._overlap == "naive":
             weights, done = step.serial([on_host, *ready])
-        elif stepper is not None and arrived is not None:  # accumulated gradients are not in page-locked memory
+        elif stepper is not None:
             after = [on_host, *ready, self._released]
             weights, done = step.on_device(stepper, after, drop_second=self._decision.given_up)
         elif speculated is not None and revertible:
@@ -227,6 +235,13 @@ class StepScheduler:
         store.announce_step(weights, done)
         with self._lock:
             self._submitted[flat] = done
+
+    def _prefetch_values(self) -> None:
+        """Prefetches values that the running step of the device needs, which begins when the scale is known."""
+        optimizer = self.optimizer
+        self._device_share.prefetch(
+            {flat: self._priorities[flat] for flat, _ in self._gradients.items() if self._groups[flat][0] is optimizer}
+        )
 
     def end_backward(self) -> None:
         """Submits the steps of gradients that the backward has completed, or their accumulation."""
@@ -265,6 +280,9 @@ class StepScheduler:
             self._gradients.keep_alive(*in_flight)
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
+        with self._lock:
+            stepped = set(self._submitted)
+        self._device_share.end_step(stepped)
         self._share.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
         submitted = self._finish_step()

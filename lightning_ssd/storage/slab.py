@@ -59,13 +59,20 @@ class Slab:
 
     def close(self) -> None:
         """Unlocks and drops the memory, after the last copy to or from the GPU. Idempotent."""
-        address, self.tensor = self.tensor.data_ptr(), torch.empty(0, dtype=torch.uint8)
+        tensor, self.tensor = self.tensor, torch.empty(0, dtype=torch.uint8)
+        self._unpin(tensor)
+
+    def unpin(self) -> None:
+        """Unlocks the pages, after the last copy to or from the GPU; the bytes do not change. Idempotent."""
+        self._unpin(self.tensor)
+
+    def _unpin(self, tensor: torch.Tensor) -> None:
         if self._pinned:
             self._pinned = False
             # Buffers are released when the host is done with them; the GPU may still be a few copies behind.
             torch.cuda.synchronize()
-            torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(address)))
-            del _page_locked[address]  # from now on only views of the tensor keep the memory mapped
+            torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(tensor.data_ptr())))
+            del _page_locked[tensor.data_ptr()]  # from now on only views of the tensor keep the memory mapped
 
     def pin(self) -> None:
         """Page-locks the memory for the GPU; its bytes do not change. Idempotent.

@@ -8,7 +8,8 @@ import copy
 import itertools
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,22 +149,26 @@ def test_a_trial_of_shares_notes_each_step_until_it_ends(tmp_path: Path, monkeyp
     class Stepper:
         PIECES, PIECE_BYTES, nbytes, failed = 1, 7, 7, False
 
-        def __init__(self, copies: Any) -> None:
+        def __init__(self, copies: Any, num_pieces: int) -> None:
+            assert num_pieces == self.PIECES
             self.close = lambda: calls.append("close")
 
     def trial(*arguments: Any) -> OneShare:
         trials.append(OneShare(*arguments))
         return trials[-1]
 
-    monkeypatch.setattr(StateStore, "pin", lambda store: None)
+    monkeypatch.setattr(StateStore, "pin", lambda store: calls.append("pin"))
+    monkeypatch.setattr(StateStore, "unpin", lambda store: calls.append("unpin"))
     monkeypatch.setattr(device_share, "ShareTrial", trial)
     monkeypatch.setattr(device_share, "DeviceStepper", Stepper)
     copied = WorkCounter(1, 0.1), WorkCounter(2, 0.2)
     copies: Any = SimpleNamespace(device=torch.device("cuda"), busy=lambda: copied)
-    prefetcher: Any = SimpleNamespace(change_budget=lambda nbytes: calls.append(f"budget {nbytes:+}") or True)
+    prefetcher: Any = SimpleNamespace(change_budget=lambda nbytes: calls.append(f"budget {nbytes:+}") or True, budget=0)
     flat = FlatParameter("flat", [("w", nn.Parameter(torch.zeros(5)))], torch.float32, CPU)
     with open_store(tmp_path, ("host", "host"), Layout(flat, False, STATES, True, 1)) as (store, _):
         share = DeviceShare({flat: store}, [flat], copies, prefetcher, lambda: calls.append("drain"))
+        assert share.undecided
+        share.consider(flat)
         works = [WorkCounter(step, 0.1 * step) for step in range(4)]
         for work in works:
             share.note(work)
@@ -171,7 +176,7 @@ def test_a_trial_of_shares_notes_each_step_until_it_ends(tmp_path: Path, monkeyp
     (only,) = trials
     assert only.sizes == ([flat.numel], flat.numel * 4 * (len(STATES) + 2))  # fp32 weights, states and gradient
     assert [(end.work, end.copied) for end in only.ends] == [(work, copied) for work in works[:2]]
-    assert calls == ["budget -7", "drain", "drain", "close", "budget +7"]
+    assert calls == ["budget -7", "drain", "pin", "drain", "close", "budget +7", "unpin"] and not share.undecided
 
 
 class InTurns(Model):
@@ -306,8 +311,10 @@ class Copies(CPUCopyEngine):
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
         self.held: list[Future[None]] | None = None
+        self.held_in: list[Future[None]] | None = None
         self.fail_at = -1
         self.calls: list[str] = []
+        self.sources: list[Tensor] = []
         self._called = threading.Condition()
 
     def sibling(self) -> "Copies":
@@ -329,20 +336,29 @@ class Copies(CPUCopyEngine):
     def mark(self, *, awaited: bool = False) -> Any:
         self._call("mark")
 
-    def h2d(self, *arguments: Any, **named: Any) -> Any:
+    def h2d(self, src: Tensor, *arguments: Any, **named: Any) -> Any:
+        self.sources.append(src)
         self._call("h2d")
-        return super().h2d(*arguments, **named)
+        return super().h2d(src, *arguments, **named)
 
     def d2h(self, *arguments: Any, **named: Any) -> Any:
         self._call("d2h")
         return super().d2h(*arguments, **named)
 
     def on_d2h(self, mark: Any) -> "Future[None]":
-        self._call("on_d2h")
         if self.held is None:
+            self._call("on_d2h")
             return finished(None)
-        self.held.append(Future())
-        return self.held[-1]
+        self.held.append(future := Future[None]())
+        self._call("on_d2h")
+        return future
+
+    def on_h2d(self, mark: Any) -> "Future[None]":
+        if self.held_in is None:
+            return finished(None)
+        self.held_in.append(future := Future[None]())
+        self._call("on_h2d")
+        return future
 
 
 @pytest.fixture
@@ -366,13 +382,15 @@ def copies_of(stepper: DeviceStepper) -> Copies:
 
 
 @contextlib.contextmanager
-def stepped(path: Path, worker: Worker, versions: int) -> Iterator[Stepped]:
+def stepped(
+    path: Path, worker: Worker, versions: int, scale: "Future[float | None] | None" = None
+) -> Iterator[Stepped]:
     """Yields a step of three parameters, which have many pieces, from fp32 weights that `weights_of` returns."""
     shapes = [(70, 50), (7,), (3000,)]
     parameters = [(str(shape), nn.Parameter(torch.zeros(shape))) for shape in shapes]
     layout = Layout(FlatParameter("flat", parameters, torch.float32, CPU), False, STATES, steps=True, versions=versions)
     with open_store(path, ("host", "host"), layout) as (store, _):
-        made = Stepped(store, worker, finished(0.5), arrived=[True] * 3)
+        made = Stepped(store, worker, finished(0.5) if scale is None else scale, arrived=[True] * 3)
         yield made
 
 
@@ -388,9 +406,10 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("prefetched", [False, True])
 @pytest.mark.parametrize("versions", [1, 2])
 def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
-    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, versions: int
+    tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, versions: int, prefetched: bool
 ) -> None:
     """Or values are lost and can't be read, if some were overwritten in place; then nothing is committed."""
     monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
@@ -402,6 +421,8 @@ def test_a_failure_at_any_copy_leaves_the_step_to_the_cpu(
             copies.fail_at = fail_at
             if versions == 2:
                 assert store.add_second()
+            if prefetched:
+                stepper.prefetch(store, priority=0)
             weights, done = made.step.on_device(stepper, [])
             ended(done).result(timeout=60)
             assert stepper.failed == (len(copies.calls) >= fail_at)
@@ -427,7 +448,7 @@ def test_pieces_are_bounded_and_weights_come_first(tmp_path: Path, worker: Worke
     copies.held = []
     with stepped(tmp_path, worker, 1) as made:
         store = made.step.store
-        most = stepper._piece_elements(store.stage().result(), made.gradient.host_grad)
+        most = (DeviceStepper.PIECE_BYTES - 4 * 256) // 16  # weights, gradient and two states in fp32, aligned
         ends = 2 * len(list(pieces(store.flat, most)))
         assert ends > 2 * DeviceStepper.PIECES
         weights, done = made.step.on_device(stepper, [])
@@ -443,3 +464,242 @@ def test_pieces_are_bounded_and_weights_come_first(tmp_path: Path, worker: Worke
             copies.held[end + 1].set_result(None)
         done.result(timeout=60)
         assert store.steps == 1 and same(masters_of(store), torchs(store))
+
+
+PREFETCHED = 3 * DeviceStepper.PIECES
+"""Copies of the pieces that have memory: weights and two states of each."""
+
+
+def test_values_are_on_the_device_before_the_scale_is_known(
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper
+) -> None:
+    """As many as there is memory for. Each value is copied to the device once, and nothing is copied back before."""
+    copies, scale = copies_of(stepper), Future[float | None]()
+    with stepped(tmp_path, worker, 1, scale) as made:
+        store = made.step.store
+        weights, done = made.step.on_device(stepper, [])
+        stepper.prefetch(store, priority=0)
+        copies.until("h2d", PREFETCHED)
+        assert "d2h" not in copies.calls
+        scale.set_result(0.5)
+        done.result(timeout=60)
+        assert weights.done() and store.steps == 1 and same(masters_of(store), torchs(store))
+        # Of each piece weights, two states and the gradient are copied to the device, and all but the gradient back.
+        assert 3 * copies.calls.count("h2d") == 4 * copies.calls.count("d2h") > 4 * PREFETCHED
+
+
+def test_a_prefetch_waits_for_the_step_before(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
+    """And is forgotten if it is dropped meanwhile, since the CPU may change the values then."""
+    copies, before = copies_of(stepper), Future[None]()
+    with stepped(tmp_path, worker, 1) as made:
+        store = made.step.store
+        store.announce_step(before, before)
+        stepper.prefetch(store, priority=0)
+        stepper.drop(store.flat).result(timeout=60)
+        before.set_result(None)
+        stepper.drop(store.flat).result(timeout=60)  # all events before this one were handled
+        assert "h2d" not in copies.calls
+        store.announce_step(before, before)
+        stepper.prefetch(store, priority=0)
+        copies.until("h2d", PREFETCHED)
+
+
+def test_values_that_change_after_their_prefetch_are_copied_again(
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper
+) -> None:
+    with stepped(tmp_path, worker, 1) as made:
+        store = made.step.store
+        right = store.checkout().clone()
+        store.checkin(torch.zeros_like(right))
+        stepper.prefetch(store, priority=0)
+        copies_of(stepper).until("h2d", PREFETCHED)
+        store.checkin(right)
+        made.step.on_device(stepper, [])[1].result(timeout=60)
+        assert same(masters_of(store), torchs(store))
+
+
+def test_a_skipped_step_drops_prefetched_values(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
+    """The next prefetch has all the memory."""
+    copies, scale = copies_of(stepper), Future[float | None]()
+    with stepped(tmp_path, worker, 1, scale) as made:
+        store = made.step.store
+        _, done = made.step.on_device(stepper, [])
+        for times in (1, 2):
+            stepper.prefetch(store, priority=0)
+            copies.until("h2d", times * PREFETCHED)
+            if times == 1:
+                scale.set_result(None)
+                done.result(timeout=60)
+        assert "d2h" not in copies.calls and store.steps == 0
+
+
+def test_the_end_of_a_step_waits_for_copies_of_unused_values(
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter may have no gradient in a step, and its values may be moved afterwards."""
+    copies = copies_of(stepper)
+    waited: list[object] = []
+
+    def release(futures: Any) -> None:
+        waited.extend(futures)
+        assert not any(future.done() for future in futures)
+        copies.until("on_h2d", 2 * DeviceStepper.COPIES_AHEAD + 1)  # of the pieces, their memory, and the drop
+        for future in copies.held_in or []:
+            future.set_result(None)
+        wait(futures, timeout=60)
+
+    monkeypatch.setattr(device_share, "wait", release)
+    with stepped(tmp_path, worker, 1) as made:
+        store = made.step.store
+        share = DeviceShare({store.flat: store}, [store.flat], copies, SimpleNamespace(), lambda: None)  # type: ignore[arg-type]
+        share.stepper, share._chosen = stepper, [store.flat]
+        copies.held_in = []
+        share.prefetch({store.flat: 0})
+        copies.until("h2d", 3 * DeviceStepper.COPIES_AHEAD)
+        share.end_step([])
+        assert len(waited) == 1 and all(future.done() for future in waited)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+def test_a_copy_that_fails_on_the_device_leaves_no_mixed_values(
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper, versions: int
+) -> None:
+    """All copies were issued. The CPU makes the step if the values before are whole; else they are lost."""
+    copies = copies_of(stepper)
+    copies.held = []
+    with stepped(tmp_path, worker, versions) as made:
+        store = made.step.store
+        if versions == 2:
+            assert store.add_second()
+        ends = 2 * len(list(pieces(store.flat, (DeviceStepper.PIECE_BYTES - 4 * 256) // 16)))
+        _, done = made.step.on_device(stepper, [])
+        for end in range(ends):
+            copies.until("on_d2h", min(ends, end // 2 * 2 + 2 * DeviceStepper.PIECES))
+            if end == 3:
+                copies.held[end].set_exception(RuntimeError("the device is lost"))
+            else:
+                copies.held[end].set_result(None)
+        ended(done).result(timeout=60)
+        if versions == 2:
+            assert store.steps == 1 and same(masters_of(store), torchs(store))
+        else:
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                store.stage().result(timeout=60)
+            assert store.lost and store.steps == 0
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["waits for the scale", "waits for memory"])
+def test_closing_ends_every_step(tmp_path: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, begun: bool) -> None:
+    """Prefetched values are dropped, and no future stays open."""
+    monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
+    stepper = DeviceStepper(Copies())
+    copies, scale = copies_of(stepper), Future[float | None]()
+    with stepped(tmp_path, worker, 1, scale) as made:
+        weights, done = made.step.on_device(stepper, [])
+        stepper.prefetch(made.step.store, priority=0)
+        copies.until("h2d", PREFETCHED)
+        if begun:
+            copies.held = []
+            scale.set_result(0.5)
+            copies.until("on_d2h", 2 * DeviceStepper.PIECES)
+        stepper.close()
+        if begun:
+            for future in copies.held or []:
+                future.set_result(None)
+        else:
+            scale.set_exception(RuntimeError("training ended"))
+        for future in (weights, done):
+            with pytest.raises(RuntimeError, match="training ended"):
+                future.result(timeout=60)
+        assert made.step.store.lost == begun
+
+
+@contextlib.contextmanager
+def two_steps(path: Path, worker: Worker) -> Iterator[tuple[Stepped, Stepped]]:
+    """Yields steps of two flat parameters; the second one is the more urgent one."""
+    folders = [path / name for name in ("late", "urgent")]
+    for folder in folders:
+        folder.mkdir()
+    with stepped(folders[0], worker, 1) as late, stepped(folders[1], worker, 1) as urgent:
+        late.step, urgent.step = replace(late.step, priority=1), replace(urgent.step, priority=0)
+        yield late, urgent
+
+
+def is_of(source: Tensor, made: Stepped) -> bool:
+    """Whether `source` is a part of the stored values."""
+    memory = [array.untyped_storage() for array in made.step.store.stage().result().arrays()]
+    return source.untyped_storage().data_ptr() in [storage.data_ptr() for storage in memory]
+
+
+@pytest.mark.parametrize("prefetched", [True, False], ids=["prefetches", "steps"])
+def test_urgent_values_overtake_others_at_the_copies(
+    tmp_path: Path, worker: Worker, stepper: DeviceStepper, prefetched: bool
+) -> None:
+    """They wait for the pieces that are being copied, and not for those that were submitted before."""
+    copies = copies_of(stepper)
+    copies.held_in, num_arrays = [], 3 if prefetched else 4  # the gradients of steps, too
+    with two_steps(tmp_path, worker) as (late, urgent):
+        futures = []
+        for made, ahead in ((late, DeviceStepper.COPIES_AHEAD), (urgent, 0)):
+            if prefetched:
+                stepper.prefetch(made.step.store, priority=made.step.priority)
+            else:
+                futures.append(made.step.on_device(stepper, [])[1])
+            if ahead:
+                copies.until("h2d", num_arrays * ahead)
+        begun = len(copies.sources)
+        copies.held_in[0].set_result(None)
+        copies.until("h2d", begun + num_arrays)
+        assert is_of(copies.sources[0], late) and is_of(copies.sources[begun], urgent)
+        release, copies.held_in = copies.held_in, None
+        for future in release[1:]:
+            future.set_result(None)
+        for done in futures:
+            done.result(timeout=60)
+
+
+def test_an_urgent_prefetch_has_the_memory_of_others(tmp_path: Path, worker: Worker, stepper: DeviceStepper) -> None:
+    """All memory has values that the next forward needs later. Both steps have their numbers."""
+    copies = copies_of(stepper)
+    with two_steps(tmp_path, worker) as (late, urgent):
+        stepper.prefetch(late.step.store, priority=1)
+        copies.until("h2d", PREFETCHED)
+        stepper.prefetch(urgent.step.store, priority=0)
+        copies.until("h2d", 2 * PREFETCHED)
+        assert all(is_of(source, urgent) for source in copies.sources[PREFETCHED:])
+        for made in (urgent, late):
+            made.step.on_device(stepper, [])[1].result(timeout=60)
+            assert same(masters_of(made.step.store), torchs(made.step.store))
+
+
+@pytest.mark.parametrize(
+    ("room", "num_pieces"), [(10**9, 16), (9, 8), (4, 4), (3, None)], ids=["all", "half", "least", "none"]
+)
+def test_too_little_memory_makes_fewer_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, num_pieces: int | None
+) -> None:
+    """An allocation that fails is no error, and the budget of weights is as before without a stepper."""
+    monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**10)
+    budget = 64 * 2**10
+
+    class Little(Copies):
+        def empty(self, nbytes: int) -> Tensor:
+            if nbytes > room * 2**10:
+                raise torch.OutOfMemoryError
+            return super().empty(nbytes)
+
+    def change(nbytes: int) -> bool:
+        nonlocal budget
+        budget += nbytes
+        return True
+
+    prefetcher: Any = SimpleNamespace(budget=budget, change_budget=change)
+    flat = FlatParameter("flat", [("w", nn.Parameter(torch.zeros(2**14)))], torch.float32, CPU)
+    with open_store(tmp_path, ("host", "host"), Layout(flat, False, STATES, True, 1)) as (store, _):
+        for prefetches in (False, True):
+            share = DeviceShare({flat: store}, [flat], Little(), prefetcher, lambda: None, prefetches=prefetches)
+            assert share.select([flat]) == (num_pieces is not None)
+            expected = num_pieces if prefetches or num_pieces is None else DeviceStepper.PIECES
+            assert budget == (64 - (expected or 0)) * 2**10
+            share.close()
+            assert budget == 64 * 2**10
