@@ -109,19 +109,14 @@ class DeviceStepper:
 
         Values that change before their step are copied again. The caller submits a step, or calls `drop`.
         """
-
         work = _Work(store, priority)
 
         def announce() -> None:
             if self._failure is None:
                 self._work.setdefault(store.flat, work)
 
-        def begin() -> None:
-            if self._work.get(store.flat) is work and work.step is None:  # else it was dropped, or its step has begun
-                self._open(work)
-
         self._post(announce)
-        self._post(begin, after=[store.stepped])
+        self._post(lambda: self._open(work), after=[store.stepped])  # without effect if it was dropped meanwhile
 
     def drop(self, flat: FlatParameter) -> "Future[None]":
         """Drops the prefetched values of `flat`, unless its step was submitted.

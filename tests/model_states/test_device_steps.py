@@ -231,7 +231,7 @@ def test_a_device_that_is_behind_the_host_has_the_same_numbers(
     monkeypatch.setattr(Engines, "made", [])
     monkeypatch.setattr(build, "make_copy_engine", Engines)
     assert_same(train(tmp_path, offloading(clip=clip), Model(), **how), expected)
-    assert shared.steps > 0 and len(Engines.made) == 2
+    assert shared.steps > 0 and shared.prefetches > 0 and len(Engines.made) == 2
     assert [violation for engine in Engines.made for violation in engine.violations] == []
     assert "late-device" not in [thread.name for thread in threading.enumerate()]
 
@@ -260,6 +260,32 @@ def test_states_that_move_and_checkpoints_amid_a_training(tmp_path: Path, monkey
     assert_same(train(tmp_path, ssd(tier="ssd"), Model(), callbacks=[ours, mover], **how), expected)
     assert_same(ours.read, plain.read)
     assert shared.steps > 0 and mover.moves > 2
+
+
+class FirstAlone(Model):
+    """Only the first parameters have a gradient in every other micro-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 2:
+            return super().training_step(batch, batch_idx)
+        return next(self.parameters()).square().sum()
+
+
+def test_steps_of_accumulated_gradients_drop_prefetched_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU makes them beside steps of the device, which have all memory then."""
+    how: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 1}
+    expected = train(tmp_path, "auto", FirstAlone(), **how)
+    shared = Shared(monkeypatch, share=1.0)
+    note = DeviceShare.note
+
+    def note_and_look(share: DeviceShare, work: Any) -> None:
+        share._drain()
+        assert share.stepper is None or not share.stepper._work
+        note(share, work)
+
+    monkeypatch.setattr(DeviceShare, "note", note_and_look)
+    assert_same(train(tmp_path, offloading(clip="deferred"), FirstAlone(), **how), expected)
+    assert shared.prefetches > shared.steps > 0
 
 
 class Lost(CPUCopyEngine):

@@ -18,6 +18,8 @@ class Shared:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0, share: float = 0.6) -> None:
         self.steps = 0
         """Steps that the device has made."""
+        self.prefetches = 0
+        """Flat parameters whose values were prefetched for a step."""
         self._random = random.Random(seed)
         monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
         monkeypatch.setattr(ParamPrefetcher, "change_budget", lambda prefetcher, nbytes: True)
@@ -27,7 +29,14 @@ class Shared:
             self.steps += 1
             return submit(stepper, *arguments, **named)
 
+        prefetch = DeviceStepper.prefetch
+
+        def counted_prefetch(stepper: DeviceStepper, *arguments: Any, **named: Any) -> None:
+            self.prefetches += 1
+            prefetch(stepper, *arguments, **named)
+
         monkeypatch.setattr(DeviceStepper, "submit", counted)
+        monkeypatch.setattr(DeviceStepper, "prefetch", counted_prefetch)
         self._share = share
 
         def note(share: DeviceShare, work: Any) -> None:
