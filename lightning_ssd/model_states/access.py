@@ -404,9 +404,9 @@ class Access:
                 )
             else:
                 value = base.detach()
-        if tensor.requires_grad and torch.is_grad_enabled():
-            value.requires_grad_(True)  # so that autograd refuses in-place writes as it does for a leaf
-        return value
+        # Autograd refuses in-place writes as it does for a leaf, and `torch.matmul` chooses its kernel by this, also
+        # where autograd records nothing.
+        return value.requires_grad_(tensor.requires_grad)
 
     def wrap(
         self,
