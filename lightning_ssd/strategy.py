@@ -473,8 +473,10 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
     def _update_wrappers(self) -> None:
         """Copies to Lightning's wrappers the optimizer attributes that model states have replaced or restored."""
         for wrapper in self._lightning_optimizers:  # the wrappers copied the attributes when they were made
-            wrapper.zero_grad = wrapper.optimizer.zero_grad  # type: ignore[attr-defined]
-            wrapper.state = wrapper.optimizer.state  # type: ignore[attr-defined]
+            own = vars(wrapper.optimizer)
+            for name in ("zero_grad", "state"):  # `state` may be a property, such as that of an inner optimizer
+                vars(wrapper).pop(name, None)
+                vars(wrapper).update({name: own[name]} if name in own else {})
 
     def can_move_states(self) -> bool:
         """Returns True if `move_states` may be called: states are offloaded, and the user chose no tiers."""

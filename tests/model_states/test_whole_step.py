@@ -1,6 +1,7 @@
 """Optimizers whose parameters depend on each other, or that are wrapped, hooked or overridden, in whole trainings."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,23 @@ class Lookahead(Optimizer):
         return loss
 
 
+class Delegating(Optimizer):
+    """Groups and states are those of an inner optimizer."""
+
+    def __init__(self, groups: Any) -> None:
+        self.inner = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        self.defaults = self.inner.defaults
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._patch_step_function()
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
 def lbfgs(groups: Any) -> Optimizer:
     return torch.optim.LBFGS([p for group in groups for p in group["params"]], lr=0.1, max_iter=3)
 
@@ -142,7 +160,7 @@ def with_wrapped_step(groups: Any) -> Optimizer:
     return optimizer
 
 
-NAMED = [Coupled, Initialized, Lookahead, lbfgs, with_scheduler, with_wrapped_step]
+NAMED = [Coupled, Initialized, Lookahead, Delegating, lbfgs, with_scheduler, with_wrapped_step]
 
 
 @pytest.mark.parametrize("make", NAMED)
