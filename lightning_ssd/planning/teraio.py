@@ -3,7 +3,8 @@
 The benefit of a migration is the integral over time of the reduction of critical memory pressure (memory beyond the
 GPU's capacity); its cost is the time of its offload and prefetch. The candidate of the best ratio is chosen, its
 transfers are laid on the I/O timeline, and the search repeats until memory fits. If the I/O timeline has no room for
-that, the GPU has to wait: the search is made for a step that is longer.
+that, the GPU has to wait: the step is lengthened, and the search continues. Earlier choices remain, so that as many
+transfers as possible fit into the step as it is.
 """
 
 from heapq import heapify, heappop, heappush
@@ -34,13 +35,13 @@ CLOSE = 0.9
 """Share of the best possible ratio at which a candidate is chosen: to find the very best takes many times longer."""
 
 LONGER, LONGEST = 2.0, 256.0
-"""Factor by which the step is lengthened until transfers have room, and the longest step that is tried."""
+"""Factor by which the step is lengthened until transfers have room, and the most by which it is in all."""
 
 CHUNK = 128
 """Operators whose room for a transfer is added up at first: most transfers need no more."""
 
 STUCK = 0.9
-"""Share of the pressure that is left with a longer step, from which on operators wait for transfers right away."""
+"""Share of the pressure that remains in a longer step, from which on operators wait for transfers right away."""
 
 PRICES = (8.0, 2.0, 1.0)
 """Costs of a second of recomputation, in seconds of I/O, that the search beyond the paper tries: recomputation always
@@ -55,9 +56,9 @@ _Candidate = tuple[float, int, int, int, int | None]
 def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: int = MIN_BYTES) -> MigrationPlan:
     """Returns the plan of Teraio's algorithm.
 
-    Tensors migrate to drives, and to host memory where drives are saturated. If the transfers have no room in a step,
-    they are planned for a longer one, in which operators wait for them; `simulate_migrations` says where. Migrations
-    that others have made unnecessary are removed in the end.
+    Tensors migrate to drives, and to host memory where drives are saturated. Transfers that have no room in a step are
+    planned for a longer one, in which operators wait for them; `simulate_migrations` says where. Migrations that others
+    have made unnecessary are removed in the end.
 
     Args:
         profile: lifetimes of all tensors.
@@ -127,23 +128,24 @@ def _search(
     cpu_units: frozenset[str] = frozenset(),
     price: float | None = None,
 ) -> MigrationPlan:
-    """Returns the plan for the shortest step in which the transfers have room; arguments as in `_Search`."""
-    factor, before = 1.0, inf
+    """Returns the plan; arguments as in `_Search`. The step is lengthened until all transfers have room."""
+    search = _Search(profile, machine, min_bytes, cpu_units, price)
+    # All bytes beyond the capacity have to leave in a step.
+    least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
+    factor, before = min(LONGEST, max(1.0, least)), inf
+    search.lengthen(factor)
     while True:
-        search = _Search(profile, machine, min_bytes, cpu_units, price, factor)
-        # All bytes beyond the capacity have to leave in a step.
-        least = float(search.pressure.max()) / search.most_out if search.most_out else LONGEST
-        if factor >= least or factor >= LONGEST:
-            search.choose(in_time=True)
-            left = float(search.pressure.sum())
-            if left >= STUCK * before or (left and factor >= LONGEST):
-                # Operators right before or after the use of a tensor need its memory, however long the step is.
-                search.choose(in_time=False)
-                left = 0.0
-            if not left:
-                return MigrationPlan(tuple(search.necessary()), cpu_units)
-            before = left
-        factor = min(LONGEST, max(LONGER * factor, least))
+        search.choose(in_time=True)
+        left = float(search.pressure.sum())
+        if left >= STUCK * before or (left and factor >= LONGEST):
+            # Operators right before or after the use of a tensor need its memory, however long the step is.
+            search.choose(in_time=False)
+            left = 0.0
+        if not left:
+            return MigrationPlan(tuple(search.necessary()), cpu_units)
+        before = left
+        factor *= LONGER
+        search.lengthen(LONGER)
 
 
 class _Search:
@@ -155,7 +157,6 @@ class _Search:
         min_bytes: bytes of the smallest tensor that is migrated.
         cpu_units: units whose optimizer steps on the CPU.
         price: cost of a second of recomputation, seconds of I/O; None: nothing is recomputed.
-        factor: factor on the times of operators that leaves time for transfers.
     """
 
     def __init__(
@@ -165,7 +166,6 @@ class _Search:
         min_bytes: int,
         cpu_units: frozenset[str] = frozenset(),
         price: float | None = None,
-        factor: float = 1.0,
     ) -> None:
         self.profile = profile
         self.machine = machine
@@ -173,24 +173,22 @@ class _Search:
         self.price = price
         step = GPUStep(profile, machine, cpu_units)
         self.count = len(profile.operators)
-        self.seconds: Floats = factor * np.array(step.seconds)
         self.nbytes = np.array(step.nbytes, dtype=np.float64)
         self.pressure: Floats = np.maximum(0.0, self.nbytes - machine.gpu_bytes)
         self.pressed = bool(self.pressure.any())
         self.host: Floats = np.full(self.count, float(step.host_bytes))
         self.host_peak = float(step.host_bytes)
-        self.times: list[float] = np.concatenate([[0.0], np.cumsum(np.tile(self.seconds, 2))]).tolist()
+        self.seconds: Floats = np.zeros(self.count)
+        self.times: list[float] = []
         """Begin of each operator, for two steps, because periods reach into the next one."""
-        self.links = {"out": machine.link_out * self.seconds, "in": machine.link_in * self.seconds}
-        self.drives = [{"out": write * self.seconds, "in": read * self.seconds} for read, write in machine.drives]
+        self.links = {direction: np.zeros(self.count) for direction in ("out", "in")}
+        self.drives = [{direction: np.zeros(self.count) for direction in ("out", "in")} for _ in machine.drives]
+        """Bytes that the link, and each drive, can carry beside planned transfers while each operator runs."""
         self.rooms: dict[tuple[str, int], Floats] = {}
-        """Bytes that can be carried while each operator of two steps runs, by direction and drive."""
-        for direction, link in self.links.items():
-            self.rooms[direction, HOST] = np.tile(link, 2)
-            for drive, rates in enumerate(self.drives):
-                self.rooms[direction, drive] = np.tile(np.minimum(link, rates[direction]), 2)
-        self.free = {way: {key: _FreeOperators(self.count, way) for key in self.rooms} for way in (1, -1)}
+        """Bytes that both can carry, for two steps, by direction and drive."""
+        self.free: dict[int, dict[tuple[str, int], _FreeOperators]] = {}
         """Operators that have room, by the way in which they are searched."""
+        self._add_time(np.array(step.seconds))
         writes = inf if machine.host_bytes > self.host[0] else sum(write for _, write in machine.drives)
         self.most_out = min(machine.link_out, writes) * float(np.sum(step.seconds))
         """Bytes that can leave the GPU in a step that is not lengthened."""
@@ -212,8 +210,28 @@ class _Search:
             if profile.tensors[period.tensor].nbytes >= min_bytes and period.tensor not in step.absent
         ]
 
+    def lengthen(self, factor: float) -> None:
+        """Multiplies the times of operators by `factor`. Planned transfers do not use the time that is added."""
+        self._add_time((factor - 1) * self.seconds)
+
+    def _add_time(self, seconds: Floats) -> None:
+        self.seconds += seconds
+        self.times = np.concatenate([[0.0], np.cumsum(np.tile(self.seconds, 2))]).tolist()
+        self.links["out"] += self.machine.link_out * seconds
+        self.links["in"] += self.machine.link_in * seconds
+        for drive, (read, write) in zip(self.drives, self.machine.drives, strict=True):
+            drive["out"] += write * seconds
+            drive["in"] += read * seconds
+        for direction, link in self.links.items():
+            self.rooms[direction, HOST] = np.tile(link, 2)
+            for number, drive in enumerate(self.drives):
+                self.rooms[direction, number] = np.tile(np.minimum(link, drive[direction]), 2)
+        self.free = {way: {key: _FreeOperators(self.count, way) for key in self.rooms} for way in (1, -1)}
+
     def choose(self, *, in_time: bool) -> None:
         """Chooses candidates of the best ratio until memory fits, or no candidate reduces the pressure.
+
+        Tensors that migrate already may be absent for longer.
 
         Args:
             in_time: whether transfers have to fit into the I/O timeline; else operators may wait for them.
@@ -223,8 +241,6 @@ class _Search:
         while heap and self.pressed:
             _, number, recomputed = heappop(heap)
             period = self.periods[number]
-            if in_time and (period.tensor, period.after) in self.taken:
-                continue
             found = self._recompute(period) if recomputed else self._migrate(period, in_time=in_time)
             if found is None:
                 continue
@@ -280,14 +296,18 @@ class _Search:
         drives = [self.planned.index(min(self.planned))] if self.planned else []
         size = self.profile.tensors[period.tensor].nbytes
         after, before = self._bounds(period)
+        if (old := self.taken.get((period.tensor, period.after))) is not None:
+            if old.drive is None:
+                return None
+            span = self._lay(after, before, size, old.drive)[0] if in_time else self._pressed(after + 1, before)
+            if span is None or (old.absent_from <= span[0] and span[1] <= old.absent_until):
+                return None
+            span = min(span[0], old.absent_from), max(span[1], old.absent_until)
+            return self._rated(period, before, *span, old.drive)
         if not in_time:
             span = self._pressed(after + 1, before)
-            old = self.taken.get((period.tensor, period.after))
-            if span is None or (old is not None and old.drive is None):
+            if span is None:
                 return None
-            if old is not None:  # it is absent for longer
-                span = min(span[0], old.absent_from), max(span[1], old.absent_until)
-                return self._rated(period, before, *span, old.drive)
             where = HOST if self._fits_host(after + 1, before, size) else next(iter(drives), None)
             return None if where is None else self._rated(period, before, *span, where)
         for drive in drives:
