@@ -7,13 +7,15 @@ recomputed). Times are calculated from FLOPs and bytes for one GPU of `--tflops`
 in fp32 without TF32, which is torch's default and the paper's "full precision". Results are added to `lifetimes.json`,
 from which `lifetimes.md` and `lifetimes_roofline.png` (throughput by bandwidth, figure 3) are made. A picture for each
 model shows active bytes of each operator (figure 1), inactive periods (figure 2), and the bandwidth of migrations over
-a planned step (figure 8).
+a planned step (figure 8). `planning` is the CPU time of Teraio's planner for a step with four drives and host memory.
 """
 
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--tflops", type=float, default=51.0, help="TFLOP/s of matrix products (default: %(default)s)")
-    parser.add_argument("--gpu", type=float, default=94.0, help="GB of GPU memory (default: %(default)s)")
+    parser.add_argument("--tflops", type=positive, default=51.0, help="TFLOP/s of matrix products (default: %(default)s)")
+    parser.add_argument("--gpu", type=positive, default=94.0, help="GB of GPU memory (default: %(default)s)")
     args = parser.parse_args()
     hardware = replace(
         HardwareProfile.from_json(ROOT / "configs/machines/h100.json"),
@@ -66,6 +68,7 @@ def main() -> None:
         gpu_bytes=int(args.gpu * 1e9),
     )
     sys.argv = sys.argv[:1]  # LightningCLI warns about the arguments of this command
+    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "lifetimes.json"
     rows: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     for name in args.shapes:
@@ -82,6 +85,14 @@ def main() -> None:
         (args.out / "lifetimes.md").write_text(table(rows))
         draw_roofline(rows, args.out / "lifetimes_roofline.png")
         print(name, json.dumps(rows[name]), flush=True)
+
+
+def positive(text: str) -> float:
+    """Returns a number of the command line, which must be finite and greater than 0."""
+    number = float(text)
+    if not 0 < number < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number greater than 0")
+    return number
 
 
 def draw_roofline(rows: dict[str, Any], path: Path) -> None:
@@ -109,7 +120,10 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
     """Returns the quantities of the paper's statements, and draws the bandwidth over a step with four drives."""
     mean, most = active_share(lifetimes, hardware.gpu_bytes)
     drives = MigrationMachine(hardware.gpu_bytes, HOSTS[2], 64e9, 64e9, (PAPER_DRIVE,) * 4)
-    found = simulate_migrations(lifetimes, drives, plan_teraio(lifetimes, drives))
+    begin = time.process_time()
+    plan = plan_teraio(lifetimes, drives)
+    planning = time.process_time() - begin
+    found = simulate_migrations(lifetimes, drives, plan)
     title = f"{lifetimes.name}: migrations of a step, 4 drives and 128 GB of host memory"
     draw_traffic(axes, migration_traffic(found), title)
     large = [period for period in lifetimes.periods if lifetimes.tensors[period.tensor].nbytes >= 10**7]
@@ -123,6 +137,7 @@ def measure(lifetimes: LifetimeProfile, hardware: HardwareProfile, axes: Any) ->
         "migratable": migratable_share(lifetimes),
         "median_inactive": median_period(lifetimes),
         "large_periods": len(large),
+        "plan_seconds": planning,
         "roofline": roofline(lifetimes, MigrationMachine(hardware.gpu_bytes, 0, 64e9, 64e9, (PAPER_DRIVE,))),
     }
     if lifetimes.name == "Llama3-8B":
@@ -140,13 +155,14 @@ def table(rows: dict[str, Any]) -> str:
         f"{one['gpu_bytes'] / 1e9:g} GB, 32-true, AdamW, one micro-batch, times calculated from FLOPs and bytes.",
         "",
         "| model | step | peak | active, mean | active, most | 10 MB to 1 GB: periods longer than a migration at "
-        "6.5 GB/s | median inactive period, 10 MB or more |",
-        "|---|---|---|---|---|---|---|",
+        "6.5 GB/s | median inactive period, 10 MB or more | tensors | planning |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         lines.append(
             f"| {name} | {row['step_seconds']:.2f} s | {row['peak_bytes'] / 1e9:.0f} GB | {row['active_mean']:.2%} | "
-            f"{row['active_most']:.1%} | {row['migratable']:.0%} | {1e3 * row['median_inactive']:.1f} ms |"
+            f"{row['active_most']:.1%} | {row['migratable']:.0%} | {1e3 * row['median_inactive']:.1f} ms | "
+            f"{row['tensors']} | {row['plan_seconds']:.1f} s |"
         )
     lines += ["", "Teraio's paper: 1.7 % and under 14 % active, more than 40 % of the periods longer.", ""]
     lines += ["| throughput at | " + " | ".join(f"{bandwidth / 1e9:g} GB/s" for bandwidth in BANDWIDTHS) + " |"]

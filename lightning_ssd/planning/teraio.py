@@ -31,7 +31,7 @@ SATURATED = 2.0
 MIN_BYTES = 2**20
 """Bytes of the smallest tensor that is migrated."""
 
-CLOSE = 0.9
+CLOSE = 0.75
 """Share of the best possible ratio at which a candidate is chosen: to find the very best takes many times longer."""
 
 LONGER, LONGEST = 2.0, 256.0
@@ -197,11 +197,10 @@ class _Search:
         """Bytes/s from the GPU, and to it, of each drive and of host memory."""
         self.planned = [0.0] * len(machine.drives)
         """Seconds of transfers that are planned for each drive."""
-        self.chosen: list[Migration] = []
         self.needed: dict[int, list[int]] = {}
         """Operators before which a tensor is needed for the recomputation of others."""
-        self.taken: dict[tuple[int, int], Migration] = {}
-        """The chosen migration of each tensor and operator after which it begins."""
+        self.chosen: dict[tuple[int, int], Migration] = {}
+        """The migration of each tensor and operator after which it begins, in the order of choice."""
         ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
         self.sources = [tuple(ids[source] for source in tensor.sources) for tensor in profile.tensors]
         self.periods = [
@@ -296,7 +295,7 @@ class _Search:
         drives = [self.planned.index(min(self.planned))] if self.planned else []
         size = self.profile.tensors[period.tensor].nbytes
         after, before = self._bounds(period)
-        if (old := self.taken.get((period.tensor, period.after))) is not None:
+        if (old := self.chosen.get((period.tensor, period.after))) is not None:
             if old.drive is None:
                 return None
             span = self._lay(after, before, size, old.drive)[0] if in_time else self._pressed(after + 1, before)
@@ -322,11 +321,20 @@ class _Search:
     def _recompute(self, period: InactivePeriod) -> _Candidate | None:
         """Returns the recomputation of a candidate, or None if its sources are absent then."""
         after, before = self._bounds(period)
-        absent = {one.tensor for one in self.chosen if _covers(one, before, self.count)}
-        taken = period.tensor in self.needed or (period.tensor, period.after) in self.taken
-        if taken or absent.intersection(self.sources[period.tensor]):
+        migrates = period.tensor in self.needed or (period.tensor, period.after) in self.chosen
+        if migrates or any(self._is_away(source, before) for source in self.sources[period.tensor]):
             return None
         return self._rated(period, before, after + 1, before, None)
+
+    def _is_away(self, tensor: int, operator: int) -> bool:
+        """Returns whether a tensor is absent, or in flight, at the begin of an operator."""
+        migrations = (self.chosen.get((tensor, after)) for after in self.profile.tensors[tensor].uses)
+        return any(
+            first <= operator % self.count < last
+            for one in migrations
+            if one is not None
+            for first, last in wrapped(one.after + 1, one.before, self.count)
+        )
 
     def _rated(
         self, period: InactivePeriod, before: int, start: int, stop: int, drive: int | None
@@ -400,15 +408,13 @@ class _Search:
     def _add_migration(self, migration: Migration, *, in_time: bool) -> None:
         """Chooses a migration: memory, I/O timeline and host memory follow."""
         size = self.profile.tensors[migration.tensor].nbytes
-        old = self.taken.get((migration.tensor, migration.after))
-        self.taken[migration.tensor, migration.after] = migration
+        old = self.chosen.get((migration.tensor, migration.after))
+        self.chosen[migration.tensor, migration.after] = migration
         if old is not None:
-            self.chosen[self.chosen.index(old)] = migration
             self._change(old, size)
-            self._change(migration, -size)
-            return
-        self.chosen.append(migration)
         self._change(migration, -size)
+        if old is not None:
+            return
         if migration.drive is None:
             for source in self.sources[migration.tensor]:
                 self.needed.setdefault(source, []).append(migration.before)
@@ -476,7 +482,7 @@ class _Search:
     def necessary(self) -> list[Migration]:
         """Returns the chosen migrations without those that memory does not need, the least beneficial ones first."""
         kept: list[Migration] = []
-        for migration in reversed(self.chosen):
+        for migration in reversed(self.chosen.values()):
             size = self.profile.tensors[migration.tensor].nbytes
             ranges = list(wrapped(migration.absent_from, migration.absent_until, self.count))
             most = max(float(self.nbytes[first:last].max()) for first, last in ranges)
@@ -519,11 +525,3 @@ class _FreeOperators:
 def _ordered(values: Floats, start: int, stop: int) -> Floats:
     """Returns the values from `start` to before `stop`, backwards if `stop` is before `start`."""
     return values[start:stop] if start <= stop else values[stop + 1 : start + 1][::-1]
-
-
-def _covers(migration: Migration, operator: int, count: int) -> bool:
-    """Returns whether a tensor is absent at the begin of an operator."""
-    return any(
-        first <= operator % count <= last
-        for first, last in wrapped(migration.absent_from, migration.absent_until, count)
-    )

@@ -127,13 +127,13 @@ def test_recomputation_and_cpu_steps_never_make_it_worse(data: st.DataObject) ->
     assert found == simulate_migrations(profile, machine, plan)
     count = len(profile.operators)
     ids = {tensor.id: index for index, tensor in enumerate(profile.tensors)}
-    for one in plan.migrations:  # the sources of a recomputed tensor are in GPU memory then
+    for one in plan.migrations:  # the sources of a recomputed tensor have arrived then
         if one.drive is None:
             sources = {ids[source] for source in profile.tensors[one.tensor].sources}
             for other in plan.migrations:
-                parts = wrapped(other.absent_from, other.absent_until, count)
-                absent = any(first <= one.before % count < last for first, last in parts)
-                assert not (other.tensor in sources and absent)
+                parts = wrapped(other.after + 1, other.before, count)
+                away = any(first <= one.before % count < last for first, last in parts)
+                assert not (other.tensor in sources and away)
 
 
 def one_saved_tensor(size: int) -> LifetimeProfile:
@@ -174,6 +174,23 @@ def test_host_memory_is_taken_where_the_drive_is_saturated_within_its_limit() ->
     assert [one.drive for one in plan_teraio(one_saved_tensor(10), fast, min_bytes=1).migrations] == [0]
     little = replace(slow, host_bytes=9)
     assert [one.drive for one in plan_teraio(one_saved_tensor(10), little, min_bytes=1).migrations] == [0]
+
+
+def test_transfers_that_have_room_in_a_step_are_not_late() -> None:
+    """A drive carries 5 bytes/s, and half of 320 bytes have no room on the GPU: operators wait for some of them only."""
+    count = 32
+    operators = tuple(
+        OperatorSpan("work", "forward" if index < count else "backward", float(index), index + 1.0)
+        for index in range(2 * count)
+    )
+    last = 2 * count - 1
+    tensors = (TensorLifetime(one, "a", "saved tensor", 10, (one, last - one), one, last - one) for one in range(count))
+    profile = LifetimeProfile("model", operators, tuple(tensors))
+    machine = MigrationMachine(160, 0, 100.0, 100.0, ((5.0, 5.0),))
+    found = simulate_migrations(profile, machine, plan_teraio(profile, machine, min_bytes=1))
+    assert not found.excess_bytes
+    # All transfers for a step of twice the time would take 96 seconds.
+    assert found.step_seconds < 85
 
 
 def test_urgent_transfers_overtake_others() -> None:
@@ -237,7 +254,7 @@ def test_plans_of_units_name_every_tensor_and_holistic_is_never_worse(
     teraio, best = (simulate(model, machine, one) for one in (plan, make_plan(model, machine)))
     scores = [(one.excess_bytes(machine), one.step_seconds) for one in (teraio, best)]
     assert scores[1][0] <= scores[0][0]
-    assert scores[1][0] < scores[0][0] or scores[1][1] <= scores[0][1] * 1.002  # of plans as fast, the calmest
+    assert scores[1][0] < scores[0][0] or scores[1][1] <= scores[0][1] * (1 + 1e-9)  # additions round
 
 
 def test_a_plan_of_units_offloads_tensors_without_room_on_the_gpu() -> None:
