@@ -438,7 +438,10 @@ class _Builder:
                 total * (piece + 1) // count - total * piece // count
                 for total in (nbytes, from_ssds, from_ssd + swapped, to_ssd, self._allocated_bytes(weights) + swapped)
             )
-            fetched = self._add_fetch(step, copied, read, allocated, stored, backward_start if swapped else None)
+            # Weights are those of the last step, tensors those of this forward.
+            updated = self._updated[unit] if weights else None
+            begin = backward_start if swapped else None
+            fetched = self._add_fetch(step, copied, read, allocated, stored, begin, updated)
             fetched.host = (0, freed)
             fetched.ssd = -deleted
             self._incoming.free_after(copied, before)

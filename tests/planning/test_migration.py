@@ -177,7 +177,7 @@ def test_host_memory_is_taken_where_the_drive_is_saturated_within_its_limit() ->
 
 
 def test_transfers_that_have_room_in_a_step_are_not_late() -> None:
-    """A drive carries 5 bytes/s, and half of 320 bytes have no room on the GPU: operators wait for some of them only."""
+    """A drive carries 5 bytes/s, and half of 320 bytes have no room on the GPU: few operators wait."""
     count = 32
     operators = tuple(
         OperatorSpan("work", "forward" if index < count else "backward", float(index), index + 1.0)
