@@ -90,13 +90,13 @@ def _add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         epilog="`RECIPE --help` lists all keys, `RECIPE --print_config` their values.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file")
-    parser.add_argument(
-        "overrides",
-        nargs=argparse.REMAINDER,
-        metavar="--KEY VALUE",
-        help="values for keys of the recipe, such as --trainer.max_steps 10 or --trainer.strategy auto",
-    )
+    _add_overrides(parser, "values for keys of the recipe, such as --trainer.max_steps 10 or --trainer.strategy auto")
     parser.set_defaults(command=lambda args: _run(parser, args.recipe, args.overrides))
+
+
+def _add_overrides(parser: argparse.ArgumentParser, text: str) -> None:
+    overrides = parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help=text)
+    overrides.required = False  # argparse would name it beside a missing RECIPE
 
 
 def _run(parser: argparse.ArgumentParser, recipe: str, overrides: Sequence[str]) -> None:
@@ -158,6 +158,7 @@ def _read_recipe(recipe: str, overrides: Sequence[str], *, run: bool) -> Any:
         def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
             # The base class warns when `sys.argv` is not empty. `sys.argv` must not be changed: Lightning's launcher
             # starts the other ranks with it.
+            self._parser("fit").prog = "lightning-ssd run RECIPE"  # for its errors: there is no command `fit`
             try:
                 self.config = parser.parse_args(args)  # type: ignore[arg-type]  # always a list here
             except SystemExit as refused:
@@ -302,6 +303,14 @@ def _tracing_options() -> argparse.ArgumentParser:
     return options
 
 
+def _parse_options(
+    parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace
+) -> list[str]:
+    """Parses the options of a command that stand behind its recipe to `args`. Returns the overrides."""
+    options.prog, options.usage = parser.prog, parser.usage  # for its errors
+    return options.parse_known_args(args.overrides, namespace=args)[1]
+
+
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from lightning_ssd.planning import PLANNERS
 
@@ -365,7 +374,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         usage="%(prog)s [-h] RECIPE [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...] | show PLAN.yaml",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, as for `run`; or `show`, to show a plan")
-    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help="as for `run`")
+    _add_overrides(parser, "as for `run`")
     parser.set_defaults(command=lambda args: _plan(parser, options, args))
 
 
@@ -382,7 +391,7 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
     )
     from lightning_ssd.planning import large_write_endurance as large_writes
 
-    _, overrides = options.parse_known_args(args.overrides, namespace=args)
+    overrides = _parse_options(parser, options, args)
     with _reporting(parser):
         if args.recipe == "show":
             if len(overrides) != 1 or not Path(overrides[0]).is_file():
@@ -425,9 +434,16 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, arg
         from lightning_ssd.dry_run import plan_as_configured
 
         seconds = simulate(model, hardware, plan_as_configured(config, model, hardware)).step_seconds
+        applied = (
+            "`callbacks=[SwapPlanner(plan=...)]` applies this plan."
+            if args.profile is not None
+            else "Operators of a trace may have other names than those of a training: to apply a plan by "
+            "`callbacks=[SwapPlanner(plan=...)]`, measure the training by `ModelProfiler(FILE)`, and plan with "
+            "--profile FILE."
+        )
         print(
-            f"\n`callbacks=[SwapPlanner(plan=...)]` applies this plan. Without SwapPlanner, the strategy's arguments "
-            f"choose the tiers of states, and a step takes {seconds:.2f} s."
+            f"\n{applied} Without SwapPlanner, the strategy's arguments choose the tiers of states, and a step takes "
+            f"{seconds:.2f} s."
         )
     for title, one in traffic.items():
         print(f"\n{title}, transfers of a step: {one.describe()}")
@@ -509,16 +525,18 @@ def _add_profile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         usage="%(prog)s [-h] (RECIPE | --profile FILE) [OPTIONS] [-c MORE.yaml ...] [--KEY VALUE ...]",
     )
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a YAML file, as for `run`")
-    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--KEY VALUE", help="as for `run`")
+    _add_overrides(parser, "as for `run`")
     parser.set_defaults(command=lambda args: _profile(parser, options, args))
 
 
 def _profile(parser: argparse.ArgumentParser, options: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from lightning_ssd.lifetime_report import describe_lifetimes, save_lifetimes
 
-    _, overrides = options.parse_known_args(args.overrides, namespace=args)
+    overrides = _parse_options(parser, options, args)
     if (args.recipe is None) == (args.profile is None):
         parser.error("give a RECIPE, or measured lifetimes by --profile FILE")
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        parser.error(f"argument --out: {str(args.out)!r} is a file: name a directory")
     with _reporting(parser):
         config = None
         if args.recipe is not None:

@@ -400,6 +400,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "plan: price is negative": (["plan", GPT, "--machine", MACHINE, "--price=-2"], "--price.*greater than 0"),
     "plan: bytes a day": (["plan", GPT, "--machine", MACHINE, "--ssd-per-day", "much"], "--ssd-per-day"),
     "plan: negative bytes a day": (["plan", GPT, "--machine", MACHINE, "--ssd-per-day=-1"], "--ssd-per-day"),
+    "profile: out is a file": (["profile", GPT, "--machine", MACHINE, "--out", "empty"], "--out: 'empty' is a file"),
     "plan show: a directory": (["plan", "show", "folder"], "takes one file"),
     "plan show: no text": (["plan", "show", "binary"], "binary"),
     "plan show: an empty file": (["plan", "show", "empty"], "empty"),
@@ -425,6 +426,24 @@ BAD: dict[str, tuple[list[str], str]] = {
     "export: shards of nothing": (["export", "good.ckpt", "out", "--shard", "0"], "--shard"),
     "export: like a file": (["export", "good.ckpt", "out", "--like", "empty"], "'empty' is not a directory"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run"], "lightning-ssd run: error: the following arguments are required: RECIPE\n"),
+        (["plan"], "lightning-ssd plan: error: the following arguments are required: RECIPE\n"),
+        (["plan", GPT, "--machine"], "lightning-ssd plan: error: argument --machine: expected one argument"),
+        (["profile", GPT, "--out"], "lightning-ssd profile: error: argument --out: expected one argument"),
+        (["plan", GPT, "--machine", MACHINE, "--none"], "lightning-ssd run RECIPE --help\nerror: .*--none"),
+    ],
+    ids=["run", "plan", "plan option", "profile option", "unknown key"],
+)
+def test_errors_name_the_command_and_missing_arguments(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _exit(argv) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", BAD)
