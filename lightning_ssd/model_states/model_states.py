@@ -51,7 +51,7 @@ from lightning_ssd.model_states.staged import StagedFlats
 from lightning_ssd.model_states.state_dicts import StateDicts
 from lightning_ssd.model_states.step_scheduler import StepScheduler
 from lightning_ssd.model_states.summoned import summon
-from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_unit
+from lightning_ssd.model_states.unit_hooks import hook_compiled_region, hook_fused_layers, hook_unit
 from lightning_ssd.model_states.user_optimizers import parameters_of
 from lightning_ssd.model_states.whole_step import WholeStep
 from lightning_ssd.storage import IOStats
@@ -242,6 +242,7 @@ class ModelStates(Uncopied):
         for index, (modules, flat_params) in enumerate(self.offloaded.units):
             if flat_params:
                 self._undo += hook_unit(index, modules, flat_params, self._prefetcher, self._access, summoned)
+        self._undo += hook_fused_layers(module, self._flat_of, self._prefetcher, self._access, summoned)
         for flat in self.stores:
             for index, item in enumerate(flat.param_views):
                 if flat in self.offloaded.flat_optimizers:

@@ -1,17 +1,18 @@
 """Hooks on the modules of a model, which keep the weights of a unit on the device while its forward runs."""
 
 import contextlib
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ssd.model_states.access import Access
-from lightning_ssd.model_states.compile import around_calls
+from lightning_ssd.model_states.compile import around_calls, compiled_regions
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView, ordinary
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.uncopied import ModuleHook
 
 
 def hook_unit(
@@ -116,3 +117,82 @@ def hook_compiled_region(
         running.pop().close()
 
     return [around_calls(region, before, after)]
+
+
+def hook_fused_layers(
+    model: nn.Module,
+    flat_of: Mapping[nn.Parameter, tuple[FlatParameter, int]],
+    prefetcher: ParamPrefetcher,
+    access: Access,
+    summoned: Callable[[], bool],
+) -> list[Callable[[], None]]:
+    """Makes torch choose the kernels of its transformer layers as in plain training.
+
+    In evaluations `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` run one fused kernel, unless a weight has a
+    class of its own or a module of the layer has hooks. `nn.TransformerEncoder` decides by the weights of its first
+    layer whether it computes padded rows. Where torch would choose fused kernels, weights of a layer are ordinary
+    and resident while it runs, and the check does not find our hooks.
+
+    Args:
+        model: the model; modules inside of compiled ones are not hooked.
+        flat_of: the flat parameter of each offloaded parameter, and its index there.
+        prefetcher: makes weights resident.
+        access: makes offloaded parameters ordinary ones.
+        summoned: as in `hook_unit`.
+
+    Returns:
+        Functions that remove the hooks.
+    """
+    compiled = {module for region in compiled_regions(model) for module in region.modules()}
+    return [
+        _hook_fused(module, flat_of, prefetcher, access, summoned)
+        for module in model.modules()
+        if module not in compiled
+        and isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer | nn.MultiheadAttention)
+    ]
+
+
+def _hook_fused(
+    module: nn.Module,
+    flat_of: Mapping[nn.Parameter, tuple[FlatParameter, int]],
+    prefetcher: ParamPrefetcher,
+    access: Access,
+    summoned: Callable[[], bool],
+) -> Callable[[], None]:
+    running: list[contextlib.ExitStack] = []
+
+    def before() -> None:
+        layer = module.layers[0] if isinstance(module, nn.TransformerEncoder) else module
+        parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
+        recorded = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+        offloaded = [parameter for parameter in parameters if parameter in flat_of]
+        flat_params = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
+        with contextlib.ExitStack() as stack:
+            if not (module.training or recorded or summoned() or any(flat.mixed for flat in flat_params)):
+                if layer is module:  # the encoder itself reads no values
+                    stack.enter_context(prefetcher.resident(flat_params, record=True))
+                    if type(module).forward is nn.TransformerEncoderLayer.forward:
+                        stack.enter_context(_without_own_hooks(module))
+                stack.enter_context(access.ordinary(offloaded))
+            running.append(stack.pop_all())
+
+    def after() -> None:
+        running.pop().close()
+
+    return around_calls(module, before, after)
+
+
+@contextlib.contextmanager
+def _without_own_hooks(layer: nn.Module) -> Iterator[None]:
+    """Makes `layer.modules()`, by which torch looks for hooks, return only the modules that have hooks of user code."""
+    hooked = [
+        module
+        for module in layer.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if not isinstance(hook, ModuleHook)
+    ]
+    vars(layer)["modules"] = lambda: iter(hooked)
+    try:
+        yield
+    finally:
+        del vars(layer)["modules"]

@@ -249,6 +249,28 @@ class Double(nn.Module):
         return self.scale * self.wide(self.net(x).double()).float()
 
 
+class PaddedRows(nn.Module):
+    """Transformer layers, which torch evaluates by fused kernels that compute no padded rows; `teacher` is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=True)
+        self.encoder, self.teacher = nn.TransformerEncoder(layer, 2), nn.TransformerEncoder(layer, 2)
+        self.teacher.requires_grad_(False)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, -1, WIDTH)
+        padding = torch.arange(x.shape[1]) >= torch.tensor([[1], [x.shape[1]]])
+        self.eval()
+        goal = self.teacher(x, src_key_padding_mask=padding)
+        with torch.no_grad():
+            own = self.attention(*(self.encoder(x, src_key_padding_mask=padding),) * 3)[0]
+        self.train()
+        rows = self.encoder(x, src_key_padding_mask=padding)
+        return self.attention(rows, rows, rows)[0] - goal - own
+
+
 def compiled(backend: str, **how: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = nn.Sequential(mlp(), mlp())
@@ -305,6 +327,7 @@ CASES = [
     case("Weights read by `_foreach` operators in the loss", foreach),
     case("Weights used outside of their module's forward", used_outside),
     case("`eval()` and `train()` in one training step", eval_and_train),
+    case("Transformer layers that are evaluated with padded rows", make=PaddedRows, quick=True),
     case("Complex parameters", make=Complex),
     case("float64, 0-dimensional and unused parameters", make=Double),
     case("Buffers that change in the forward", make=Buffered),
