@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import CPUCopyEngine, StagedReader, finished, h2d_and_release
-from lightning_ssd.storage import PinnedPool
+from lightning_ssd.storage import PinnedBuffer, PinnedPool
 
 PAGE = 4096
 
@@ -62,6 +62,27 @@ def test_a_read_that_fails_passes_its_error_on_and_holds_no_memory(reader: Stage
     with pytest.raises(kind):
         read.result(60)
     assert reader.pool.used_bytes == 0
+
+
+def test_urgent_reads_get_staging_memory_before_others(reader: StagedReader) -> None:
+    """All memory is in use, one read waits for it, and an urgent one is the last of three more."""
+    held = reader.pool.acquire(PAGE)
+    order: list[str] = []
+
+    def read(name: str, priority: int) -> "Future[PinnedBuffer]":
+        def fill(memory: Tensor) -> "Future[None]":
+            order.append(name)
+            return finished(None)
+
+        return reader.read(PAGE, fill, priority=priority)
+
+    queued = [read(name, 1) for name in ("waits", "second", "third")] + [read("urgent", 0)]
+    for one in queued:
+        one.add_done_callback(lambda filled: filled.result().release())
+    held.release()
+    for one in queued:
+        one.result(60)
+    assert order in (["waits", "urgent", "second", "third"], ["urgent", "waits", "second", "third"])
 
 
 def test_a_copy_that_fails_releases_the_memory(reader: StagedReader) -> None:

@@ -1,7 +1,9 @@
-"""Random models, and user code at random hooks, against plain Lightning in every placement of the states."""
+"""Random models against plain Lightning: user code at random hooks, states in every tier, and random plans."""
 
 import copy
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.access import Toy, fit
+from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.activations import config
+from lightning_ssd.model_states import StatesConfig, build
+from lightning_ssd.planning import HardwareProfile
+from tests.support import trainings
+from tests.support.access import Toy, fit, loader
 from tests.support.compare import assert_same
+from tests.support.delays import SlowBackend
 from tests.support.device_steps import Shared
+from tests.support.late_device import LateCopies
+from tests.support.plans import MACHINE, planner
 
 WIDTH = 8
 
@@ -260,3 +270,91 @@ def test_random_programs(tmp_path: Path, parts: list[Build], code: Any, training
 def test_more_random_programs(tmp_path: Path, parts: list[Build], code: Any, training: Any) -> None:
     """The same, also with states on SSDs."""
     check(tmp_path, parts, code, training, ("host", "ssd"))
+
+
+# ---- plans ----
+
+LINKS = ("copy_in", "copy_out", "copy_in_both", "copy_out_both")
+DRIVES = ("ssd_read", "ssd_write", "ssd_mixed")
+
+
+class Engines(LateCopies):
+    """Records all engines that a training makes."""
+
+    made: list["Engines"] = []  # noqa: RUF012
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.made.append(self)
+
+
+MACHINES = st.fixed_dictionaries(
+    {
+        "planner": st.sampled_from(["teraio", "holistic"]),
+        "gpu_memory": st.integers(5_000, 30_000),
+        "link": st.sampled_from([1e6, 1e8, 1e10]),
+        "drive": st.sampled_from([1e6, 1e8, 1e10]),
+        "states": st.sampled_from(["auto", "auto", "ssd"]),
+        "clip": st.sampled_from([None, 0.05]),
+        "optimizer": st.sampled_from([torch.optim.SGD, torch.optim.AdamW]),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+def fit_some(path: Path, parts: Any, case: Any, strategy: Any = "auto", callbacks: Any = ()) -> Program:
+    module = Program(parts, case["optimizer"])
+    arguments: dict[str, Any] = {"num_sanity_val_steps": 0, "gradient_clip_val": case["clip"]}
+    trainings.fit(path, strategy, module, loader(20), callbacks=list(callbacks), **arguments)
+    return module
+
+
+def check_plan(path: Path, parts: Any, case: Any) -> int:
+    """Compares the weights and losses with plain Lightning's, bit for bit. Returns the moves of states."""
+    plain = fit_some(path, parts, case)
+    rates = dict.fromkeys(LINKS, case["link"]) | dict.fromkeys(DRIVES, case["drive"])
+    replace(HardwareProfile.from_json(MACHINE), **rates).to_json(path / "machine.json")
+    random.seed(case["seed"])
+    moves = 0
+    move_states = SSDOffloadStrategy.move_states
+
+    def counted(strategy: SSDOffloadStrategy, plan: Any) -> None:
+        nonlocal moves
+        moves += 1
+        move_states(strategy, plan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
+        patch.setattr(SSDOffloadStrategy, "move_states", counted)
+        patch.setattr(Engines, "made", [])
+        for module in (build, config):
+            patch.setattr(module, "make_copy_engine", Engines)
+        swaps = planner(planner=case["planner"], machine=path / "machine.json", gpu_memory=case["gpu_memory"])
+        strategy = SSDOffloadStrategy(
+            path, states=case["states"], min_bytes=1, host_memory="32MiB", backend=SlowBackend(), ssd_capacity="8MiB"
+        )
+        found = fit_some(path, parts, case, strategy, [swaps])
+        assert swaps.plan is not None
+        assert Engines.made and not [violation for engine in Engines.made for violation in engine.violations]
+    assert_same(found, plain)
+    return moves
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAMS, MACHINES)
+def test_plans_of_random_models_and_machines_keep_the_numbers(tmp_path: Path, parts: Any, case: Any) -> None:
+    check_plan(tmp_path, parts, case)
+
+
+@pytest.mark.thorough
+def test_more_plans_of_random_models_and_machines(tmp_path: Path) -> None:
+    """Some of the plans move states to other tiers."""
+    moves = []
+
+    @settings(max_examples=60, deadline=None)
+    @given(PROGRAMS, MACHINES)
+    def check_all(parts: Any, case: Any) -> None:
+        moves.append(check_plan(tmp_path, parts, case))
+
+    check_all()
+    assert any(moves)
