@@ -1,5 +1,6 @@
 """The note on an OutOfMemoryError: the uses of the memory, and arguments that reduce them."""
 
+import traceback
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,6 +18,7 @@ FRAGMENTED = 0.1
 
 
 def explain_out_of_memory(
+    error: BaseException,
     module: nn.Module,
     optimizers: Sequence[Optimizer],
     offloader: ActivationOffloader,
@@ -25,9 +27,10 @@ def explain_out_of_memory(
     *,
     planned: bool,
 ) -> str:
-    """Returns a text that names allowed bytes, used bytes by class of tensors, and remedies.
+    """Returns a text that names the module that ran, allowed bytes, used bytes by class of tensors, and remedies.
 
     Args:
+        error: the OutOfMemoryError.
         module: the model.
         optimizers: optimizers of the model.
         offloader: activation offloader of the training.
@@ -58,9 +61,21 @@ def explain_out_of_memory(
     if fragmented:
         helps.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments of reserved memory")
     return (
-        f"lightning_ssd: {allowed} Known uses: {used}; the rest is temporary tensors, and tensors of no known class. "
+        f"lightning_ssd: {_describe_module(module, error)}{allowed} "
+        f"Known uses: {used}; the rest is temporary tensors, and tensors of no known class. "
         f"What would help: {'; '.join(helps)}."
     )
+
+
+def _describe_module(module: nn.Module, error: BaseException) -> str:
+    """Returns a sentence with the innermost module whose code ran; "" if there is none, as in most of backward."""
+    names = {id(child): name for name, child in module.named_modules() if name}
+    text = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        ran = frame.f_locals.get("self")
+        if isinstance(ran, nn.Module) and id(ran) in names:
+            text = f"memory ran out in the module `{names[id(ran)]}` ({type(ran).__name__}); "
+    return text
 
 
 def _describe_device(device: torch.device) -> tuple[str, bool]:

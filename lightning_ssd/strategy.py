@@ -693,6 +693,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             assert self.lightning_module is not None
             exception.add_note(
                 explain_out_of_memory(
+                    exception,
                     self.lightning_module,
                     self.optimizers,
                     self.offloader,

@@ -86,6 +86,22 @@ def test_the_error_names_bytes_and_arguments(where: str, tmp_path: Path) -> None
     assert ("`offload=1.0`" in note) == (where != "step")
 
 
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError(MESSAGE)
+
+
+@pytest.mark.parametrize("states", ["gpu", "host"])
+def test_the_error_names_the_module_that_ran(states: Any, tmp_path: Path) -> None:
+    module = Large()
+    module.layers.add_module("gate", Fails())
+    strategy = SSDOffloadStrategy(tmp_path, states=states, min_bytes=1, offload=0.5)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path).fit(module)
+    (note,) = caught.value.__notes__
+    assert "memory ran out in the module `layers.gate` (Fails); " in note
+
+
 def test_remedies_are_those_that_the_training_does_not_use(tmp_path: Path) -> None:
     """The training has a planner, and offloaded states, which the note must not prefetch."""
     strategy = SSDOffloadStrategy(tmp_path, states="host", min_bytes=1, gpu_memory="1B", host_memory="64MiB")
