@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 from torchmetrics import Metric
 from torchmetrics.aggregation import RunningMean
+from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.models.optimizer import adamw_with_cosine
 from lightning_ssd.sizes import check_least
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 
 __all__ = ["RecipeModule", "exact"]
+
+_FINAL_LR = 0.1  # of the highest learning rate
 
 
 class RecipeModule(pl.LightningModule):
@@ -129,8 +132,27 @@ class RecipeModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> "OptimizerLRSchedulerConfig":
-        """Returns AdamW, and a learning rate that falls until the Trainer's run ends."""
-        return adamw_with_cosine(self, self.lr, self.betas, self.weight_decay, self.warmup_steps)
+        """Returns AdamW, which decays matrices only, and a learning rate that falls until the Trainer's run ends.
+
+        Raises:
+            ValueError: If the Trainer's run has no end.
+        """
+        steps = self.trainer.estimated_stepping_batches
+        if steps == float("inf"):
+            raise ValueError("The learning rate falls until the run ends: set trainer.max_steps or trainer.max_epochs")
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        optimizer = AdamW(
+            [
+                {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": self.weight_decay},
+                {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=self.lr,
+            betas=self.betas,
+        )
+        schedule = get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
+            optimizer, num_warmup_steps=self.warmup_steps, num_training_steps=int(steps), min_lr_rate=_FINAL_LR
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
