@@ -12,18 +12,18 @@ parameters or the batch were changed in place. Then the error is raised as befor
 
 import contextlib
 import gc
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd._lightning import pl
-from lightning_ssd.activations import backward_nodes
+from lightning_ssd.activations import backward_nodes, compile_seconds
 from lightning_ssd.model_states import ModelStates
+from lightning_ssd.out_of_memory import NamedOperators
 from lightning_ssd.step_state import RandomState, StepState
 
 __all__ = ["MicroBatchRetry"]
@@ -123,7 +123,7 @@ class MicroBatchRetry:
         first.fill(output)
         self._module._current_fx_name = name
         random.restore()  # hooks between forward and backward may have drawn numbers
-        with self._gradients.kept(), self._explained("backward"):
+        with self._gradients.kept(), self._explained("backward"), _named_operators():
             run(scale(_loss_of(output) / self._trainer.accumulate_grad_batches))
 
     def _run_again_after(self, part: str) -> None:
@@ -146,8 +146,8 @@ class MicroBatchRetry:
             yield
         except torch.OutOfMemoryError as error:
             error.add_note(
-                f"lightning_ssd: memory has run out again in the {part}{_place(error, self._module)}, with all saved "
-                "tensors offloaded, one at a time: all other tensors together need more memory than there is."
+                f"lightning_ssd: memory has run out again in the {part}, with all saved tensors offloaded, one at a "
+                "time: all other tensors together need more memory than there is."
             )
             raise
 
@@ -282,13 +282,10 @@ def _loss_of(output: Any) -> Tensor:
     return loss
 
 
-def _place(error: BaseException, module: nn.Module) -> str:
-    """Returns the innermost part of `module` in whose forward an error was raised, for a sentence, or nothing."""
-    names = {id(part): name for name, part in module.named_modules() if name}
-    found = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        found = names.get(id(frame.f_locals.get("self")), found)
-    return f" of `{found}`" if found else ""
+def _named_operators() -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which errors of a backward have their operator in the traceback."""
+    # Dynamo would not compile forwards that a checkpoint runs again inside of a dispatch mode.
+    return contextlib.nullcontext() if compile_seconds() else NamedOperators()  # type: ignore[no-untyped-call]
 
 
 def _has_nested_backward(loss: Tensor) -> bool:

@@ -1,17 +1,24 @@
 """The note on an OutOfMemoryError: the uses of the memory, and arguments that reduce them."""
 
+import re
 import traceback
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, storage_of
 from lightning_ssd.device import allocator_memory, available_memory, process_gpu_memory
 from lightning_ssd.model_states import ModelStates
 from lightning_ssd.sizes import format_bytes
+from lightning_ssd.uncopied import Uncopied
+
+__all__ = ["NamedOperators", "explain_out_of_memory"]
 
 FRAGMENTED = 0.1
 """Share of the allowed memory that is reserved and not allocated, from which the note advises on fragmentation."""
@@ -27,7 +34,7 @@ def explain_out_of_memory(
     *,
     planned: bool,
 ) -> str:
-    """Returns a text that names the module that ran, allowed bytes, used bytes by class of tensors, and remedies.
+    """Returns a text that names where memory ran out, missing and allowed bytes, used bytes by class, and remedies.
 
     Args:
         error: the OutOfMemoryError.
@@ -57,38 +64,95 @@ def explain_out_of_memory(
     helps = [_help_for_activations(config, planned)]
     helps.insert(1 if activations > total else 0, _help_for_states(total, model_states))
     helps += ["gradient checkpointing of the model", "a smaller batch"]
-    allowed, fragmented = _describe_device(device)
+    allowed, fragmented = _describe_device(device, error)
     if fragmented:
         helps.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, against fragments of reserved memory")
     return (
-        f"lightning_ssd: {_describe_module(module, error)}{allowed} "
+        f"lightning_ssd: memory ran out{_describe_failure(error, module)}; {allowed} "
         f"Known uses: {used}; the rest is temporary tensors, and tensors of no known class. "
         f"What would help: {'; '.join(helps)}."
     )
 
 
-def _describe_module(module: nn.Module, error: BaseException) -> str:
-    """Returns a sentence with the innermost module whose code ran; "" if there is none, as in most of backward."""
-    names = {id(child): name for name, child in module.named_modules() if name}
-    text = ""
+class NamedOperators(Uncopied, TorchDispatchMode):
+    """Leaves the operator that raises an error in the error's traceback, where `_describe_failure` finds it.
+
+    Operators of a backward are called without Python code, and a traceback has no trace of them otherwise. The mode has
+    no effect on results. Code must not be compiled inside it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _describe_failure(error: BaseException, module: nn.Module) -> str:
+    """Returns the place at which an OutOfMemoryError was raised, for the end of a clause.
+
+    It consists of the innermost part of `module` whose code ran, and the operator with the shapes of its arguments, or
+    the innermost line of code if the traceback has no operator. Operators that backward calls are known inside
+    `NamedOperators` only.
+    """
+    names = {id(part): name for name, part in module.named_modules() if name}
+    part = operator = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         ran = frame.f_locals.get("self")
         if isinstance(ran, nn.Module) and id(ran) in names:
-            text = f"memory ran out in the module `{names[id(ran)]}` ({type(ran).__name__}); "
-    return text
+            part = f" in the module `{names[id(ran)]}` ({type(ran).__name__})"
+        for called in (frame.f_locals.get("func"), ran):
+            if isinstance(called, torch._ops.OperatorBase):
+                operator = f" in the operator `{called}`{_describe_tensors(frame.f_locals.get('args'))}"
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    if not operator and last and last[0].line:
+        operator = f" at `{last[0].line}` ({Path(last[0].filename).name}:{last[0].lineno})"
+        if "run_backward(" in last[0].line:
+            operator = " in backward"
+    return ",".join(filter(None, (part, operator)))
 
 
-def _describe_device(device: torch.device) -> tuple[str, bool]:
-    """Returns a sentence about the device's memory, and whether much of it is fragments."""
+def _describe_tensors(args: object) -> str:
+    """Returns the dtypes and shapes of the tensors among `args`, for a sentence, or nothing."""
+    tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        return " of " + ", ".join(f"{str(one.dtype)[6:]}{list(one.shape)}" for one in tensors) if tensors else ""
+
+
+def _describe_device(device: torch.device, error: BaseException) -> tuple[str, bool]:
+    """Returns a clause about the device's memory, and whether much of it is fragments."""
     memory = allocator_memory(device)
     if memory is None:
         return f"{format_bytes(available_memory())} of RAM are free.", False
     allowed, allocated, reserved = process_gpu_memory(device), memory.allocated(), memory.reserved()
     text = (
-        f"this process may use {format_bytes(allowed)} of the GPU; {format_bytes(allocated)} are allocated, "
-        f"{format_bytes(memory.peak())} at the peak, and {format_bytes(reserved)} reserved."
+        f"{_describe_missing(str(error), allowed, allocated)}this process may use {format_bytes(allowed)} of the GPU; "
+        f"{format_bytes(allocated)} are allocated, {format_bytes(memory.peak())} at the peak, and "
+        f"{format_bytes(reserved)} reserved."
     )
     return text, reserved - allocated > FRAGMENTED * allowed
+
+
+def _describe_missing(message: str, allowed: int, allocated: int) -> str:
+    """Returns a clause with the bytes that the failed allocation needed beyond the allowed ones.
+
+    Args:
+        message: torch's message, with the bytes at the time of the failure.
+        allowed: bytes that this process may use.
+        allocated: bytes that are allocated now, where the message does not have them.
+    """
+    tried = re.search(r"Tried to allocate ([\d.]+) (\w+)", message)
+    if tried is None:
+        return ""
+    used = re.search(r"([\d.]+) (\w+) is allocated by PyTorch", message)
+    missing = _bytes_of(tried) + (allocated if used is None else _bytes_of(used)) - allowed
+    if missing <= 0:
+        return "enough memory is free, but in smaller fragments; "
+    return f"{format_bytes(missing)} are missing; "
+
+
+def _bytes_of(amount: re.Match[str]) -> int:
+    """Returns the bytes of a number and its unit in a message of torch's allocator."""
+    return int(float(amount[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB").index(amount[2]))
 
 
 def _help_for_activations(config: OffloadConfig, planned: bool) -> str:

@@ -1,5 +1,7 @@
 """An OutOfMemoryError gets a note on the uses of the memory and on remedies, and is not replaced."""
 
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd import SSDOffloadStrategy, out_of_memory
 from lightning_ssd.sizes import format_bytes
+from tests.support.meter import Meter, use
 from tests.support.plans import planner, quiet_trainer
 from tests.support.products import combinations
 
@@ -99,7 +102,60 @@ def test_the_error_names_the_module_that_ran(states: Any, tmp_path: Path) -> Non
     with pytest.raises(torch.OutOfMemoryError) as caught:
         quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path).fit(module)
     (note,) = caught.value.__notes__
-    assert "memory ran out in the module `layers.gate` (Fails); " in note
+    assert "memory ran out in the module `layers.gate` (Fails), at `raise torch.OutOfMemoryError(MESSAGE)`" in note
+
+
+@pytest.fixture
+def relu_backward_fails() -> Iterator[None]:
+    """Has the operator of relu's backward run out of memory, which autograd calls without Python code."""
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of replaced kernels
+        library.impl("threshold_backward", _fail, "CPU")
+        yield
+
+
+def _fail(*args: object) -> Tensor:
+    raise torch.OutOfMemoryError(MESSAGE)
+
+
+class Relu(Large):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).relu().mean()
+
+
+@pytest.mark.usefixtures("relu_backward_fails")
+def test_the_error_of_a_second_attempt_names_the_operator_of_backward(tmp_path: Path) -> None:
+    """The first attempt runs without a dispatch mode."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as caught:
+        use(Meter(1e9, 10**6), patch)
+        strategy = SSDOffloadStrategy(tmp_path, states="gpu", min_bytes=1)
+        quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path).fit(Relu())
+    note = caught.value.__notes__[-1]
+    operator = "`aten.threshold_backward.default` of float32[2, 64], float32[2, 64]"
+    assert f"memory ran out in the operator {operator}; " in note
+
+
+class GPU(Meter):
+    def reserved(self) -> int:
+        return self.level
+
+
+@pytest.mark.parametrize(
+    ("used", "missing"), [("70.00 GiB", "10.00 GiB are missing; "), ("12.00 MiB", "smaller fragments; ")]
+)
+def test_the_error_names_the_missing_bytes(
+    used: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        f"{__name__}.MESSAGE", f"{MESSAGE} Of the allocated memory {used} is allocated by PyTorch, and 0 bytes is ..."
+    )
+    monkeypatch.setattr(out_of_memory, "allocator_memory", lambda device: GPU(0, 0))
+    monkeypatch.setattr(out_of_memory, "process_gpu_memory", lambda device: 80 * 2**30)
+    strategy = SSDOffloadStrategy(tmp_path, states="gpu", min_bytes=1, offload=0.5)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        quiet_trainer(strategy=strategy, max_epochs=1, default_root_dir=tmp_path).fit(Large())
+    (note,) = caught.value.__notes__
+    assert f"{missing}this process may use 80.00 GiB of the GPU" in note
 
 
 def test_remedies_are_those_that_the_training_does_not_use(tmp_path: Path) -> None:
