@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from typing import Literal
 
 from lightning_ssd.planning.hardware import HardwareProfile
@@ -232,9 +233,13 @@ class GPUStep:
         self.absent: set[int] = set()
         self.jobs: list[_CPUStep] = []
         if cpu_units:
-            self._move(profile, machine, cpu_units)
+            changes = _Changes(len(profile.operators))
+            self._move(profile, machine, cpu_units, changes)
+            self.nbytes = [one + change for one, change in zip(self.nbytes, changes.sums(), strict=True)]
 
-    def _move(self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str]) -> None:
+    def _move(
+        self, profile: LifetimeProfile, machine: MigrationMachine, cpu_units: frozenset[str], changes: _Changes
+    ) -> None:
         in_optimizer = [one.phase == "optimizer" for one in profile.operators]
         moved, whole = defaultdict[int, int](int), defaultdict[int, int](int)
         by_unit: dict[str, list[int]] = defaultdict(list)
@@ -249,11 +254,18 @@ class GPUStep:
                 by_unit[tensor.unit].append(index)
         for use, nbytes in moved.items():
             self.seconds[use] *= 1 - nbytes / whole[use]
+        starts = [one.start for one in profile.operators]
         for members in by_unit.values():
-            self._move_unit(profile, machine, members, in_optimizer)
+            self._move_unit(profile, machine, members, in_optimizer, starts, changes)
 
     def _move_unit(
-        self, profile: LifetimeProfile, machine: MigrationMachine, members: Sequence[int], in_optimizer: Sequence[bool]
+        self,
+        profile: LifetimeProfile,
+        machine: MigrationMachine,
+        members: Sequence[int],
+        in_optimizer: Sequence[bool],
+        starts: Sequence[float],
+        changes: _Changes,
     ) -> None:
         count = len(profile.operators)
         job = _CPUStep(0, 0, count, 0, 0, 0)
@@ -264,7 +276,7 @@ class GPUStep:
             if tensor.kind == "optimizer state":
                 self.absent.add(index)
                 self.host_bytes += tensor.nbytes
-                self._free(tensor.nbytes, 0, count)
+                changes.add(0, count, -tensor.nbytes)
             elif tensor.kind == "gradient" and uses:
                 gradients.append(tensor)
                 self.absent.add(index)
@@ -279,16 +291,11 @@ class GPUStep:
             return
         # The copy has twice the time that it takes on an idle link, before an operator waits for it.
         done = profile.operators[job.ready].end + 2 * job.gradients / machine.link_out
-        starts = [one.start for one in profile.operators]
         job.absent_from = max(job.ready + 1, bisect_left(starts, done))
         for tensor in gradients:
             last = count if tensor.freed is None else tensor.freed + 1
-            self._free(tensor.nbytes, min(job.absent_from, last), last)
+            changes.add(min(job.absent_from, last), last, -tensor.nbytes)
         self.jobs.append(job)
-
-    def _free(self, nbytes: int, start: int, stop: int) -> None:
-        for index in range(start, stop):
-            self.nbytes[index] -= nbytes
 
 
 def simulate_migrations(
@@ -317,6 +324,8 @@ class _Transfers:
         self._queues: dict[int, list[list[float]]] = {drive: [] for drive in self._rates}
         """[operator that needs it, number, bytes left] of each transfer of a drive, in this order."""
         self._count = 0
+        self._first_due = inf
+        """The first operator that waits for a transfer."""
         self.left: dict[float, float] = {}
         """Bytes left of each unfinished transfer, by number."""
 
@@ -324,12 +333,15 @@ class _Transfers:
         """Queues a transfer that the operator `due` waits for. Returns its number."""
         self._count += 1
         insort(self._queues[drive], [due, self._count, nbytes])
+        self._first_due = min(self._first_due, due)
         self.left[self._count] = nbytes
         return self._count
 
     def seconds_until(self, due: int) -> float:
         """Returns the time until all transfers have ended that operators up to `due` wait for."""
         total = longest = 0.0
+        if due < self._first_due:
+            return total
         for drive, queue in self._queues.items():
             needed = 0.0
             for when, _, nbytes in queue:
@@ -346,8 +358,10 @@ class _Transfers:
         if not self.left:
             return carried
         link = self._link * seconds
-        for last in (due, None):
+        for last in (due, None) if due >= self._first_due else (None,):
             for drive, queue in self._queues.items():
+                if not queue:
+                    continue
                 room = min(self._rates[drive] * seconds - carried.get(drive, 0.0), link)
                 while queue and room > 0 and (last is None or queue[0][0] <= last):
                     entry = queue[0]
@@ -359,13 +373,18 @@ class _Transfers:
                     if entry[2] <= 0:
                         queue.pop(0)
                         del self.left[entry[1]]
+        self._first_due = self._find_first_due()
         return carried
+
+    def _find_first_due(self) -> float:
+        return min((queue[0][0] for queue in self._queues.values() if queue), default=inf)
 
     def finish(self, due: int) -> None:
         """Ends the transfers that operators up to `due` wait for: rounding may have left a part of a byte."""
         for queue in self._queues.values():
             while queue and queue[0][0] <= due:
                 del self.left[queue.pop(0)[1]]
+        self._first_due = self._find_first_due()
 
 
 class _Simulation:

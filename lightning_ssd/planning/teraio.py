@@ -110,13 +110,16 @@ def plan_migrations(
     units = list(dict.fromkeys(tensor.unit for tensor in profile.tensors if tensor.unit))[::-1]
     amount = len(units)
     count = 0
+    tried = {count}
     while amount and (best[1].stalls or best[1].excess_bytes):
-        tried = {other for other in (count + amount, count - amount) if 0 <= other <= len(units)}
-        found = min((consider(frozenset(units[:one]), price) for one in tried), key=lambda item: item[1].score,
+        others = {one for one in (count + amount, count - amount) if 0 <= one <= len(units)} - tried
+        tried |= others
+        found = min((consider(frozenset(units[:one]), price) for one in others), key=lambda item: item[1].score,
                     default=best)  # fmt: skip
-        if found[1].score < best[1].score:
+        better = found[1].score < best[1].score
+        if better:
             best, count = found, len(found[0].cpu_units)
-        else:
+        if amount > 1 or not better:
             amount //= 2
     return best
 
