@@ -321,7 +321,9 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="DIR",
         help="measure this machine with the drive of DIR (default: the drive of the strategy's `path`)",
     )
-    options.add_argument("--save-machine", type=Path, metavar="FILE.json", help="file to write the measured profile to")
+    options.add_argument(
+        "--save-machine", type=_new_file, metavar="FILE.json", help="file to write the measured profile to"
+    )
     options.add_argument(
         "--profile",
         type=_file,
@@ -329,7 +331,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="profile of the model that the callback ModelProfiler has measured, instead of a trace",
     )
     options.add_argument("--planner", default="holistic", help=f"{', '.join(PLANNERS)} (default: %(default)s)")
-    options.add_argument("--save", type=Path, metavar="PLAN.yaml", help="file to write the plan to")
+    options.add_argument("--save", type=_new_file, metavar="PLAN.yaml", help="file to write the plan to")
     options.add_argument("--tbw", type=_positive, metavar="TB", help="rated endurance of all drives together, TB")
     options.add_argument(
         "--ssd-per-day",
@@ -355,7 +357,7 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     options.add_argument(
         "--traffic",
-        type=Path,
+        type=_new_file,
         metavar="PICTURE.png",
         help="file to draw the bandwidth of all transfers over a simulated step to (Teraio, figure 8)",
     )
@@ -704,6 +706,14 @@ def _existing(exists: Callable[[Path], bool], problem: str) -> Callable[[str], P
 _checkpoint = _existing(Path.exists, "there is no file {!r}")
 _file = _existing(Path.is_file, "there is no file {!r}")
 _directory = _existing(Path.is_dir, "{!r} is not a directory")
+
+
+def _new_file(text: str) -> Path:
+    """Returns the path of a file that a command writes, whose folder exists."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r} for the file {text!r}")
+    return path
 
 
 def _positive(text: str) -> float:

@@ -350,7 +350,7 @@ class TestPlan:
             (["plan", RECIPE, "--machine", MACHINE, "--replay", "--lifetimes", MACHINE], "has no `version`"),
             (["plan", RECIPE, "--machine", MACHINE, "--timeline", MACHINE], "no transfers with their bytes. Record it"),
             (["plan", RECIPE, "--machine", MACHINE, "--timeline", "missing.json"], "there is no file 'missing.json'"),
-            (["plan", RECIPE, "--machine", MACHINE, "--traffic", "no/such.png"], "no/such.png: No such file"),
+            (["plan", "binary", "--traffic", "no/such.png"], "argument --traffic: there is no folder 'no'"),
             (["plan", "show", "missing.yaml"], "`plan show` takes one file"),
             (["plan", "show", RECIPE], "unknown entry|lacks the entry"),
         ],
@@ -385,10 +385,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "plan: profile is no text": (["plan", GPT, "--machine", MACHINE, "--profile", "binary"], "binary is not UTF-8"),
     "plan: machine saved nowhere": (
-        ["plan", GPT, "--machine", MACHINE, "--save-machine", "none/here.json"], "none/here.json.*: No such file"
+        ["plan", GPT, "--save-machine", "none/here.json"], "--save-machine: there is no folder 'none' for"
     ),
     "plan: plan saved nowhere": (
-        ["plan", GPT, "--machine", MACHINE, "--save", "none/plan.yaml"], "none/plan.yaml.*: No such file"
+        ["plan", GPT, "--machine", MACHINE, "--save", "none/plan.yaml"], "--save: there is no folder 'none' for"
     ),
     "plan: saved as a directory": (["plan", GPT, "--machine", MACHINE, "--save", "folder"], "folder.*: Is a directory"),
     "plan: tbw is no number": (["plan", GPT, "--machine", MACHINE, "--tbw", "lots"], "--tbw"),

@@ -8,7 +8,12 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import ActivationOffloader, OffloadConfig, make_offloader, mark_weights
-from lightning_ssd.callbacks.defaults import add_default_callbacks
+from lightning_ssd.callbacks.defaults import (
+    add_default_callbacks,
+    find_offload_callbacks,
+    remove_default_callbacks,
+    restore_offload_callbacks,
+)
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives
 from lightning_ssd.types import BackendName
@@ -60,6 +65,8 @@ class ActivationOffload(pl.Callback):
             path, tier, offload, host_memory, ssd_capacity, spill, min_bytes, staging_memory, backend, checksum
         )
         self.offloader: ActivationOffloader | None = None
+        self._added: list[pl.Callback] = []
+        """Callbacks that the present run has beside those of the user."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -68,11 +75,25 @@ class ActivationOffload(pl.Callback):
                 f"`{type(trainer.strategy).__name__}` offloads activations already. "
                 "Drop the ActivationOffload callback, or choose another strategy."
             )
-        add_default_callbacks(trainer)
+        if self._added:  # an earlier run has ended without teardown
+            self._end(trainer)
+        self._added = add_default_callbacks(trainer)
+        callbacks = [self, *find_offload_callbacks(trainer)]
+        strategy = trainer.strategy
+        on_train_start = strategy.on_train_start
+
+        def restore_and_start() -> None:
+            """Lightning's Tuner searches before `on_fit_start` of this callback, and without any callback."""
+            on_train_start()
+            if self.offloader is None:
+                self.on_fit_start(trainer, pl_module)
+            restore_offload_callbacks(trainer, callbacks)
+
+        strategy.on_train_start = restore_and_start  # type: ignore[method-assign]
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._close(trainer)  # an earlier fit may have ended without teardown, by an error in another callback
+        self._close(trainer)  # a search for a batch size or a learning rate may have begun
         strategy = trainer.strategy
         assert strategy.model is not None
         mark_weights(strategy.model)
@@ -99,11 +120,17 @@ class ActivationOffload(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close(trainer)
+        self._end(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end(trainer)
+
+    def _end(self, trainer: pl.Trainer) -> None:
         self._close(trainer)
+        vars(trainer.strategy).pop("on_train_start", None)
+        added, self._added = self._added, []
+        remove_default_callbacks(trainer, added)
 
     def _close(self, trainer: pl.Trainer) -> None:
         vars(trainer.strategy).pop("training_step", None)

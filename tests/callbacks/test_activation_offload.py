@@ -5,9 +5,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_ssd import ActivationOffload, MicroBatchSwitch, OffloadMonitor, PrefetchScheduler
+from lightning_ssd.callbacks.offloader import find_offloader
 from tests.support.compare import assert_same
 from tests.support.trainings import (  # noqa: F401
     SmallModel,
@@ -39,15 +44,65 @@ def test_on_one_device_the_numbers_are_those_without_it(tmp_path: Path, tier: st
     assert watch.moved > 0
 
 
+class _SeesCallbacks(SmallModel):
+    """Records in each micro-batch how many of some callbacks there are, and whether saved tensors are offloaded."""
+
+    KINDS = (MicroBatchSwitch, PrefetchScheduler, OffloadMonitor, ActivationOffload)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seen: list[list[int]] = []
+        self.offloaded: list[bool] = []
+        self.batch_size, self.lr = 2, 0.1
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        self.seen.append([sum(type(callback) is kind for callback in callbacks) for kind in self.KINDS])
+        offloader = find_offloader(self.trainer)
+        self.offloaded.append(offloader is not None and "training_step" in vars(self.trainer.strategy))
+        return super().training_step(batch, batch_idx)
+
+
 def test_it_brings_the_callbacks_that_it_needs_once(tmp_path: Path) -> None:
     mine = OffloadMonitor(progress_bar=False)
     trainer = make_trainer(tmp_path, callbacks=[mine, _offload()])
-    trainer.fit(small_model(), batches())
+    given = list(trainer.callbacks)
+    model = small_model(kind=_SeesCallbacks)
+    trainer.fit(model, batches())
+    assert trainer.callbacks == given
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(small_model(), batches())
-    kinds = (MicroBatchSwitch, PrefetchScheduler, OffloadMonitor, ActivationOffload)
-    assert [sum(type(callback) is kind for callback in trainer.callbacks) for kind in kinds] == [1, 1, 1, 1]
-    assert mine in trainer.callbacks
+    trainer.fit(model, batches())
+    assert model.seen and all(counts == [1, 1, 1, 1] for counts in model.seen)
+    assert trainer.callbacks == given
+
+
+@pytest.mark.parametrize("search", ["batch size", "learning rate"])
+@pytest.mark.parametrize("how", ["tuner", "callback"])
+def test_lightnings_tuner_searches_with_offloaded_activations(search: str, how: str, tmp_path: Path) -> None:
+    """The Tuner removes all callbacks while it searches: it would find a batch that fits without offload."""
+    sizes: dict[str, Any] = {"steps_per_trial": 1, "max_trials": 2}
+    finder = BatchSizeFinder(**sizes) if search == "batch size" else LearningRateFinder(num_training_steps=3)
+    trainer = make_trainer(tmp_path, callbacks=[*([finder] if how == "callback" else []), _offload()])
+    given = list(trainer.callbacks)
+    model = small_model(kind=_Loads)
+    if how == "callback":
+        trainer.fit(model)
+    elif search == "batch size":
+        Tuner(trainer).scale_batch_size(model, **sizes)
+    else:
+        Tuner(trainer).lr_find(model, num_training=3)
+    assert model.offloaded and all(model.offloaded)
+    assert trainer.callbacks == given
+    assert not vars(trainer.strategy).keys() & {"training_step", "on_train_start"}
+    assert scratch_directories(tmp_path) == [] and package_threads() == []
+
+
+class _Loads(_SeesCallbacks):
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.cat(list(batches())), batch_size=self.batch_size)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> Any:
+        return batches(1)
 
 
 def test_a_refit_and_an_evaluation_work_with_the_same_callback(tmp_path: Path) -> None:
