@@ -112,7 +112,7 @@ class Probe(pl.Callback):
         self.result: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._begin is None and batch_idx >= self._warm_up and _in_force(trainer, batch_idx):
+        if self._begin is None and batch_idx >= self._warm_up and in_force(trainer, batch_idx):
             self._begin = batch_idx
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -168,7 +168,7 @@ def _planners(trainer: Any) -> tuple[AutoPlanner | None, SwapPlanner | None]:
     return auto, next((one for one in trainer.callbacks if isinstance(one, SwapPlanner)), None)
 
 
-def _in_force(trainer: Any, batch_idx: int) -> bool:
+def in_force(trainer: Any, batch_idx: int) -> bool:
     """Returns whether there is a decision, and a plan was compared with measured steps if the decision is a plan."""
     auto, planner = _planners(trainer)
     if batch_idx >= MOST_WARM_UP:

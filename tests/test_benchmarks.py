@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import teraio
+from benchmarks import planning_cost, teraio
 from lightning_ssd.callbacks import swap_planner
 from lightning_ssd.planning import HardwareProfile
 from tests.support.plans import MACHINE
@@ -35,3 +35,27 @@ def test_teraios_experiment(
     assert planned["placement"]["saved"].keys() <= {"keep", "host", "ssd", "recompute"}
     rows = capsys.readouterr().out.splitlines()[-2:]
     assert [row.split(" | ")[1] for row in rows] == ["ideal", "teraio-16gbs"]
+
+
+def test_the_cost_of_planning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LIGHTNING_SSD_PLAN_CACHE", "1")  # restored after main has changed it
+    out = tmp_path / "cost.json"
+    sizes = ["--hidden", "64", "--layers", "1", "--batch", "1", "--tokens", "8", "--precision", "32-true"]
+    command = ["planning_cost", "--rounds", "1", "--steps", "4", *sizes, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    planning_cost.main()
+    found = json.loads(out.read_text())
+    assert len(found["plain"]) == len(found["ours"]) == 4 and min(found["ours"]) > 0
+    assert found["in_force_from"] == 0 and found["extra_seconds"] == 0  # a CPU has no limit of memory
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "before: 0.00 s more than plain Lightning in all, one step at most 1.00 times as long"
+
+
+def test_the_cost_of_planning_is_that_of_steps_before_the_plan_is_in_force() -> None:
+    plain, ours = [[5.0, 1.0, 1.0, 1.0], [7.0, 1.0, 1.0, 1.0]], [[9.0, 1.5, 1.25, 1.0], [9.0, 2.0, 1.5, 1.0]]
+    found = planning_cost.compare(plain, ours, in_force_from=2)
+    assert found["plain"] == [6.0, 1.0, 1.0, 1.0] and found["ours"] == [9.0, 1.75, 1.375, 1.0]
+    assert found["extra_seconds"] == 3.75 and found["worst_ratio"] == 1.75
+    assert found["plain_step"] == 1.0 and found["later_ratio"] == 1.1875
