@@ -48,6 +48,7 @@ from lightning_ssd.model_states import (
     Settings,
     Setup,
     StatesConfig,
+    UnitTiers,
     bytes_on_device,
     compiled_regions,
     find_blocks,
@@ -74,7 +75,7 @@ from lightning_ssd.recovery import Recovery, training_settings
 from lightning_ssd.sizes import check_choice, check_flag, parse_bytes
 from lightning_ssd.storage import Backend
 from lightning_ssd.summary import describe_activations, describe_drives, describe_resident, describe_states
-from lightning_ssd.types import BackendName, Tier
+from lightning_ssd.types import BackendName
 from lightning_ssd.user_hooks import user_sees_gradients
 
 
@@ -840,9 +841,11 @@ def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int
     return [[[id(parameter) for parameter in group["params"]] for group in o.param_groups] for o in optimizers]
 
 
-def _planned_tiers(plan: Plan) -> dict[str, tuple[Tier, Tier]]:
-    """Returns the plan's tiers (weights, other states) of each unit."""
-    return {name: (unit.weights, unit.states) for name, unit in plan.units.items() if not is_later_call(name)}
+def _planned_tiers(plan: Plan) -> dict[str, UnitTiers]:
+    """Returns the plan's tiers of each unit and of its parts."""
+    return {
+        name: UnitTiers((unit.weights, unit.states)) for name, unit in plan.units.items() if not is_later_call(name)
+    }
 
 
 def _has_planner(trainer: pl.Trainer) -> bool:

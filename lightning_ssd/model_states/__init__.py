@@ -15,10 +15,10 @@ from lightning_ssd.model_states.move import move_model_states, regroup_model_sta
 from lightning_ssd.model_states.optimizers import AdamOptimizer, Part, StepInput
 from lightning_ssd.model_states.plain_data import NotPlainError, PlainData, encode
 from lightning_ssd.model_states.replace import find_replaced
-from lightning_ssd.model_states.residency import bytes_on_device, offloaded_parameters
+from lightning_ssd.model_states.residency import UnitTiers, bytes_on_device, offloaded_parameters
 from lightning_ssd.model_states.settings import Settings, describe, differences, model_settings, show, type_name
 from lightning_ssd.model_states.sharded import is_sharded, load_sharded, save_sharded
-from lightning_ssd.model_states.units import Unit, find_blocks, find_units
+from lightning_ssd.model_states.units import Unit, UnitPart, find_blocks, find_units
 from lightning_ssd.model_states.user_optimizers import register_optimizer, stepped_whole, zeroes_otherwise
 
 __all__ = [
@@ -41,6 +41,8 @@ __all__ = [
     "StatesConfig",
     "StepInput",
     "Unit",
+    "UnitPart",
+    "UnitTiers",
     "bytes_on_device",
     "compiled_regions",
     "describe",

@@ -24,6 +24,7 @@ from lightning_ssd.model_states.grouping import (
     STAGED_FLAT_ELEMENTS,
     FlatSpec,
     flat_groups,
+    flats_of,
     make_flat_params,
     make_spec,
 )
@@ -34,7 +35,7 @@ from lightning_ssd.model_states.materialize import MetaTensors, init_groups, mat
 from lightning_ssd.model_states.model_states import ModelStates, StateBytes
 from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.residency import (
-    UnitTiers,
+    PlanTiers,
     needs_master,
     off_device,
     planned_residents,
@@ -57,7 +58,7 @@ def make_model_states(
     device: torch.device,
     setup: Setup,
     *,
-    plan_tiers: UnitTiers | None = None,
+    plan_tiers: PlanTiers | None = None,
     loaded: Loaded | None = None,
 ) -> ModelStates:
     """Offloads parameters with their gradients and optimizer states.
@@ -72,7 +73,7 @@ def make_model_states(
         uninitialized: parameters and buffers that were built on `meta`; they are initialized here.
         device: device of the model's computation.
         setup: settings of the training.
-        plan_tiers: tiers of each unit, if a plan has them.
+        plan_tiers: tiers of each unit and of its parts, if a plan has them.
         loaded: checkpoint values of parameters that could not hold them.
 
     Raises:
@@ -92,7 +93,7 @@ def make_model_states(
         copies = make_copy_engine(device)
         undo.callback(copies.close)
         max_elements = FLAT_ELEMENTS if setup.config.states == "host" else STAGED_FLAT_ELEMENTS
-        of_units = make_flat_params(module, units, offloaded, groups, device, setup.autocast, max_elements)
+        of_units = make_flat_params(module, units, offloaded, groups, device, setup, max_elements)
         flat_params = [flat for _, flat_params in of_units for flat in flat_params]
         check_flats_apart(flat_params, device)
         two_versions = recover or (setup.needs_norm and setup.config.clip != "deferred")
@@ -100,7 +101,10 @@ def make_model_states(
         tiers = None
         if plan_tiers is not None:
             tiers = [
-                off_device(plan_tiers[unit.name]) for unit, (_, own) in zip(units, of_units, strict=True) for _ in own
+                off_device(plan_tiers[unit.name].of(part))
+                for unit, (_, own) in zip(units, of_units, strict=True)
+                for part in setup.parts_of(unit)
+                for _ in flats_of(part, own)
             ]
         space = _reserve(specs, tiers, device, setup, recover=recover)
         recovered = space.recovered
@@ -199,17 +203,22 @@ def _choose_residents(
     groups: Groups,
     device: torch.device,
     setup: Setup,
-    plan_tiers: UnitTiers | None,
+    plan_tiers: PlanTiers | None,
     *,
     recover: bool,
 ) -> tuple[set[nn.Parameter], int]:
-    """Returns the parameters of units that are kept on the device, and the bytes for prefetched weights there."""
+    """Returns the parameters of whole parts that are kept on the device, and its bytes for prefetched weights."""
     config = setup.config
     budget = config.budget(device)
     if plan_tiers is not None:
         host_alone = setup.storage.tier == "host"
         return planned_residents(
-            plan_tiers, units, offloaded, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
+            plan_tiers,
+            units,
+            setup.parts_of,
+            offloaded,
+            defer_to_user_hooks=setup.defer_to_user_hooks,
+            host_alone=host_alone,
         ), budget
     if config.states == "auto" and config.gpu_memory != "auto" and not recover:
         resident, used = residents_within(

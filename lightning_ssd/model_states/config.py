@@ -16,6 +16,7 @@ from lightning_ssd.model_states.budget import MemoryPlan
 from lightning_ssd.model_states.buffers import SpareMemory
 from lightning_ssd.model_states.residency import bytes_on_device
 from lightning_ssd.model_states.settings import Settings
+from lightning_ssd.model_states.units import Unit, UnitPart
 from lightning_ssd.sizes import SizeArgument, check_choice, check_flag, format_bytes, parse_bytes, show_argument
 from lightning_ssd.types import Clip, Overlap
 
@@ -125,6 +126,14 @@ class Setup:
     settings: Settings = field(default_factory=Settings.none)
     start_over: bool = False
     whole: Sequence[Optimizer] = ()
+
+    def parts_of(self, unit: Unit) -> tuple[UnitPart, ...]:
+        """Returns the parts of a unit that may be on tiers of their own.
+
+        They are those of the unit where a plan, or `gpu_memory`, may place them, and one part elsewhere.
+        """
+        placed = self.config.states == "auto" and not self.config.recover
+        return unit.parts if placed else (UnitPart("", unit.parameters),)
 
     @property
     def loss_scaled(self) -> bool:

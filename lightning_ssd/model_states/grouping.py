@@ -11,7 +11,7 @@ from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.layout import Layout
 from lightning_ssd.model_states.optimizers import ElementwiseOptimizer, FlatOptimizer, make_flat_optimizer
-from lightning_ssd.model_states.units import Unit
+from lightning_ssd.model_states.units import Unit, UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups
 
 FLAT_ELEMENTS = 2**26
@@ -27,10 +27,10 @@ def make_flat_params(
     offloaded: set[nn.Parameter],
     groups: Groups,
     device: torch.device,
-    autocast: torch.dtype | None,
+    setup: Setup,
     max_elements: int,
 ) -> list[tuple[Sequence[nn.Module], list[FlatParameter]]]:
-    """Returns for each unit its modules and flat parameters.
+    """Returns for each unit its modules and flat parameters, those of one part after those of the other.
 
     Args:
         module: the model.
@@ -38,26 +38,35 @@ def make_flat_params(
         offloaded: parameters to group.
         groups: parameter groups; a flat parameter belongs to one.
         device: device of the model's computation.
-        autocast: dtype of matrix products under autocast; None: without autocast.
+        setup: settings of the training.
         max_elements: most elements of a flat parameter, unless one parameter has more.
     """
-    dtypes = _compute_dtypes(module, autocast)
+    dtypes = _compute_dtypes(module, setup.autocast)
     of_units: list[tuple[Sequence[nn.Module], list[FlatParameter]]] = []
     for unit in units:
-        members: dict[object, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in unit.parameters:
-            if parameter in offloaded:
-                optimizer, number = groups.get(parameter, (None, 0))
-                # Frozen parameters are separate: backward may need them while a step of the others runs.
-                kind = dtypes[parameter], id(optimizer), number, parameter.requires_grad
-                members.setdefault(kind, []).append((name, parameter))
         flat_params: list[FlatParameter] = []
-        for chosen in members.values():
-            for part in _parts(chosen, max_elements):
-                name = unit.name if not flat_params else f"{unit.name} (part {len(flat_params) + 1})"
-                flat_params.append(FlatParameter(name, part, dtypes[part[0][1]], device))
+        parts = setup.parts_of(unit)
+        for part in parts:
+            members: dict[object, list[tuple[str, nn.Parameter]]] = {}
+            for name, parameter in part.parameters:
+                if parameter in offloaded:
+                    optimizer, number = groups.get(parameter, (None, 0))
+                    # Frozen parameters are separate: backward may need them while a step of the others runs.
+                    kind = dtypes[parameter], id(optimizer), number, parameter.requires_grad
+                    members.setdefault(kind, []).append((name, parameter))
+            name = unit.name if len(parts) == 1 else f"{unit.name} ({part.name})"
+            divided = (of_flat for chosen in members.values() for of_flat in _divide(chosen, max_elements))
+            for index, of_flat in enumerate(divided):
+                numbered = name if not index else f"{name} (flat parameter {index + 1})"
+                flat_params.append(FlatParameter(numbered, of_flat, dtypes[of_flat[0][1]], device))
         of_units.append((unit.modules, flat_params))
     return of_units
+
+
+def flats_of(part: UnitPart, flat_params: Iterable[FlatParameter]) -> list[FlatParameter]:
+    """Returns those of a unit's flat parameters that belong to a part of it."""
+    own = {parameter for _, parameter in part.parameters}
+    return [flat for flat in flat_params if flat.param_views[0].parameter in own]
 
 
 def flat_groups(flat_params: Iterable[FlatParameter], groups: Groups) -> dict[FlatParameter, tuple[Optimizer, int]]:
@@ -114,16 +123,17 @@ def make_spec(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions
     )
 
 
-def _parts(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    part: list[tuple[str, nn.Parameter]] = []
+def _divide(parameters: Iterable[tuple[str, nn.Parameter]], most: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Yields the parameters of each flat parameter, of at most `most` elements unless one parameter has more."""
+    of_flat: list[tuple[str, nn.Parameter]] = []
     numel = 0
     for name, parameter in parameters:
-        if part and numel + parameter.numel() > most:
-            yield part
-            part, numel = [], 0
-        part.append((name, parameter))
+        if of_flat and numel + parameter.numel() > most:
+            yield of_flat
+            of_flat, numel = [], 0
+        of_flat.append((name, parameter))
         numel += parameter.numel()
-    yield part
+    yield of_flat
 
 
 def _compute_dtypes(module: nn.Module, autocast: torch.dtype | None) -> dict[nn.Parameter, torch.dtype]:

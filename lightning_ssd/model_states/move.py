@@ -3,8 +3,8 @@
 Grouping, layouts, tiers, stores and the assembly are those of `build`. The filling of stores differs in its contract.
 Building allocates all stores first, so that missing memory is an error before the first step, and then fills them from
 parameters on the CPU or on meta, one unit at a time, without optimizer states. A move has to keep training possible: it
-allocates and fills one unit at a time, with its optimizer states, keeps the old values until the new ones are stored,
-and leaves the remaining units where they are when memory runs out.
+allocates and fills one part of a unit at a time, with its optimizer states, keeps the old values until the new ones are
+stored, and leaves the remaining parts where they are when memory runs out.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from lightning_ssd.model_states.budget import MemoryPlan, plan_memory
 from lightning_ssd.model_states.build import assemble, check_flats_apart
 from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, FlatSpec, make_flat_params, make_spec
+from lightning_ssd.model_states.grouping import STAGED_FLAT_ELEMENTS, FlatSpec, flats_of, make_flat_params, make_spec
 from lightning_ssd.model_states.model_states import ModelStates
 from lightning_ssd.model_states.offloaded import OffloadedModel
-from lightning_ssd.model_states.residency import UnitTiers, needs_master, off_device, planned_residents
+from lightning_ssd.model_states.residency import PlanTiers, needs_master, off_device, planned_residents
 from lightning_ssd.model_states.state_storage import make_staging
 from lightning_ssd.model_states.unit_mover import TieredSpec, UnitMover, present_spec
-from lightning_ssd.model_states.units import find_units
+from lightning_ssd.model_states.units import Unit, UnitPart, find_units
 from lightning_ssd.model_states.user_optimizers import Groups, groups_of
 
 
@@ -37,17 +37,17 @@ def move_model_states(
     device: torch.device,
     setup: Setup,
     *,
-    plan_tiers: UnitTiers,
+    plan_tiers: PlanTiers,
 ) -> ModelStates:
     """Moves model states to the tiers of a plan, between two steps.
 
-    Values do not change. Units for which memory runs out keep their tiers.
+    Values do not change. Parts of units for which memory runs out keep their tiers.
 
     Args:
         states: present model states, without a journal; closed afterwards, unless an error is raised before anything
             is moved.
         offloadable: parameters on the device that may be offloaded.
-        plan_tiers: tiers of each unit.
+        plan_tiers: tiers of each unit and of its parts.
         module, optimizers, device, setup: as in `make_model_states`.
 
     Returns:
@@ -69,23 +69,30 @@ def move_model_states(
     }
     host_alone = setup.storage.tier == "host"
     resident = planned_residents(
-        plan_tiers, units, movable, defer_to_user_hooks=setup.defer_to_user_hooks, host_alone=host_alone
+        plan_tiers,
+        units,
+        setup.parts_of,
+        movable,
+        defer_to_user_hooks=setup.defer_to_user_hooks,
+        host_alone=host_alone,
     )
+    parts = _parts(units, setup)
     target: list[list[TieredSpec]] = []
-    for unit, (_, flat_params) in zip(units, model.units, strict=True):
-        offloaded = {parameter for _, parameter in unit.parameters if parameter in movable} - resident
+    for index, part in parts:
+        offloaded = {parameter for _, parameter in part.parameters if parameter in movable} - resident
+        now = flats_of(part, model.units[index][1])
         specs: list[FlatSpec] = []
-        if offloaded and flat_params:
-            specs = [FlatSpec(model.stores[flat].layout, model.flat_optimizers.get(flat)) for flat in flat_params]
+        if offloaded and now:
+            specs = [FlatSpec(model.stores[flat].layout, model.flat_optimizers.get(flat)) for flat in now]
         elif offloaded:
-            of_unit = make_flat_params(module, [unit], offloaded, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[
-                0
-            ][1]
-            specs = [_make_spec(flat, groups, setup, states) for flat in of_unit]
+            unit = units[index]
+            made = make_flat_params(module, [unit], offloaded, groups, device, setup, STAGED_FLAT_ELEMENTS)[0][1]
+            specs = [_make_spec(flat, groups, setup, states) for flat in made]
+        name = units[index].name
         target.append(
-            [TieredSpec(item.layout, item.flat_optimizer, *off_device(plan_tiers[unit.name])) for item in specs]
+            [TieredSpec(item.layout, item.flat_optimizer, *off_device(plan_tiers[name].of(part))) for item in specs]
         )
-    return _remake(states, module, optimizers, groups, movable, target, device, setup)
+    return _remake(states, module, optimizers, groups, movable, parts, target, device, setup)
 
 
 def regroup_model_states(
@@ -118,15 +125,18 @@ def regroup_model_states(
     offloaded = {item.parameter: item.name for flat in model.stores for item in flat.param_views}
     if shared := [name for parameter, name in offloaded.items() if parameter in twice]:
         raise ValueError(f"two optimizers step {shared[0]}, which is offloaded. Keep one, or set `states='gpu'`.")
+    units = find_units(module, setup.config.units)
+    parts = _parts(units, setup)
     target: list[list[TieredSpec]] = []
-    for unit, (_, flat_params) in zip(find_units(module, setup.config.units), model.units, strict=True):
+    for index, part in parts:
+        flat_params = flats_of(part, model.units[index][1])
         now = [present_spec(model.stores[flat], model.flat_optimizers.get(flat)) for flat in flat_params]
         if all(_stepped_alike(model, flat, groups) for flat in flat_params):
             target.append(now)
         else:
             own = {item.parameter for flat in flat_params for item in flat.param_views}
             with _as_built(flat_params):
-                made = make_flat_params(module, [unit], own, groups, device, setup.autocast, STAGED_FLAT_ELEMENTS)[0][1]
+                made = make_flat_params(module, [units[index]], own, groups, device, setup, STAGED_FLAT_ELEMENTS)[0][1]
             tier = now[0].weights
             specs = [_make_spec(flat, groups, setup, states) for flat in made]
             target.append([TieredSpec(item.layout, item.flat_optimizer, tier, tier) for item in specs])
@@ -140,7 +150,7 @@ def regroup_model_states(
             gradients = {parameter: gradient.clone() for parameter, gradient in gradients.items()}
     resident = {parameter for parameter in module.parameters() if parameter in states.masters}
     of_masters = {parameter: parameter.grad for parameter in resident}
-    remade = _remake(states, module, optimizers, groups, resident | set(offloaded), target, device, setup)
+    remade = _remake(states, module, optimizers, groups, resident | set(offloaded), parts, target, device, setup)
     if gradients:
         with remade.full_grads():
             for parameter, gradient in gradients.items():
@@ -148,6 +158,11 @@ def regroup_model_states(
     for parameter in resident & remade.masters.keys():
         parameter.grad = of_masters[parameter]
     return remade
+
+
+def _parts(units: Sequence[Unit], setup: Setup) -> list[tuple[int, UnitPart]]:
+    """Returns the index of the unit and the part, for all parts that may be on tiers of their own."""
+    return [(index, part) for index, unit in enumerate(units) for part in setup.parts_of(unit)]
 
 
 @contextlib.contextmanager
@@ -176,7 +191,7 @@ def _make_spec(flat: FlatParameter, groups: Groups, setup: Setup, states: ModelS
 
 
 def _plan_memory(target: Sequence[Sequence[TieredSpec]], budget: int | None, setup: Setup) -> MemoryPlan:
-    every = [item for of_unit in target for item in of_unit]
+    every = [item for of_part in target for item in of_part]
     tiers = [(item.weights, item.opt_state) for item in every]
     return plan_memory(
         [item.layout for item in every],
@@ -194,17 +209,18 @@ def _remake(
     optimizers: Sequence[Optimizer],
     groups: Groups,
     movable: set[nn.Parameter],
+    parts: Sequence[tuple[int, UnitPart]],
     target: Sequence[Sequence[TieredSpec]],
     device: torch.device,
     setup: Setup,
 ) -> ModelStates:
-    """Ends `states`, moves their values to the target flat parameters of each unit, and assembles the result."""
+    """Ends `states`, moves their values to the target flat parameters of each part, and assembles the result."""
     budget = setup.host_budget()
     available = (usable_memory() if budget is None else budget) + states.host_bytes  # which can be used again
     if budget is not None and setup.storage.host_memory == "auto":
         budget = available
     memory_plan = _plan_memory(target, budget, setup)
-    check_flats_apart((item.flat for of_unit in target for item in of_unit), device, known=states.parameters)
+    check_flats_apart((item.flat for of_part in target for item in of_part), device, known=states.parameters)
     states.drain()
     staging = states.staging
     with contextlib.ExitStack() as undo:
@@ -217,7 +233,7 @@ def _remake(
         model, masters = states.dissolve()
         undo.pop_all()
     with contextlib.ExitStack() as undo:
-        mover = UnitMover(model, masters, staging, groups, device, undo)
+        mover = UnitMover(model, parts, masters, staging, groups, device, undo)
         if staging is not None and memory_plan.staging > staging.states.pool.budget:
             mover.resize_staging(memory_plan.staging)
         mover.regroup(target)

@@ -1,6 +1,7 @@
 """Residency: the choice of parameters that are kept on the device with their gradients and optimizer states."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -8,15 +9,33 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_ssd.model_states.layout import WHOLE_DTYPES
 from lightning_ssd.model_states.masters import MasteredParameter
-from lightning_ssd.model_states.units import Unit
+from lightning_ssd.model_states.units import Unit, UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups
 from lightning_ssd.types import OffloadTierName, Tier
 
 MASTERED_DTYPES = (torch.bfloat16,)
 """Dtypes of weights that have fp32 master weights, on the device and off it."""
 
-UnitTiers = Mapping[str, tuple[Tier, Tier]]
-"""Tiers (compute weights, other values) of each unit, by name."""
+
+@dataclass(frozen=True)
+class UnitTiers:
+    """Tiers (compute weights, other values) of a unit.
+
+    Attributes:
+        unit: those of the unit's parts that `parts` does not name.
+        parts: tiers of parts by name.
+    """
+
+    unit: tuple[Tier, Tier]
+    parts: Mapping[str, tuple[Tier, Tier]] = field(default_factory=dict)
+
+    def of(self, part: UnitPart) -> tuple[Tier, Tier]:
+        """Returns the tiers of a part."""
+        return self.parts.get(part.name, self.unit)
+
+
+PlanTiers = Mapping[str, UnitTiers]
+"""Tiers of each unit, by name."""
 
 
 def bytes_on_device(module: nn.Module, *, fitting: bool) -> int:
@@ -70,7 +89,7 @@ def residents_within(
     *,
     defer_to_user_hooks: bool,
 ) -> tuple[set[nn.Parameter], int]:
-    """Returns parameters of whole units that fit on the device together with prefetched weights, and their bytes.
+    """Returns parameters of parts of units that fit on the device with prefetched weights, and their bytes.
 
     The first units of the forward are chosen first: their gradients are complete last and their weights are needed
     first, so a step on the CPU would overlap with nothing.
@@ -81,10 +100,10 @@ def residents_within(
         groups: parameter groups; others need no gradients and states.
         budget: bytes of the device.
         autocast: dtype that matrix products compute in; None: that of the weights.
-        defer_to_user_hooks: as in `whole_units`.
+        defer_to_user_hooks: as in `whole_parts`.
     """
 
-    def own(unit: Unit) -> list[nn.Parameter]:
+    def own(unit: Unit | UnitPart) -> list[nn.Parameter]:
         return [parameter for _, parameter in unit.parameters if parameter in offloaded]
 
     def compute_bytes(parameter: nn.Parameter) -> int:
@@ -99,49 +118,59 @@ def residents_within(
     sizes = sorted((sum(compute_bytes(p) * p.numel() for p in own(unit)) for unit in units), reverse=True)
     used, most = 0, budget - sum(sizes[:3])  # one unit computes, one is prefetched, one is evicted
     resident: set[nn.Parameter] = set()
-    for unit in units:
-        needed = sum(resident_bytes(parameter) * parameter.numel() for parameter in own(unit))
-        if defer_to_user_hooks and not whole_units([unit], offloaded, defer_to_user_hooks=True):
+    for part in (part for unit in units for part in unit.parts):
+        needed = sum(resident_bytes(parameter) * parameter.numel() for parameter in own(part))
+        if defer_to_user_hooks and not whole_parts([part], offloaded, defer_to_user_hooks=True):
             continue
         if used + needed > most:
             break
         used += needed
-        resident.update(own(unit))
+        resident.update(own(part))
     return resident, used
 
 
 def planned_residents(
-    tiers: UnitTiers, units: Sequence[Unit], movable: set[nn.Parameter], *, defer_to_user_hooks: bool, host_alone: bool
+    tiers: PlanTiers,
+    units: Sequence[Unit],
+    parts_of: Callable[[Unit], Sequence[UnitPart]],
+    movable: set[nn.Parameter],
+    *,
+    defer_to_user_hooks: bool,
+    host_alone: bool,
 ) -> set[nn.Parameter]:
     """Returns the parameters that a plan keeps on the device.
 
     Args:
         tiers: the plan.
         units: units of the model.
+        parts_of: returns the parts of a unit that may be on tiers of their own.
         movable: parameters that may be offloaded.
-        defer_to_user_hooks: as in `whole_units`.
+        defer_to_user_hooks: as in `whole_parts`.
         host_alone: whether `tier="host"` excludes SSDs.
 
     Raises:
         ValueError: the plan does not match these units.
     """
-    _check_plan(tiers, units, movable, host_alone=host_alone)
-    chosen = [unit for unit in units if tiers.get(unit.name, ("gpu", "gpu"))[0] == "gpu"]
-    return whole_units(chosen, movable, defer_to_user_hooks=defer_to_user_hooks)
+    _check_plan(tiers, units, parts_of, movable, host_alone=host_alone)
+    kept = UnitTiers(("gpu", "gpu"))
+    chosen = [part for unit in units for part in parts_of(unit) if tiers.get(unit.name, kept).of(part)[0] == "gpu"]
+    return whole_parts(chosen, movable, defer_to_user_hooks=defer_to_user_hooks)
 
 
-def whole_units(units: Sequence[Unit], movable: set[nn.Parameter], *, defer_to_user_hooks: bool) -> set[nn.Parameter]:
-    """Returns the parameters of units that may be kept on the device as a whole.
+def whole_parts(
+    parts: Sequence[UnitPart], movable: set[nn.Parameter], *, defer_to_user_hooks: bool
+) -> set[nn.Parameter]:
+    """Returns the parameters of parts that may be kept on the device as a whole.
 
     Args:
-        units: units to choose from.
+        parts: parts of units to choose from.
         movable: parameters to choose from.
-        defer_to_user_hooks: whether user code may read gradients: on the device, those of units with 16-bit parameters
+        defer_to_user_hooks: whether user code may read gradients: on the device, those of parts with 16-bit parameters
             would be fp32.
     """
     chosen: set[nn.Parameter] = set()
-    for unit in units:
-        own = {parameter for _, parameter in unit.parameters if parameter in movable}
+    for part in parts:
+        own = {parameter for _, parameter in part.parameters if parameter in movable}
         if not defer_to_user_hooks or all(parameter.dtype == torch.float32 for parameter in own):
             chosen |= own
     return chosen
@@ -153,23 +182,40 @@ def needs_master(resident: set[nn.Parameter], groups: Groups) -> list[nn.Paramet
 
 
 def off_device(tiers: tuple[Tier, Tier]) -> tuple[OffloadTierName, OffloadTierName]:
-    """Returns the tiers of flat parameters of a unit, with host memory in place of the GPU."""
+    """Returns the tiers of flat parameters of a part, with host memory in place of the GPU."""
     weights, opt_state = tiers
     return ("host" if weights == "gpu" else weights), ("host" if opt_state == "gpu" else opt_state)
 
 
-def _check_plan(tiers: UnitTiers, units: Sequence[Unit], movable: set[nn.Parameter], *, host_alone: bool) -> None:
-    names = [unit.name for unit in units if unit.parameters]
+def _check_plan(
+    tiers: PlanTiers,
+    units: Sequence[Unit],
+    parts_of: Callable[[Unit], Sequence[UnitPart]],
+    movable: set[nn.Parameter],
+    *,
+    host_alone: bool,
+) -> None:
+    by_name = {unit.name: unit for unit in units if unit.parameters}
     for name, of_unit in tiers.items():
-        if of_unit.count("gpu") == 1:
-            raise ValueError(
-                f"the plan has weights of the unit `{name}` on `{of_unit[0]}` and its states on `{of_unit[1]}`. A unit "
-                "is on the GPU with both of them, or with neither: change one of the two."
-            )
-        if host_alone and "ssd" in of_unit:
-            raise ValueError(f"the plan has the unit `{name}` on SSDs, and `tier='host'` rules that out. Change one.")
-        if name not in names:
+        every = {f"unit `{name}`": of_unit.unit}
+        every |= {f"part `{part}` of the unit `{name}`": of_part for part, of_part in of_unit.parts.items()}
+        for what, (weights, opt_state) in every.items():
+            if (weights == "gpu") != (opt_state == "gpu"):
+                raise ValueError(
+                    f"the plan has weights of the {what} on `{weights}` and its states on `{opt_state}`. It is on the "
+                    "GPU with both of them, or with neither: change one of the two."
+                )
+            if host_alone and "ssd" in (weights, opt_state):
+                raise ValueError(f"the plan has the {what} on SSDs, and `tier='host'` rules that out. Change one.")
+        if name not in by_name:
             raise ValueError(f"the plan places the unit `{name}`, which the model does not have. Plan again for it.")
+        parts = {part.name for part in parts_of(by_name[name])}
+        for part in of_unit.parts:
+            if part not in parts:
+                raise ValueError(
+                    f"the plan places the part `{part}` of the unit `{name}`, which the model does not have. Plan "
+                    "again for it."
+                )
     for unit in units:
         if unit.name not in tiers and any(parameter in movable for _, parameter in unit.parameters):
             raise ValueError(f"the plan does not place the unit `{unit.name}`. Plan again for this model.")

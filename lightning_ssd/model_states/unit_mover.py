@@ -1,4 +1,4 @@
-"""Moves the values of one unit after the other between the device, host memory and SSDs, for `move`."""
+"""Moves the values of one part of a unit after the other between the device, host memory and SSDs, for `move`."""
 
 import contextlib
 import logging
@@ -14,13 +14,14 @@ from torch.utils._pytree import tree_map_only
 from lightning_ssd.model_states.budget import MemoryPlan
 from lightning_ssd.model_states.buffers import StateStaging
 from lightning_ssd.model_states.flat import FlatParameter
-from lightning_ssd.model_states.grouping import FlatSpec, flat_groups
+from lightning_ssd.model_states.grouping import FlatSpec, flat_groups, flats_of
 from lightning_ssd.model_states.layout import StagedState
 from lightning_ssd.model_states.offloaded import OffloadedModel
 from lightning_ssd.model_states.optimizers import FlatOptimizer, WholeOptimizer
 from lightning_ssd.model_states.residency import MASTERED_DTYPES
 from lightning_ssd.model_states.state_storage import make_buffer, make_store
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.model_states.units import UnitPart
 from lightning_ssd.model_states.user_optimizers import Groups
 from lightning_ssd.storage import StorageFullError
 from lightning_ssd.types import OffloadTierName
@@ -46,16 +47,17 @@ def present_spec(store: StateStore, flat_optimizer: FlatOptimizer | None) -> Tie
 
 
 class UnitMover:
-    """Moves one unit after the other between the device, host memory and SSDs, and tracks the tier of each.
+    """Moves one part of a unit after the other between the device, host memory and SSDs, and tracks its tier.
 
     Threads: the training thread; I/O and copies complete on their own threads and are waited for.
 
     Ownership: stores, scratch space and the copy engine belong to the mover until `finish`, and on an error to `undo`,
-    which makes the parameters whole on the CPU. The values of a unit stay valid in the old tier until all of them are
+    which makes the parameters whole on the CPU. The values of a part stay valid in the old tier until all of them are
     in the new one.
 
     Args:
         model: the flat parameters before the move.
+        parts: the parts of all units that may be moved, each with the index of its unit.
         masters: master weights of resident 16-bit parameters.
         staging: scratch space of flat parameters on SSDs; owned.
         groups: parameter groups.
@@ -63,13 +65,14 @@ class UnitMover:
         undo: restores the parameters, and frees everything.
 
     Attributes:
-        flat_params: for each unit, its flat parameters and their tiers at present.
+        flat_params: for each part, its flat parameters and their tiers at present.
         masters: master weights of 16-bit parameters on the device at present.
     """
 
     def __init__(
         self,
         model: OffloadedModel,
+        parts: Sequence[tuple[int, UnitPart]],
         masters: Mapping[nn.Parameter, Tensor],
         staging: StateStaging | None,
         groups: Groups,
@@ -78,12 +81,16 @@ class UnitMover:
     ) -> None:
         self.masters = dict(masters)
         self._model = model
+        self._units = [index for index, _ in parts]
         self._stores = dict(model.stores)
         self._owners = {flat: optimizer for flat, (optimizer, _) in model.groups.items()}
         """Optimizer of each flat parameter, which holds its states while it is on the device."""
         self.flat_params = [
-            [present_spec(self._stores[flat], model.flat_optimizers.get(flat)) for flat in flat_params]
-            for _, flat_params in model.units
+            [
+                present_spec(self._stores[flat], model.flat_optimizers.get(flat))
+                for flat in flats_of(part, model.units[index][1])
+            ]
+            for index, part in parts
         ]
         self._staging = staging
         for store in self._stores.values():
@@ -99,22 +106,22 @@ class UnitMover:
             self._staging.resize(param_staging, staging, pin=self._pin)
 
     def regroup(self, target: Sequence[Sequence[TieredSpec]]) -> None:
-        """Regroups the parameters of units into other flat parameters, through host memory."""
+        """Regroups the parameters of parts into other flat parameters, through host memory."""
         device, self._device = self._device, torch.device("cpu")
-        for number, of_unit in enumerate(target):
+        for number, of_part in enumerate(target):
             now = [item.flat for item in self.flat_params[number]]
-            if now and of_unit and now != [item.flat for item in of_unit]:
+            if now and of_part and now != [item.flat for item in of_part]:
                 self._to_device(number, [])
-                self._from_device(number, of_unit)
+                self._from_device(number, of_part)
         self._device = device
 
     def relocate(self, target: Sequence[Sequence[TieredSpec]]) -> None:
-        """Moves all units, those first that free memory. If memory runs out, the remaining units keep their tiers."""
+        """Moves all parts, those first that free memory. If memory runs out, the remaining parts keep their tiers."""
         to_ssd, to_host = partial(self._to_tier, tier="ssd"), partial(self._to_tier, tier="host")
         try:
             for move in (to_ssd, self._from_device, self._to_device, to_host):
-                for number, of_unit in enumerate(target):
-                    move(number, of_unit)
+                for number, of_part in enumerate(target):
+                    move(number, of_part)
         except (torch.OutOfMemoryError, MemoryError, StorageFullError) as error:
             log.warning("not all model states could be moved, which does not affect results: %s", error)
 
@@ -130,12 +137,12 @@ class UnitMover:
             self._staging = None
             for store in self._stores.values():
                 store.staging = None
-        every = [item for of_unit in self.flat_params for item in of_unit]
+        every = [item for of_part in self.flat_params for item in of_part]
+        of_units: list[list[FlatParameter]] = [[] for _ in self._model.units]
+        for index, of_part in zip(self._units, self.flat_params, strict=True):
+            of_units[index] += [item.flat for item in of_part]
         return OffloadedModel(
-            [
-                (modules, [item.flat for item in of_unit])
-                for (modules, _), of_unit in zip(self._model.units, self.flat_params, strict=True)
-            ],
+            [(modules, flat_params) for (modules, _), flat_params in zip(self._model.units, of_units, strict=True)],
             {item.flat: self._stores[item.flat] for item in every},
             {item.flat: item.flat_optimizer for item in every if item.flat_optimizer is not None},
             flat_groups((item.flat for item in every), self._groups),
@@ -144,7 +151,7 @@ class UnitMover:
         )
 
     def _to_tier(self, number: int, target: Sequence[TieredSpec], tier: OffloadTierName) -> None:
-        """Moves to `tier` the values of a unit whose target it is."""
+        """Moves to `tier` the values of a part whose target it is."""
         if not target or not self.flat_params[number]:
             return
         for index, (now, then) in enumerate(zip(self.flat_params[number], target, strict=True)):
@@ -162,7 +169,7 @@ class UnitMover:
             self.flat_params[number][index] = present_spec(store, now.flat_optimizer)
 
     def _from_device(self, number: int, target: Sequence[TieredSpec]) -> None:
-        """Offloads a unit that is on the device, if it has a target there."""
+        """Offloads a part that is on the device, if it has a target there."""
         if self.flat_params[number] or not target:
             return
         stores: dict[FlatParameter, StateStore] = {}
@@ -198,7 +205,7 @@ class UnitMover:
         store.drain()
 
     def _to_device(self, number: int, target: Sequence[TieredSpec]) -> None:
-        """Moves a unit to the device, with its optimizer states."""
+        """Moves a part to the device, with its optimizer states."""
         if not self.flat_params[number] or target:
             return
         for item in self.flat_params[number]:

@@ -3,12 +3,33 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from lightning_ssd.model_states.compile import is_compiled
+
+PART_ELEMENTS = 2**23
+"""Least number of elements of a part of a unit: 16 MiB of 16-bit weights, so that transfers stay large."""
+
+SMALL_SHARE = 8
+"""`PART_ELEMENTS` / elements below which a parameter is in the unit's first part, such as norms, biases and adapters:
+they are transferred together."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnitPart:
+    """Parameters of a unit that are placed together: the least that a plan, or a limit of memory, keeps on a tier.
+
+    Attributes:
+        name: name of its first large parameter, without the name of the unit; unique in the unit.
+        parameters: qualified names and parameters.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +45,28 @@ class Unit:
     name: str
     modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @cached_property
+    def parts(self) -> tuple[UnitPart, ...]:
+        """The parts of the unit, one or more, in the order of its parameters. Small units have one."""
+        large: list[list[tuple[str, nn.Parameter]]] = [[]]
+        for name, parameter in self.parameters:
+            if SMALL_SHARE * parameter.numel() >= PART_ELEMENTS:
+                if _numel(large[-1]) >= PART_ELEMENTS:
+                    large.append([])
+                large[-1].append((name, parameter))
+        if len(large) > 1 and _numel(large[-1]) < PART_ELEMENTS:
+            last = large.pop()
+            large[-1] += last
+        if len(large) == 1:
+            return (UnitPart(self._name_in_unit(self.parameters[0][0]), self.parameters),)
+        elsewhere = {name for part in large[1:] for name, _ in part}
+        first = tuple(item for item in self.parameters if item[0] not in elsewhere)
+        names = [self._name_in_unit(part[0][0]) for part in large]
+        return tuple(map(UnitPart, names, (first, *map(tuple, large[1:]))))
+
+    def _name_in_unit(self, name: str) -> str:
+        return name.removeprefix(f"{self.name}.")
 
 
 def find_units(module: nn.Module, by: Sequence[str] | Callable[[nn.Module], bool] | None = None) -> list[Unit]:
@@ -60,6 +103,10 @@ def find_units(module: nn.Module, by: Sequence[str] | Callable[[nn.Module], bool
         counts[name] += 1
         units.append(Unit(name if counts[name] == 1 else f"{name}#{counts[name]}", modules, tuple(members)))
     return units
+
+
+def _numel(parameters: Sequence[tuple[str, nn.Parameter]]) -> int:
+    return sum(parameter.numel() for _, parameter in parameters)
 
 
 def find_blocks(module: nn.Module, by: Sequence[str] | None = None) -> list[nn.Module]:

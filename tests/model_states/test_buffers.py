@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import budget, build, state_storage
+from lightning_ssd.model_states import budget, build, state_storage, units
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
 from tests.support.compare import assert_same
 from tests.support.faults import FailingAtBackend, FaultyBackend
@@ -118,6 +118,25 @@ def test_units_that_fit_on_the_device_are_resident(tmp_path: Path) -> None:
 
     assert_same(train(tmp_path, strategy, Watching()), expected)
     assert 0 < left[0] < len(list(Model().parameters()))
+
+
+def test_parts_of_a_unit_that_fit_on_the_device_are_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of memory between the sizes of two units is used by a part of the second one."""
+    found: list[set[str]] = []
+    expected = train(tmp_path, "auto", Model(), gradient_clip_val=8.0)
+    for least in (units.PART_ELEMENTS, 1024):
+        monkeypatch.setattr(units, "PART_ELEMENTS", least)
+        strategy = ssd(states="auto", gpu_memory="90kB")
+
+        class Watching(Model):
+            def on_train_start(self) -> None:
+                states: Any = strategy.model_states  # noqa: B023
+                offloaded = {view.name for flat in states.stores for view in flat.param_views}
+                found.append({name for name, _ in self.named_parameters()} - offloaded)
+
+        assert_same(train(tmp_path, strategy, Watching(), gradient_clip_val=8.0), expected)
+    names = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.bias")
+    assert found[1] - found[0] == {f"blocks.1.{name}" for name in names} and found[0]
 
 
 @pytest.mark.parametrize(("gpu_memory", "leaves"), [("auto", False), ("1MB", False), ("10kB", True)])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_ssd import ModelProfiler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadConfig
 from lightning_ssd.activations.weights import storage_of
-from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, find_units, make_model_states
+from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, UnitTiers, find_units, make_model_states
 from tests.support.compare import assert_same
 from tests.support.models import MakeOptimizer, Model
 from tests.support.states import host, loader, train
@@ -306,7 +306,7 @@ def test_a_scaled_step_is_skipped_in_all_units_or_in_none(tmp_path: Path, clippe
             clip_value=None,
             defer_to_user_hooks=False,
         ),
-        plan_tiers={name: ("host", "host") if index else ("gpu", "gpu") for index, name in enumerate(names)},
+        plan_tiers={name: UnitTiers(("host", "host") if index else ("gpu", "gpu")) for index, name in enumerate(names)},
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     model[0].weight.register_hook(lambda gradient: gradient * float("inf"))

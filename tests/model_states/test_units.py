@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from lightning_ssd.model_states import units as units_module
 from lightning_ssd.model_states.units import Unit, find_units
 
 
@@ -136,3 +137,33 @@ def test_any_tree(seed: int) -> None:
     if len(layers) > 1 and rng.random() < 0.5:
         layers[0].weight = layers[-1].weight
     check(module, find_units(module))
+
+
+def test_large_units_have_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter is in one part; parts have enough elements, and small parameters are in the first one."""
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20, n_positions=8))
+    monkeypatch.setattr(units_module, "PART_ELEMENTS", 700)
+    units = {unit.name: unit for unit in find_units(model)}
+    assert [part.name for part in units["transformer.wte"].parts] == ["weight"]
+    first, *others = units["transformer.h.0"].parts
+    assert first.name == "attn.c_attn.weight" and len(first.parameters) == 9
+    assert [[name.removeprefix("transformer.h.0.") for name, _ in part.parameters] for part in others] == [
+        ["attn.c_proj.weight", "mlp.c_fc.weight"],
+        ["mlp.c_proj.weight"],
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 100))
+def test_parts_of_any_unit(sizes: list[int], least: int) -> None:
+    module = nn.ParameterList(torch.zeros(size) for size in sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units_module, "PART_ELEMENTS", least)
+        unit = Unit("all", (module,), tuple(module.named_parameters()))
+        parts = unit.parts
+    numels = [sum(parameter.numel() for _, parameter in part.parameters) for part in parts]
+    assert sorted(name for part in parts for name, _ in part.parameters) == sorted(dict(unit.parameters))
+    assert len({part.name for part in parts}) == len(parts)
+    assert len(parts) == 1 or min(numels) >= least
+    small = {name for name, parameter in unit.parameters if units_module.SMALL_SHARE * parameter.numel() < least}
+    assert small <= {name for name, _ in parts[0].parameters}
