@@ -196,7 +196,8 @@ def placement(runner: PlanRunner, plan: Plan) -> dict[str, dict[str, int]]:
     states, saved = Counter[str](), Counter[str]()
     for unit in runner.profile.units:
         of_unit = plan.units[unit.name]
-        states[of_unit.states] += unit.state_bytes_read
+        for part in unit.own_parts:
+            states[of_unit.of(part.name).states] += part.state_bytes_read
         saved[of_unit.input] += unit.input_bytes
         for operator in unit.operators:
             saved[of_unit.operators[operator.name]] += operator.saved_bytes

@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.device import HostClock
-from lightning_ssd.model_states import GPU_SHARE, Unit, find_units
+from lightning_ssd.model_states import GPU_SHARE, Unit, UnitPart, find_units
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
     LifetimeProfile,
     ModelProfile,
+    PartProfile,
     Plan,
     default_plan,
     default_window,
@@ -57,11 +58,17 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
         graph = trace(units, module, _step(module, config), first, mode, hardware, least)
         moments = _optimizer_bytes(module)
     wide = str(config["trainer"]["precision"]) in ("32", "32-true", "64", "64-true", "None")
+    divided = (_strategy_argument(config, "states") or "auto") == "auto" and not _strategy_argument(config, "recover")
+
+    def parts_of(unit: Unit) -> list[PartProfile]:
+        parts = unit.parts if divided else (UnitPart("", unit.parameters),)
+        return [PartProfile(part.name, *_state_bytes(part, moments, wide=wide)) for part in parts]
+
     samples, tokens = count_samples(first)
     settings = config["trainer"]
     return ModelProfile(
         type(module).__name__,
-        unit_profiles(units, graph, graph.saved(least), {}, lambda unit: _state_bytes(unit, moments, wide=wide)),
+        unit_profiles(units, graph, graph.saved(least), {}, parts_of),
         settings["accumulate_grad_batches"],
         samples,
         tokens,
@@ -129,7 +136,7 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     if states == "auto":
         fits = nbytes <= GPU_SHARE * hardware.gpu_bytes
         states = "gpu" if fits else "host" if nbytes <= 0.85 * hardware.host_bytes else "ssd"
-    tiers: tuple[Tier, ...] = (states,) * len(model.units)
+    tiers: tuple[Tier, ...] = (states,) * len(model.parts)
     transferred = int(model.forward_seconds * hardware.copy_out)
     left = hardware.host_bytes - (nbytes if states == "host" else 0)
     amount = _strategy_argument(config, "offload") or "auto"
@@ -333,20 +340,20 @@ def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.optim.Optimizer)]
 
 
-def _state_bytes(unit: Unit, moments: Mapping[Tensor, int], *, wide: bool) -> tuple[int, int, int, int, int]:
+def _state_bytes(part: UnitPart, moments: Mapping[Tensor, int], *, wide: bool) -> tuple[int, int, int, int, int]:
     """Returns the number of trained parameters, and bytes of weights, gradients and states (read, written).
 
     Args:
-        unit: unit of the model.
+        part: part of a unit of the model.
         moments: bytes of optimizer states of each parameter.
         wide: whether weights compute in the precision in which they are stepped; else they compute in 16 bits and have
             fp32 master weights.
     """
-    trained = [parameter for _, parameter in unit.parameters if parameter.requires_grad]
+    trained = [parameter for _, parameter in part.parameters if parameter.requires_grad]
     numel = sum(parameter.numel() for parameter in trained)
     width = 4 if wide else 2
     states = sum(moments.get(parameter, 0) for parameter in trained) + (0 if wide else 4 * numel)
-    weights = width * sum(parameter.numel() for _, parameter in unit.parameters)
+    weights = width * sum(parameter.numel() for _, parameter in part.parameters)
     return numel, weights, width * numel, states, states
 
 

@@ -135,8 +135,8 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             unit's weights are on the device only around their use, gradients are offloaded as backward computes them,
             and the optimizer steps on the CPU while the device computes. `"ssd"`: like `"host"`, with everything but
             the gradients on the SSDs of `path`. `"auto"`: the device if all fit into `gpu_memory` (by default 60 % of
-            the GPU memory that this process may use). Otherwise `gpu_memory`, if given, is filled with whole units,
-            then `host_memory` (by default 85 % of the free memory), and the rest is on SSDs.
+            the GPU memory that this process may use). Otherwise `gpu_memory`, if given, is filled with units, and
+            with parts of large ones, then `host_memory` (by default 85 % of the free memory), and the rest is on SSDs.
             Unless `states="gpu"`, `configure_model` and `Trainer.init_module` build models on the CPU.
             Under `bf16-mixed` and `16-mixed`, weights of matrix products are on the device in 16 bits, as autocast
             would cast them, and in fp32 elsewhere. If one forward uses such a weight several times, its gradients are
@@ -146,11 +146,11 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             settings. On a GPU, the last digits of a step are those of torch's fused CPU kernels. Optimizers of
             `torch.optim`, and classes given to `lightning_ssd.register_optimizer`, step unit by unit. Other classes may
             couple parameters, and step when backward has ended.
-        gpu_memory: budget of device memory for weights, and for gradients and optimizer states of units that are kept
-            on the device, unless `states="gpu"`: `"20GiB"`, or `"50%"` of the memory that this process may use (on a
-            CPU, of the free memory). Units in use are on the device even if they exceed it. `"auto"`: a tenth of that
-            memory, 1 GiB on a CPU. A limit by `torch.cuda.set_per_process_memory_fraction` must be set before training
-            starts.
+        gpu_memory: budget of device memory for weights, and for gradients and optimizer states of units, or parts of
+            them, that are kept on the device, unless `states="gpu"`: `"20GiB"`, or `"50%"` of the memory that this
+            process may use (on a CPU, of the free memory). Units in use are on the device even if they exceed it.
+            `"auto"`: a tenth of that memory, 1 GiB on a CPU. A limit by
+            `torch.cuda.set_per_process_memory_fraction` must be set before training starts.
         units: class names of the modules whose parameters are prefetched and stepped together. `None`: the repeated
             blocks of the model.
         overlap: `"optimized"`: a unit is stepped as soon as its gradient is complete, and reads, steps and writes of
@@ -558,7 +558,7 @@ class SSDOffloadStrategy(pl.strategies.SingleDeviceStrategy):
             assert self.model is not None and self.lightning_module is not None
             fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
             if fitting and (user_plan := self._user_plan()) is not None:
-                self._offloads = any(unit.states != "gpu" for unit in user_plan.units.values())
+                self._offloads = any(part.states != "gpu" for part in user_plan.placements)
                 return self._offloads
             self._offloads = self.states_config.offloads(self.model, self.root_device, fitting=fitting)
         return self._offloads
@@ -844,7 +844,11 @@ def _grouping(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[list[int
 def _planned_tiers(plan: Plan) -> dict[str, UnitTiers]:
     """Returns the plan's tiers of each unit and of its parts."""
     return {
-        name: UnitTiers((unit.weights, unit.states)) for name, unit in plan.units.items() if not is_later_call(name)
+        name: UnitTiers(
+            (unit.weights, unit.states), {part: (one.weights, one.states) for part, one in unit.parts.items()}
+        )
+        for name, unit in plan.units.items()
+        if not is_later_call(name)
     }
 
 

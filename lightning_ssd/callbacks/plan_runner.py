@@ -119,7 +119,7 @@ class PlanRunner:
         self.prediction: Prediction | None = None
         self.number = 0
         self.hooks_skippable = False
-        self._steps_planned = False  # whether a plan has chosen the units that the GPU steps
+        self._steps_planned = False  # whether a plan has chosen the parts that the GPU steps
         self._profiler = profiler
         self._offloader = offloader
         self._states = states
@@ -171,17 +171,24 @@ class PlanRunner:
         self._timer.reset()
 
     def _place_steps(self, plan: Plan) -> None:
-        """Has the GPU step the units that the plan names. Without such plans, a trial of shares chooses them."""
-        names = {name for name, unit in plan.units.items() if unit.step == "gpu"}
-        if self._states is None or not (names or self._steps_planned):
+        """Has the GPU make the steps that the plan names. Without such plans, a trial of shares chooses them."""
+        if self._states is None:
+            return
+        parts = [
+            part
+            for unit in self._profiler.units
+            for part in self._profiler.parts_of(unit)
+            if plan.units[unit.name].of(part.name).step == "gpu"
+        ]
+        if not (parts or self._steps_planned):
             return
         self._steps_planned = True
-        chosen = [one for unit in self._profiler.units if unit.name in names for _, one in unit.parameters]
+        chosen = [one for part in parts for _, one in part.parameters]
         if not self._states.step_on_device(chosen):
             log.warning(
-                "The GPU has no memory for the optimizer steps of %d units that the plan has it make: the present "
-                "processors make them, and the prediction is wrong by that.",
-                len(names),
+                "The GPU has no memory for the optimizer steps of %d parts of units that the plan has it make: "
+                "the present processors make them, and the prediction is wrong by that.",
+                len(parts),
             )
 
     def leave(self, *, in_step: bool) -> None:

@@ -145,7 +145,7 @@ class SwapPlanner(StepProfiling):
         planner: `"holistic"` searches by simulation, within the budgets. `"lohan"`, `"fuyou"`, `"ssdtrain"` and
             `"teraio"` are the rules of these papers, for comparison.
         plan: YAML file of a plan to apply instead of making one, such as a saved and edited plan. With `states="auto"`
-            it also places the weights and optimizer states of each unit from the start.
+            it also places the weights and optimizer states of units and their parts from the start.
         gpu_memory: bytes of the device that the training may use in all (or `"40GiB"`). `"auto"`: 92 % of the memory
             that this process may use. `"least"`: the least that makes a step at most 2 % longer than `"auto"` does.
         machine: JSON file of the machine's rates (`lightning-ssd plan --save-machine`), instead of measuring them when
@@ -399,7 +399,7 @@ class SwapPlanner(StepProfiling):
     def _make_plan(self, runner: PlanRunner) -> Plan:
         if self.user_plan is not None:
             self.user_plan.check(runner.profile)
-            return runner.placement.apply(self.user_plan)
+            return runner.placement.apply(runner.profile, self.user_plan)
         make = plan_for_least_memory if self._gpu_memory == "least" else make_plan
         return make(runner.profile, runner.hardware, self._planner, runner.placement)
 
@@ -472,7 +472,7 @@ class SwapPlanner(StepProfiling):
         hardware = self._limit_hardware(cached.hardware, profile, placement)
         slowdown = profile.forward_seconds / recorded.forward_seconds
         runner = self._make_runner(trainer, profile, hardware, placement, slowdown)
-        plan = placement.apply(cached.plan)
+        plan = placement.apply(profile, cached.plan)
         fits = not simulate(profile, hardware, plan).excess_bytes(hardware)
         same = fits and not has_more_memory(hardware, cached.hardware)
         pl.utilities.rank_zero_info(
@@ -508,7 +508,7 @@ class SwapPlanner(StepProfiling):
         if better.excess_bytes(runner.hardware):
             return None
         if self._planner != "holistic":
-            same = runner.placement.apply(plan).units == plan.units
+            same = runner.placement.apply(runner.profile, plan).units == plan.units
             return None if same or self._states_moved else plan
         faster = better.step_seconds <= (1 - MIN_MOVE_GAIN) * prediction.step_seconds
         return plan if faster or prediction.excess_bytes(runner.hardware) else None
@@ -529,12 +529,13 @@ class SwapPlanner(StepProfiling):
             log.warning("%s", error)
         else:
             seconds = simulate(runner.profile, runner.hardware, plan).step_seconds
-            gpu, host, ssd = (
-                sum(unit.states == tier for unit in plan.units.values()) for tier in ("gpu", "host", "ssd")
-            )
+            whole = [unit.states for unit in plan.units.values() if not unit.parts]
+            divided = len(plan.units) - len(whole)
+            also = f", and those of {divided} units, part by part, in several tiers" if divided else ""
             pl.utilities.rank_zero_info(
-                f"SwapPlanner: a step should take {seconds:.3f} s with the states of {gpu} units on the GPU, of {host} "
-                f"in host memory and of {ssd} on SSDs: they were moved, and the training is profiled again."
+                f"SwapPlanner: a step should take {seconds:.3f} s with the states of {whole.count('gpu')} units on the "
+                f"GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they were "
+                "moved, and the training is profiled again."
             )
         self._begin(trainer, pl_module, 1)
         return True

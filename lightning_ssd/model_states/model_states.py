@@ -126,6 +126,7 @@ class ModelStates(Uncopied):
         self._nbytes = nbytes
         self.ssd_bytes = nbytes.ssd
         self.recovered = recovered
+        self.parts_of = setup.parts_of
         self._copies = copies = offloaded.copies
         self._masters = masters
         self._pool = pool

@@ -12,8 +12,15 @@ from lightning_ssd.planning.lifetimes import (
     TensorLifetime,
 )
 from lightning_ssd.planning.migration import MigrationMachine, MigrationPrediction
-from lightning_ssd.planning.model import ModelProfile, OperatorProfile, UnitProfile, is_later_call, unit_call_name
-from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.planning.model import (
+    ModelProfile,
+    OperatorProfile,
+    PartProfile,
+    UnitProfile,
+    is_later_call,
+    unit_call_name,
+)
+from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, calibrate, calibrate_step_rate, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
 from lightning_ssd.planning.resident import resident_bytes
@@ -43,6 +50,8 @@ __all__ = [
     "OperatorProfile",
     "OperatorSpan",
     "Phase",
+    "PartPlan",
+    "PartProfile",
     "Plan",
     "Prediction",
     "Prices",

@@ -26,7 +26,7 @@ from lightning_ssd.planning.unit_lifetimes import plan_units
 from lightning_ssd.types import ClipMode, InputChoice, Tier
 
 GPU_SHARES = tuple(step / 8 for step in range(9))
-"""Tried shares of the free GPU memory for resident units; the rest is for kept activations."""
+"""Tried shares of the free GPU memory for resident parts; the rest is for kept activations."""
 
 NUM_AMOUNTS = 32
 """Number of amounts of saved activations for which the bound is computed."""
@@ -62,11 +62,11 @@ class SearchPoint:
 
     Attributes:
         saved: number of groups that are not recomputed, in falling order of recomputation seconds per byte.
-        resident: number of units on the GPU, counted from the first.
+        resident: number of parts of units on the GPU, counted from the first.
         activations_first: whether activations get host memory before weights and states do.
         window_bytes: `window_bytes` of the plan.
         clip: clip mode of the plan.
-        gpu_bytes: GPU bytes for resident units and kept activations.
+        gpu_bytes: GPU bytes for resident parts and kept activations.
         host_bytes: host bytes for weights, states and activations.
     """
 
@@ -83,9 +83,9 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
     """Returns the plan of least simulated time among those that fit, or, if none fits, the one of least excess bytes.
 
     The papers' plans are simulated first, so the result is never worse than theirs. Further plans fill the memory that
-    the plan of least memory leaves unused: the GPU with units and kept activations, the host with weights, states and
-    swapped activations. These plans are ranked by a bound (the time of the busiest resource in forward, plus that in
-    backward, as in LoHan and Fuyou), and the best ones are simulated.
+    the plan of least memory leaves unused: the GPU with parts of units and kept activations, the host with weights,
+    states and swapped activations. These plans are ranked by a bound (the time of the busiest resource in forward, plus
+    that in backward, as in LoHan and Fuyou), and the best ones are simulated.
 
     Args:
         model: profile of the model.
@@ -98,7 +98,7 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
         *(of_papers(model, hardware) for of_papers in PAPER_PLANNERS),
         plan_units(model, hardware, fixed),
     ):
-        search.consider(plan if fixed is None else fixed.apply(plan))
+        search.consider(plan if fixed is None else fixed.apply(model, plan))
     of_papers = search.fastest
     ranked = search.ranked()
     wider = (replace(ranked[0], window_bytes=factor * ranked[0].window_bytes) for factor in (2, 4))
@@ -125,8 +125,8 @@ def min_memory_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes
     saved: dict[tuple[int, int], InputChoice] = {item.key: where for item in certain}
     weights: list[Tier] = []
     states: list[Tier] = []
-    for unit in model.units:
-        for tiers, nbytes in ((states, unit.state_bytes_read), (weights, unit.weight_bytes)):
+    for _, part in model.parts:
+        for tiers, nbytes in ((states, part.state_bytes_read), (weights, part.weight_bytes)):
             tiers.append("ssd" if nbytes <= left else "host")
             left -= nbytes if tiers[-1] == "ssd" else 0
     return build_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes)
@@ -152,11 +152,12 @@ class _Search:
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> None:
         self.model = model
+        self.parts = [part for _, part in model.parts]
         self.hardware = hardware
         self.fixed = fixed
         self._window = default_window(model, None if fixed is None else fixed.weights)
         min_memory = min_memory_plan(model, window_bytes=self._window, ssd_bytes=hardware.ssd_bytes)
-        min_memory = min_memory if fixed is None else fixed.apply(min_memory)
+        min_memory = min_memory if fixed is None else fixed.apply(model, min_memory)
         # Tensors with the most recomputation seconds per byte are saved first, after those that can't be recomputed.
         tensors = saved_groups(model)
         self.tensors = sorted(tensors, key=_seconds_per_byte, reverse=True)
@@ -264,39 +265,42 @@ class _Search:
 
     def refine(self) -> None:
         """Improves the best point by changes of one or two of its numbers, in ever smaller steps."""
-        amount, units = max(1, len(self.tensors) // 8), max(1, len(self.model.units) // 8)
+        amount, parts = max(1, len(self.tensors) // 8), max(1, len(self.parts) // 8)
         ideal = self.model.micro_batches * (self.model.forward_seconds + self.model.backward_seconds)
         while self._best_point is not None:
-            for point in list(self._neighbours(*self._best_point[1:], amount, units)):
+            for point in list(self._neighbours(*self._best_point[1:], amount, parts)):
                 if self._simulations >= self._most_simulations or self.fastest.score <= (0.0, CLOSE_ENOUGH * ideal):
                     return
                 if self.try_point(point):
                     break
             else:
-                if amount == units == 1:
+                if amount == parts == 1:
                     return
-                amount, units = max(1, amount // 2), max(1, units // 2)
+                amount, parts = max(1, amount // 2), max(1, parts // 2)
 
     def share_steps(self) -> None:
-        """Has the GPU step units that are in host memory, as many as make the fastest plan the shortest.
+        """Has the GPU step parts that are in host memory, as many as make the fastest plan the shortest.
 
         With several micro-batches the CPU steps them all: their sums of gradients are not page-locked.
         """
         plan = self.fastest.plan
-        count = sum(unit.step == "gpu" for unit in plan.units.values())
-        most = sum(unit.in_host for unit in plan.units.values())
+        parts = plan.parts(self.model)
+        count = sum(part.step == "gpu" for part in parts)
+        most = sum(part.in_host for part in parts)
         amount = most if self.model.micro_batches == 1 else 0
         while amount:
             before = self.fastest.score
             for other in (count + amount, count - amount):
-                if 0 <= other <= most and self.consider(step_on_gpu(plan, other)) and self.fastest.score < before:
-                    count = other
-                    break
+                if 0 <= other <= most:
+                    self.consider(step_on_gpu(self.model, plan, other))
+                    if self.fastest.score < before:
+                        count = other
+                        break
             else:
                 amount //= 2
 
     def _neighbours(
-        self, point: SearchPoint, unused: tuple[int, int], amount: int, units: int
+        self, point: SearchPoint, unused: tuple[int, int], amount: int, parts: int
     ) -> Iterator[SearchPoint]:
         # The budgets are the bytes that the plan of least memory leaves unused. This point may leave more unused.
         gpu_bytes, host_bytes = point.gpu_bytes + unused[0], point.host_bytes + unused[1]
@@ -313,7 +317,7 @@ class _Search:
                 gpu_bytes=gpu_bytes,
                 host_bytes=host_bytes,
                 saved=min(max(point.saved + saved * amount, self._num_certain), len(self.tensors)),
-                resident=min(max(point.resident + resident * units, 0), self._count_resident(point.gpu_bytes)),
+                resident=min(max(point.resident + resident * parts, 0), self._count_resident(point.gpu_bytes)),
             )
             if moved != point:
                 yield moved
@@ -324,16 +328,15 @@ class _Search:
 
     def plan(self, point: SearchPoint) -> Plan:
         """Returns the plan of a point."""
-        units = self.model.units
         gpu, host = point.gpu_bytes, self._host_limit(point)
         # Units without parameters of their own, such as the second call of a tied one, are resident.
-        weights: list[Tier] = ["ssd" if unit.weight_bytes or unit.state_bytes_read else "gpu" for unit in units]
+        weights: list[Tier] = ["ssd" if part.weight_bytes or part.state_bytes_read else "gpu" for part in self.parts]
         states = list(weights)
         if self.fixed is not None:
             weights, states = list(self.fixed.weights), list(self.fixed.states)
         for index in range(point.resident):
             weights[index] = states[index] = "gpu"
-            gpu -= _resident_bytes(self.model, index)
+            gpu -= self.parts[index].resident_bytes
         # The last saved tensors are read first in backward: they are kept. The first ones are offloaded to SSDs.
         saved: dict[tuple[int, int], InputChoice] = {}
         swapped = []
@@ -354,8 +357,8 @@ class _Search:
             if self.fixed is not None:
                 return host
             for tiers, size in ((weights, "weight_bytes"), (states, "state_bytes_read")):
-                for index, unit in enumerate(units):
-                    nbytes = getattr(unit, size)
+                for index, part in enumerate(self.parts):
+                    nbytes = getattr(part, size)
                     if tiers[index] == "ssd" and nbytes <= host:
                         tiers[index] = "host"
                         host -= nbytes
@@ -372,7 +375,7 @@ class _Search:
             clip=point.clip,
             window_bytes=point.window_bytes,
         )
-        return plan if self.fixed is None else self.fixed.apply(plan)
+        return plan if self.fixed is None else self.fixed.apply(self.model, plan)
 
     def _host_limit(self, point: SearchPoint) -> int:
         """Returns the bytes of host memory that activations and model states share."""
@@ -394,11 +397,11 @@ class _Search:
         yield from sorted(count for count in counts if count >= self._num_certain)
 
     def _count_resident(self, gpu_bytes: int) -> int:
-        """Returns the number of units that fit into `gpu_bytes`, 0 if the placement of model states is fixed."""
+        """Returns the number of parts that fit into `gpu_bytes`, 0 if the placement of model states is fixed."""
         count = 0
         if self.fixed is not None:
             return count
-        while count < len(self.model.units) and (needed := _resident_bytes(self.model, count)) <= gpu_bytes:
+        while count < len(self.parts) and (needed := self.parts[count].resident_bytes) <= gpu_bytes:
             gpu_bytes -= needed
             count += 1
         return count
@@ -406,21 +409,21 @@ class _Search:
     def _bound(self, point: SearchPoint) -> float:
         """Returns the seconds of a micro-batch if all resources overlap perfectly in forward and in backward."""
         model, hardware = self.model, self.hardware
-        streamed = model.units[point.resident :]
+        streamed = self.parts[point.resident :]
         if (fixed := self.fixed) is not None:
-            streamed = tuple(unit for unit, where in zip(model.units, fixed.weights, strict=True) if where != "gpu")
-        weights = sum(unit.weight_bytes for unit in streamed)
-        states = sum(unit.state_bytes_read for unit in streamed)
-        used = sum(_resident_bytes(model, index) for index in range(point.resident))
+            streamed = [part for part, where in zip(self.parts, fixed.weights, strict=True) if where != "gpu"]
+        weights = sum(part.weight_bytes for part in streamed)
+        states = sum(part.state_bytes_read for part in streamed)
+        used = sum(part.resident_bytes for part in self.parts[: point.resident])
         saved = self._bytes[point.saved]
         swapped = max(0, saved - max(0, point.gpu_bytes - used))
         host = self._host_limit(point)
         in_host = {}
         demands = [("weights", weights), ("states", states)]
         if fixed is not None:
-            placers = list(zip(model.units, fixed.weights, fixed.states, strict=True))
-            in_host["weights"] = sum(unit.weight_bytes for unit, where, _ in placers if where == "host")
-            in_host["states"] = sum(unit.state_bytes_read for unit, _, where in placers if where == "host")
+            placed = list(zip(self.parts, fixed.weights, fixed.states, strict=True))
+            in_host["weights"] = sum(part.weight_bytes for part, where, _ in placed if where == "host")
+            in_host["states"] = sum(part.state_bytes_read for part, _, where in placed if where == "host")
             demands = []
         demands.insert(0 if point.activations_first else len(demands), ("activations", swapped))
         for name, nbytes in demands:
@@ -432,12 +435,12 @@ class _Search:
         phases = step_phases(
             forward=model.forward_seconds,
             backward=model.backward_seconds + self._recompute_seconds[-1] - self._recompute_seconds[point.saved],
-            cpu=share * sum(unit.parameters for unit in streamed) / hardware.cpu_step_rate,
+            cpu=share * sum(part.parameters for part in streamed) / hardware.cpu_step_rate,
             weights=weights,
             weights_on_ssd=on_ssd,
-            gradients=sum(unit.gradient_bytes for unit in streamed),
+            gradients=sum(part.gradient_bytes for part in streamed),
             read=share * of_states * states,
-            written=share * (of_states * sum(unit.state_bytes_written for unit in streamed) + on_ssd),
+            written=share * (of_states * sum(part.state_bytes_written for part in streamed) + on_ssd),
             swapped=swapped,
             swapped_to_ssd=swapped - in_host["activations"],
         )
@@ -457,8 +460,3 @@ def _wear(prediction: Prediction) -> tuple[int, float, float]:
 
 def _seconds_per_byte(tensor: SavedGroup) -> float:
     return float("inf") if tensor.seconds is None else tensor.seconds / tensor.nbytes
-
-
-def _resident_bytes(model: ModelProfile, index: int) -> int:
-    unit = model.units[index]
-    return unit.weight_bytes + unit.state_bytes_read + unit.gradient_bytes

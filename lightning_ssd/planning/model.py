@@ -65,6 +65,39 @@ class OperatorProfile:
 
 
 @dataclass(frozen=True)
+class PartProfile:
+    """Weights, gradients and optimizer states that are placed and stepped together: a part of a unit, or all of it.
+
+    Attributes:
+        name: name, unique in the unit.
+        parameters: number of trained parameters.
+        weight_bytes: bytes of the compute weights.
+        gradient_bytes: bytes of gradients that are offloaded in each micro-batch.
+        state_bytes_read: bytes of master weights and optimizer states, all of which a step reads.
+        state_bytes_written: bytes of master weights and optimizer states that a step writes.
+    """
+
+    name: str
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes_read: int
+    state_bytes_written: int
+
+    def __post_init__(self) -> None:
+        for field in _OF_PARTS:
+            check_not_negative(f"{self.name}.{field}", getattr(self, field))
+
+    @property
+    def resident_bytes(self) -> int:
+        """GPU bytes of the part if it is on the GPU."""
+        return self.weight_bytes + self.state_bytes_read + self.gradient_bytes
+
+
+_OF_PARTS = ("parameters", "weight_bytes", "gradient_bytes", "state_bytes_read", "state_bytes_written")
+
+
+@dataclass(frozen=True)
 class UnitProfile:
     """One unit: modules whose parameters are prefetched, evicted and stepped together.
 
@@ -80,6 +113,8 @@ class UnitProfile:
         forward_bytes: peak transient bytes on the GPU, without weights, before the first operator saves.
         backward_bytes: peak transient bytes on the GPU, without weights and their gradients, before backward reads the
             first saved tensor of the unit and after the last.
+        parts: parts of the unit that may be on tiers of their own, two or more, of which `parameters` and the bytes of
+            weights, gradients and states are the sums; empty: the unit is placed as a whole.
     """
 
     name: str
@@ -92,6 +127,7 @@ class UnitProfile:
     state_bytes_written: int
     forward_bytes: int = 0
     backward_bytes: int = 0
+    parts: tuple[PartProfile, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("input_bytes", "parameters", "weight_bytes", "gradient_bytes", "state_bytes_read",
@@ -100,6 +136,20 @@ class UnitProfile:
         if not self.operators:
             raise ValueError(f"The unit `{self.name}` has no operators. Give it at least one, with its times.")
         _check_unique(f"operators of the unit `{self.name}`", [operator.name for operator in self.operators])
+        _check_unique(f"parts of the unit `{self.name}`", [part.name for part in self.parts])
+        for field in _OF_PARTS if self.parts else ():
+            total = sum(getattr(part, field) for part in self.parts)
+            if total != getattr(self, field):
+                raise ValueError(
+                    f"`{self.name}.{field}={getattr(self, field)}` must be the sum over its parts, {total}. Correct "
+                    "one of them."
+                )
+
+    @cached_property
+    def own_parts(self) -> tuple[PartProfile, ...]:
+        """The parts that are placed on their own: `parts`, or the unit as one part."""
+        whole = (getattr(self, field) for field in _OF_PARTS)
+        return self.parts or (PartProfile(self.name, *whole),)
 
     @cached_property
     def forward_seconds(self) -> float:
@@ -179,6 +229,11 @@ class ModelProfile:
     def backward_seconds(self) -> float:
         """GPU seconds of a micro-batch's backward, without recomputation."""
         return sum(unit.backward_seconds for unit in self.units)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, PartProfile], ...]:
+        """The parts of all units that are placed on their own, each with the index of its unit, in their order."""
+        return tuple((index, part) for index, unit in enumerate(self.units) for part in unit.own_parts)
 
     @property
     def parameters(self) -> int:
@@ -277,7 +332,11 @@ class ModelProfile:
                     raise ValueError(f"{tensors} must be strings.")
                 where_in = f"the operator `{operator.get('name')!s:.80}` of {of}"
                 operators.append(from_mapping(OperatorProfile, operator, where_in))
-            units.append(from_mapping(UnitProfile, unit | {"operators": tuple(operators)}, of))
+            parts = tuple(
+                from_mapping(PartProfile, part, f"a part of {of}")
+                for part in _sequence(unit.get("parts", ()), f"`parts` of {of}")
+            )
+            units.append(from_mapping(UnitProfile, unit | {"operators": tuple(operators), "parts": parts}, of))
         return from_mapping(cls, model | {"units": tuple(units)}, where)
 
     def describe(self) -> str:

@@ -29,7 +29,7 @@ def plan_ssdtrain(model: ModelProfile, hardware: HardwareProfile) -> Plan:
     for tensor in saved_groups(model):
         saved[tensor.key] = "ssd" if tensor.nbytes <= amount else "keep"
         amount -= min(amount, tensor.nbytes)
-    resident: list[Tier] = ["gpu"] * len(model.units)
+    resident: list[Tier] = ["gpu"] * len(model.parts)
     return build_plan(model, weights=resident, states=resident, saved=saved)
 
 
@@ -85,7 +85,7 @@ def plan_lohan(model: ModelProfile, hardware: HardwareProfile) -> Plan:
 def free_host_bytes(model: ModelProfile, hardware: HardwareProfile) -> int:
     """Returns the bytes of host memory available for activations when all states are on SSDs (MEM_avail)."""
     gradients = sum(unit.gradient_bytes for unit in model.units)
-    jobs = sorted((unit.state_bytes_read + unit.weight_bytes for unit in model.units), reverse=True)[:JOBS_AHEAD]
+    jobs = sorted((part.state_bytes_read + part.weight_bytes for _, part in model.parts), reverse=True)[:JOBS_AHEAD]
     staging = 4 * default_window(model)  # two windows for prefetched reads, and two for delayed writes
     return max(0, hardware.host_bytes - gradients - sum(jobs) - staging)
 
@@ -121,5 +121,5 @@ def _phases(
 
 
 def _swapping_plan(model: ModelProfile, saved: dict[tuple[int, int], InputChoice]) -> Plan:
-    on_ssd: list[Tier] = ["ssd"] * len(model.units)
+    on_ssd: list[Tier] = ["ssd"] * len(model.parts)
     return build_plan(model, weights=on_ssd, states=on_ssd, saved=saved)

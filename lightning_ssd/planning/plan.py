@@ -1,8 +1,8 @@
-"""The plan: a tier for each unit's weights and states, and a choice for each saved tensor."""
+"""The plan: a tier for the weights and states of each unit and its parts, and a choice for each saved tensor."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,19 @@ from lightning_ssd.types import (
 
 
 @dataclass(frozen=True)
-class UnitPlan:
-    """The plan of one unit.
+class PartPlan:
+    """The placement of weights and states: those of a unit, or of a part of one.
 
     Attributes:
         weights: tier of the compute weights between uses; "gpu" if and only if `states` is.
         states: tier of master weights and optimizer states.
-        input: choice for the saved input, the inter-block activation: kept on the GPU, or swapped to host memory or
-            SSDs.
-        operators: choice for each operator's saved tensors, by its name: kept, swapped or recomputed.
-        step: processor that steps the unit if its weights and states are in host memory. "gpu": they are copied to the
-            GPU in pieces, stepped there, and copied back. The GPU steps units on it, the CPU those with a part on SSDs.
+        step: processor of the optimizer step if weights and states are in host memory. "gpu": they are copied to the
+            GPU in pieces, stepped there, and copied back. States on the GPU are stepped there, and those on SSDs, or
+            with weights on SSDs, by the CPU.
     """
 
     weights: Tier
     states: Tier
-    input: InputChoice
-    operators: Mapping[str, Choice]
     step: Processor = "cpu"
 
     @property
@@ -52,8 +48,45 @@ class UnitPlan:
 
     @property
     def steps_on_cpu(self) -> bool:
-        """Whether the CPU steps the unit."""
+        """Whether the CPU makes the optimizer step."""
         return self.states != "gpu" and self.step == "cpu"
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The plan of one unit.
+
+    Attributes:
+        weights: tier of the compute weights of the parts that `parts` does not name; see `PartPlan`.
+        states: tier of their master weights and optimizer states.
+        input: choice for the saved input, the inter-block activation: kept on the GPU, or swapped to host memory or
+            SSDs.
+        operators: choice for each operator's saved tensors, by its name: kept, swapped or recomputed.
+        step: processor of their optimizer steps.
+        parts: placement of the other parts of the unit, by name.
+    """
+
+    weights: Tier
+    states: Tier
+    input: InputChoice
+    operators: Mapping[str, Choice]
+    step: Processor = "cpu"
+    parts: Mapping[str, PartPlan] = field(default_factory=dict)
+
+    def of(self, part: str) -> PartPlan:
+        """Returns the placement of a part."""
+        return self.parts.get(part, PartPlan(self.weights, self.states, self.step))
+
+    def placed(self, names: Sequence[str], parts: Sequence[PartPlan]) -> "UnitPlan":
+        """Returns this plan with another placement of its parts.
+
+        Args:
+            names: names of the unit's parts.
+            parts: their placements.
+        """
+        ((of_most, _),) = Counter(parts).most_common(1)
+        others = {name: part for name, part in zip(names, parts, strict=True) if part != of_most}
+        return replace(self, weights=of_most.weights, states=of_most.states, step=of_most.step, parts=others)
 
 
 @dataclass(frozen=True)
@@ -79,6 +112,28 @@ class Plan:
         """True if all saved tensors are kept on the GPU, so that the forward needs no dispatch mode."""
         return all({unit.input, *unit.operators.values()} == {"keep"} for unit in self.units.values())
 
+    @property
+    def placements(self) -> Iterator[PartPlan]:
+        """The placements of units, and of those parts that have one of their own."""
+        for unit in self.units.values():
+            yield PartPlan(unit.weights, unit.states, unit.step)
+            yield from unit.parts.values()
+
+    def parts(self, model: ModelProfile) -> list[PartPlan]:
+        """Returns the placement of each part in `model.parts`."""
+        return [self.units[unit.name].of(part.name) for unit in model.units for part in unit.own_parts]
+
+    def placed(self, model: ModelProfile, parts: Sequence[PartPlan]) -> "Plan":
+        """Returns the plan with another placement of each part in `model.parts`."""
+        remaining = iter(parts)
+        units = {
+            unit.name: self.units[unit.name].placed(
+                [part.name for part in unit.own_parts], [next(remaining) for _ in unit.own_parts]
+            )
+            for unit in model.units
+        }
+        return replace(self, units=units)
+
     def check(self, model: ModelProfile) -> None:
         """Raises ValueError unless the plan is one for `model`; the message names the entry."""
         for name in ("window_bytes", "staging_bytes"):
@@ -90,20 +145,17 @@ class Plan:
         _check_names("units", list(self.units), [unit.name for unit in model.units])
         for profile in model.units:
             unit, where = self.units[profile.name], f"units.{profile.name}"
-            check_choice(f"{where}.weights", unit.weights, TIERS)
-            check_choice(f"{where}.states", unit.states, TIERS)
             check_choice(f"{where}.input", unit.input, INPUT_CHOICES)
-            if (unit.weights == "gpu") != (unit.states == "gpu"):
-                raise ValueError(
-                    f"`{where}` has weights on `{unit.weights}` and states on `{unit.states}`. A unit is on the GPU "
-                    "with both of them, or with neither: change one of the two."
-                )
-            check_choice(f"{where}.step", unit.step, PROCESSORS)
-            if unit.step == "gpu" and not unit.in_host:
-                raise ValueError(
-                    f"`{where}` has `step: gpu`, weights on `{unit.weights}` and states on `{unit.states}`. The GPU "
-                    "steps units on it always, and others from host memory: remove `step`, or set both to `host`."
-                )
+            known = {part.name for part in profile.parts}
+            for name in unit.parts:
+                if name not in known:
+                    raise ValueError(
+                        f"`{where}.parts.{name}` is not in the model. Remove it, or plan again for this model: parts "
+                        "of large units are placed in trainings with `states='auto'`."
+                    )
+            _check_placement(where, PartPlan(unit.weights, unit.states, unit.step))
+            for name, part in unit.parts.items():
+                _check_placement(f"{where}.parts.{name}", part)
             _check_names(f"{where}.operators", list(unit.operators), [item.name for item in profile.operators])
             for operator in profile.operators:
                 choice = unit.operators[operator.name]
@@ -124,13 +176,9 @@ class Plan:
             "staging_bytes": self.staging_bytes,
             "clip": self.clip,
             "units": {
-                name: {
-                    "weights": unit.weights,
-                    "states": unit.states,
-                    "input": unit.input,
-                    "operators": dict(unit.operators),
-                }
-                | ({"step": unit.step} if unit.step == "gpu" else {})
+                name: _placement(unit)
+                | {"input": unit.input, "operators": dict(unit.operators)}
+                | ({"parts": {part: _placement(one) for part, one in unit.parts.items()}} if unit.parts else {})
                 for name, unit in self.units.items()
             },
         }
@@ -161,15 +209,19 @@ class Plan:
         units = {}
         for name, unit in as_mapping(fields["units"], "`units`").items():
             where = f"units.{name}"
-            given: dict[str, Any] = {"step": "cpu", **as_mapping(unit, f"`{where}`")}
-            entry = _exact_fields(given, f"`{where}`", ("weights", "states", "input", "operators", "step"))
+            given: dict[str, Any] = {"step": "cpu", "parts": {}, **as_mapping(unit, f"`{where}`")}
+            entry = _exact_fields(given, f"`{where}`", ("weights", "states", "input", "operators", "step", "parts"))
             operators = as_mapping(entry["operators"], f"`{where}.operators`")
-            allowed = {"weights": TIERS, "states": TIERS, "input": INPUT_CHOICES, "step": PROCESSORS}
-            for field, values in allowed.items():
-                check_choice(f"{where}.{field}", entry[field], values)
+            check_choice(f"{where}.input", entry["input"], INPUT_CHOICES)
             for operator, choice in operators.items():
                 check_choice(f"{where}.operators.{operator}", choice, CHOICES)
-            units[name] = UnitPlan(entry["weights"], entry["states"], entry["input"], dict(operators), entry["step"])
+            parts = {}
+            for part, content in as_mapping(entry["parts"], f"`{where}.parts`").items():
+                of_part = {"step": "cpu", **as_mapping(content, f"`{where}.parts.{part}`")}
+                _exact_fields(of_part, f"`{where}.parts.{part}`", ("weights", "states", "step"))
+                parts[part] = _checked_placement(of_part, f"{where}.parts.{part}")
+            whole = _checked_placement(entry, where)
+            units[name] = UnitPlan(whole.weights, whole.states, entry["input"], dict(operators), whole.step, parts)
         check_choice("clip", fields["clip"], CLIP_MODES)
         try:
             window, staging = (parse_bytes(fields[name], name) for name in ("window_bytes", "staging_bytes"))
@@ -216,8 +268,23 @@ class Plan:
                 if counts[choice]
             )
             detail += "; stepped on the GPU" if unit.step == "gpu" else ""
+            for part, one in unit.parts.items():
+                stepped = ", stepped on the GPU" if one.step == "gpu" else ""
+                detail += f"; {part}: weights {one.weights}, states {one.states}{stepped}"
             lines.append(f"{name:<24} {unit.weights:<8} {unit.states:<8} {unit.input:<6} {detail}")
         return "\n".join(lines)
+
+
+def _placement(part: PartPlan | UnitPlan) -> dict[str, object]:
+    """Returns the entries of a placement in a file."""
+    entries: dict[str, object] = {"weights": part.weights, "states": part.states}
+    return entries | ({"step": part.step} if part.step == "gpu" else {})
+
+
+def _checked_placement(entry: Mapping[str, Any], where: str) -> PartPlan:
+    for name, values in (("weights", TIERS), ("states", TIERS), ("step", PROCESSORS)):
+        check_choice(f"{where}.{name}", entry[name], values)
+    return PartPlan(entry["weights"], entry["states"], entry["step"])
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
@@ -233,6 +300,23 @@ class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no ann
             if count > 1:
                 raise ValueError(f"the key {show_value(name)} occurs twice")
         return found
+
+
+def _check_placement(where: str, part: PartPlan) -> None:
+    """Raises ValueError unless `part`, which the plan has at `where`, is a placement that can be had."""
+    check_choice(f"{where}.weights", part.weights, TIERS)
+    check_choice(f"{where}.states", part.states, TIERS)
+    if (part.weights == "gpu") != (part.states == "gpu"):
+        raise ValueError(
+            f"`{where}` has weights on `{part.weights}` and states on `{part.states}`. A unit, or a part of one, is on "
+            "the GPU with both of them, or with neither: change one of the two."
+        )
+    check_choice(f"{where}.step", part.step, PROCESSORS)
+    if part.step == "gpu" and not part.in_host:
+        raise ValueError(
+            f"`{where}` has `step: gpu`, weights on `{part.weights}` and states on `{part.states}`. The GPU steps what "
+            "is on it always, and others from host memory: remove `step`, or set both to `host`."
+        )
 
 
 def _check_names(where: str, given: list[str], expected: list[str]) -> None:

@@ -22,7 +22,7 @@ def _with_states(plan: Callable[[ModelProfile, HardwareProfile], Plan]) -> Plann
 
     def planner(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> Plan:
         made = plan(model, hardware)
-        return made if fixed is None else fixed.apply(made)
+        return made if fixed is None else fixed.apply(model, made)
 
     return planner
 
@@ -159,8 +159,8 @@ def calibrate_step_rate(
         step_rate: measured parameters/s of the optimizer's jobs.
         step_seconds: measured seconds of a step, over which the copies are spread evenly.
     """
-    places = zip(model.units, plan.units.values(), strict=True)
-    stepped = sum(profile.parameters for profile, unit in places if unit.steps_on_cpu)
+    placed = zip(model.parts, plan.parts(model), strict=True)
+    stepped = sum(profile.parameters for (_, profile), part in placed if part.steps_on_cpu)
     if not stepped:  # only small tensors of resident units are stepped on the CPU
         return hardware
     seconds = stepped / step_rate

@@ -159,11 +159,10 @@ def breakeven_tokens(model: ModelProfile, hardware: HardwareProfile, plan: Plan)
     compute = sum(stage.forward + stage.backward + stage.remat_seconds for stage in stages) / model.tokens
     activations = per_byte * sum(stage.to_ssd for stage in stages) / model.tokens
     fixed = 0.0
-    for profile in model.units:
-        unit = plan.units[profile.name]
-        if unit.weights == "ssd":
+    for (_, profile), part in zip(model.parts, plan.parts(model), strict=True):
+        if part.weights == "ssd":
             fixed += profile.weight_bytes * (2 / hardware.ssd_read + 1 / hardware.ssd_write)
-        if unit.states == "ssd":
+        if part.states == "ssd":
             fixed += profile.state_bytes_read / hardware.ssd_read + profile.state_bytes_written / hardware.ssd_write
     if compute <= activations:
         return None

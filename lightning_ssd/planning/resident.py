@@ -1,5 +1,7 @@
 """Bytes that a plan allocates permanently in each tier."""
 
+from collections import Counter
+
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.types import TIERS, Tier
@@ -18,12 +20,11 @@ def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, in
     resident: dict[str, dict[Tier, int]] = {name: {"gpu": 0, "host": 0, "ssd": 0} for name in STATES}
     weights, states, gradients = resident.values()
     versions = 2 if plan.clip == "speculative" else 1
-    for profile in model.units:
-        unit = plan.units[profile.name]
-        weights[unit.weights] += versions * profile.weight_bytes
-        states[unit.states] += versions * profile.state_bytes_read
+    for (_, profile), part in zip(model.parts, plan.parts(model), strict=True):
+        weights[part.weights] += versions * profile.weight_bytes
+        states[part.states] += versions * profile.state_bytes_read
         # Gradients are allocated permanently: they are accumulated, and wait for the norm.
-        gradients["gpu" if unit.states == "gpu" else "host"] += profile.gradient_bytes
+        gradients["gpu" if part.states == "gpu" else "host"] += profile.gradient_bytes
     return resident
 
 
@@ -31,23 +32,24 @@ def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
     """Returns permanently allocated bytes (GPU, host, SSD): weights, states, gradients, memory of optimizer jobs."""
     kinds = resident_by_kind(model, plan).values()
     gpu, host, ssd = (sum(kind[tier] for kind in kinds) for tier in TIERS)
-    job_bytes: list[int] = []
-    for profile in model.units:
-        unit = plan.units[profile.name]
-        if unit.states == "ssd":
-            job_bytes.append(profile.state_bytes_read + (profile.weight_bytes if unit.weights == "ssd" else 0))
+    parts = plan.parts(model)
+    job_bytes = [
+        profile.state_bytes_read + (profile.weight_bytes if part.weights == "ssd" else 0)
+        for (_, profile), part in zip(model.parts, parts, strict=True)
+        if part.states == "ssd"
+    ]
     gpu += param_budget(model, plan)
-    gpu += DEVICE_STEP_BYTES if any(unit.step == "gpu" for unit in plan.units.values()) else 0
+    gpu += DEVICE_STEP_BYTES if any(part.step == "gpu" for part in parts) else 0
     return gpu, host + sum(sorted(job_bytes, reverse=True)[:JOBS_AHEAD]), ssd
 
 
 def streamed_weights(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
-    """Returns index and weight bytes of the units with offloaded weights."""
-    return [
-        (index, unit.weight_bytes)
-        for index, unit in enumerate(model.units)
-        if plan.units[unit.name].weights != "gpu" and unit.weight_bytes
-    ]
+    """Returns index and bytes of offloaded weights of the units that have some."""
+    nbytes: Counter[int] = Counter()
+    for (index, profile), part in zip(model.parts, plan.parts(model), strict=True):
+        if part.weights != "gpu" and profile.weight_bytes:
+            nbytes[index] += profile.weight_bytes
+    return sorted(nbytes.items())
 
 
 def param_budget(model: ModelProfile, plan: Plan) -> int:

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
-from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.types import Choice, ClipMode, InputChoice, Tier
 
 INPUT = -1
@@ -64,13 +64,14 @@ def build_plan(
 
     Args:
         model: the profile.
-        weights: tier of each unit's compute weights.
-        states: tier of each unit's master weights and optimizer states.
+        weights: tier of the compute weights of each part in `model.parts`.
+        states: tier of the master weights and optimizer states of each part.
         saved: choice for each group that is not recomputed, by its key.
         clip: clip mode; None: "deferred" if gradients are clipped, else "off".
         window_bytes: GPU bytes for prefetching; None: `default_window`.
     """
     units = {}
+    parts = map(PartPlan, weights, states)
     for index, unit in enumerate(model.units):
         operators: dict[str, Choice] = {}
         for position, operator in enumerate(unit.operators):
@@ -78,7 +79,8 @@ def build_plan(
             # Operators that save nothing have no choice.
             operators[operator.name] = choice if operator.saved_bytes else "keep"
         where = saved.get((index, INPUT), "keep")
-        units[unit.name] = UnitPlan(weights[index], states[index], where, operators)
+        names = [part.name for part in unit.own_parts]
+        units[unit.name] = UnitPlan("gpu", "gpu", where, operators).placed(names, [next(parts) for _ in names])
     window = default_window(model, weights) if window_bytes is None else window_bytes
     return Plan(units, window, 2 * window, clip or ("deferred" if model.clip_norm else "off"))
 
@@ -105,8 +107,8 @@ class FixedPlacement:
     """Constraints of a planner: tiers of model states that it must not change, and limits of host memory.
 
     Attributes:
-        weights: tier of each unit's compute weights.
-        states: tier of each unit's master weights and optimizer states.
+        weights: tier of the compute weights of each part in `ModelProfile.parts`.
+        states: tier of the master weights and optimizer states of each part.
         staging_bytes: staging memory of the plan; None: the planner chooses it.
         host_limit: bytes of host memory for activations; None: all host memory that model states do not occupy.
     """
@@ -117,31 +119,33 @@ class FixedPlacement:
     host_limit: int | None = None
 
     @classmethod
-    def of(cls, plan: Plan) -> "FixedPlacement":
+    def of(cls, model: ModelProfile, plan: Plan) -> "FixedPlacement":
         """Returns the tiers of model states in a plan."""
-        units = plan.units.values()
-        return cls(tuple(unit.weights for unit in units), tuple(unit.states for unit in units))
+        parts = plan.parts(model)
+        return cls(tuple(part.weights for part in parts), tuple(part.states for part in parts))
 
-    def apply(self, plan: Plan) -> Plan:
+    def apply(self, model: ModelProfile, plan: Plan) -> Plan:
         """Returns the plan with this placement of model states in place of its own."""
-        units = {}
-        for (name, unit), weights, states in zip(plan.units.items(), self.weights, self.states, strict=True):
-            placed = replace(unit, weights=weights, states=states)
-            units[name] = placed if placed.in_host else replace(placed, step="cpu")
+        parts = []
+        for part, weights, states in zip(plan.parts(model), self.weights, self.states, strict=True):
+            placed = replace(part, weights=weights, states=states)
+            parts.append(placed if placed.in_host else replace(placed, step="cpu"))
         staging = plan.staging_bytes if self.staging_bytes is None else self.staging_bytes
-        return replace(plan, units=units, staging_bytes=staging)
+        return replace(plan.placed(model, parts), staging_bytes=staging)
 
 
-def step_on_gpu(plan: Plan, count: int) -> Plan:
-    """Returns the plan in which the GPU steps `count` of the units in host memory, evenly spread.
+def step_on_gpu(model: ModelProfile, plan: Plan, count: int) -> Plan:
+    """Returns the plan in which the GPU makes the steps of `count` of the parts in host memory, evenly spread.
 
-    The others are stepped by the CPU at the same time.
+    The CPU makes those of the others at the same time.
     """
-    in_host = [name for name, unit in plan.units.items() if unit.in_host]
+    parts = plan.parts(model)
+    in_host = [index for index, part in enumerate(parts) if part.in_host]
     total = len(in_host)
-    chosen = {name for index, name in enumerate(in_host) if (index + 1) * count // total > index * count // total}
-    units = {name: replace(unit, step="gpu" if name in chosen else "cpu") for name, unit in plan.units.items()}
-    return replace(plan, units=units)
+    for number, index in enumerate(in_host):
+        chosen = (number + 1) * count // total > number * count // total
+        parts[index] = replace(parts[index], step="gpu" if chosen else "cpu")
+    return plan.placed(model, parts)
 
 
 def default_plan(
@@ -173,7 +177,7 @@ def default_plan(
                 break
         saved.setdefault(tensor.key, "keep")
     weights, states = list(fixed.weights), list(fixed.states)
-    return fixed.apply(build_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes))
+    return fixed.apply(model, build_plan(model, weights=weights, states=states, saved=saved, window_bytes=window_bytes))
 
 
 def plan_with_coefficient(
@@ -200,17 +204,16 @@ def plan_with_coefficient(
         if left > 0:
             swapped.append(tensor)
             left -= tensor.nbytes
-    places = list(zip(model.units, fixed.weights, fixed.states, strict=True))
     host = hardware.host_bytes - sum(
-        unit.weight_bytes * (weights == "host") + unit.state_bytes_read * (states == "host") + unit.gradient_bytes
-        for unit, weights, states in places
+        part.weight_bytes * (weights == "host") + part.state_bytes_read * (states == "host") + part.gradient_bytes
+        for (_, part), weights, states in zip(model.parts, fixed.weights, fixed.states, strict=True)
         if states != "gpu"
     )
     if fixed.host_limit is not None:
         host = min(host, fixed.host_limit)
     saved, _ = host_then_ssd(sorted(swapped, key=lambda tensor: tensor.key), host)
     weights, states = list(fixed.weights), list(fixed.states)
-    return fixed.apply(build_plan(model, weights=weights, states=states, saved=saved))
+    return fixed.apply(model, build_plan(model, weights=weights, states=states, saved=saved))
 
 
 def default_window(model: ModelProfile, weights: Sequence[Tier] | None = None) -> int:
@@ -220,12 +223,12 @@ def default_window(model: ModelProfile, weights: Sequence[Tier] | None = None) -
 
     Args:
         model: the profile.
-        weights: tier of each unit's weights; None: no unit is on the GPU.
+        weights: tier of the weights of each part in `model.parts`; None: none is on the GPU.
     """
-    tiers = weights or ["host"] * len(model.units)
-    largest = max(
-        (unit.weight_bytes for unit, tier in zip(model.units, tiers, strict=True) if tier != "gpu"), default=0
-    )
+    nbytes = [0] * len(model.units)
+    for (index, part), tier in zip(model.parts, weights or ["host"] * len(model.parts), strict=True):
+        nbytes[index] += 0 if tier == "gpu" else part.weight_bytes
+    largest = max(nbytes)
     sizes = sorted(tensor.nbytes for tensor in saved_groups(model))
     half = sum(sizes) / 2
     middle = next((size for size, below in zip(sizes, accumulate(sizes), strict=True) if below >= half), 0)

@@ -20,8 +20,8 @@ from lightning_ssd.planning.events import (
     run,
 )
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.model import ModelProfile, UnitProfile
-from lightning_ssd.planning.plan import Plan, UnitPlan
+from lightning_ssd.planning.model import ModelProfile, PartProfile
+from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.resident import JOBS_AHEAD, kept_weights, resident_bytes
 from lightning_ssd.planning.stages import Stage, cut_stages
 from lightning_ssd.types import EVICT_MARGIN
@@ -45,9 +45,9 @@ FULL_WIDTH = 4
 BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
 
-WEIGHTS_PART, REST_PART = 16 / 28, 26 / 28
-"""Time of each part of an optimizer job in two parts / time of a job in one part: the ratio of the bytes that they read
-and write for a parameter with a 16-bit weight and gradient, fp32 master weights and two moments."""
+WEIGHTS_HALF, REST_HALF = 16 / 28, 26 / 28
+"""Time of each half of an optimizer job in two halves / time of a job in one piece: the ratio of the bytes that they
+read and write for a parameter with a 16-bit weight and gradient, fp32 master weights and two moments."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Prediction:
 
 def count_steps(model: ModelProfile, plan: Plan) -> int:
     """Returns the number of simulated steps."""
-    streams = any(unit.states != "gpu" for unit in plan.units.values())
+    streams = any(part.states != "gpu" for part in plan.parts(model))
     return STEPS if streams and model.micro_batches == 1 else STEPS - 1
 
 
@@ -109,12 +109,13 @@ def simulate(model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> Pred
     Offloaded weights are prefetched before a unit's forward and backward, from SSDs through host memory, and are kept
     from forward to backward if there is room for them. Swapped tensors are offloaded after the forward of their stage,
     and prefetched in the order in which backward needs them, up to the window's bytes ahead. Gradients are offloaded
-    when a unit's backward ends. Then the unit's optimizer job reads states, steps on the CPU and writes them back; the
-    unit's next forward waits for that job only. A deferred job of states in host memory has two parts: the next forward
-    waits for the first one, and the copy of the unit's next gradient for the second. Copies slow the jobs down, because
-    they share the bandwidth of host memory. While the window or the staging memory is full, compute and copies wait.
-    The GPU computes only work that the host has launched, and a plan adds to the launch time. Two effects are not
-    simulated: the accumulation of gradients on the CPU, and speculative steps that are rolled back.
+    when a unit's backward ends. Then the optimizer job of each part of the unit reads states, steps on the CPU and
+    writes them back; the unit's next forward waits for these jobs only. A deferred job of states in host memory is made
+    in two halves: the next forward waits for the first one, and the copy of the unit's next gradient for the second.
+    Copies slow the jobs down, because they share the bandwidth of host memory. While the window or the staging memory
+    is full, compute and copies wait. The GPU computes only work that the host has launched, and a plan adds to the
+    launch time. Two effects are not simulated: the accumulation of gradients on the CPU, and speculative steps that are
+    rolled back.
 
     Raises:
         ValueError: the plan does not match the model.
@@ -248,7 +249,9 @@ class _Builder:
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> None:
         self.model = model
         self.plan = plan
-        self.units = [plan.units[unit.name] for unit in model.units]
+        parts = iter(plan.parts(model))
+        self.units = [[(profile, next(parts)) for profile in unit.own_parts] for unit in model.units]
+        """Profiles and placements of the parts of each unit."""
         self.stages = cut_stages(model, plan)
         self.tasks: list[Task] = []
         self._step_rates = hardware.cpu_step_rate, hardware.gpu_memory_bandwidth
@@ -258,13 +261,12 @@ class _Builder:
         self._read_ahead = BoundedFifo(plan.staging_bytes)
         self._written_behind = BoundedFifo(plan.staging_bytes)
         self._kept_gradients = [
-            profile.gradient_bytes if unit.states == "gpu" else 0
-            for profile, unit in zip(model.units, self.units, strict=True)
+            sum(profile.gradient_bytes for profile, part in parts if part.states == "gpu") for parts in self.units
         ]
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
-        self._updated: list[Task | None] = [None] * len(self.units)  # last task before the next forward, by unit
-        self._second_parts: list[Task | None] = [None] * len(self.units)  # of the last optimizer job, by unit
+        self._updated: list[list[Task]] = [[] for _ in self.units]  # last tasks before the next forward, by unit
+        self._second_halves: list[list[Task]] = [[] for _ in self.units]  # of the last optimizer jobs, by unit
         # Tensors are prefetched one by one. With many stages, one transfer for all of a stage is accurate enough.
         self._most_pieces = max(1, PIECES // len(self.stages))
         self._jobs: list[Task] = []  # the last task of each job that uses staging memory
@@ -356,8 +358,11 @@ class _Builder:
 
     def _weights(self, index: int) -> tuple[int, int]:
         """Returns the bytes of a unit's weights that are copied to the GPU, and the part that is read from SSDs."""
-        where, nbytes = self.units[index].weights, self.model.units[index].weight_bytes
-        return (0 if where == "gpu" else nbytes), (nbytes if where == "ssd" else 0)
+        parts = self.units[index]
+        return (
+            sum(profile.weight_bytes for profile, part in parts if part.weights != "gpu"),
+            sum(profile.weight_bytes for profile, part in parts if part.weights == "ssd"),
+        )
 
     def _allocated_bytes(self, weights: int) -> int:
         """Returns the GPU bytes that prefetched weights allocate: none if memory is reserved for them."""
@@ -367,15 +372,15 @@ class _Builder:
         """Adds a stage's forward; returns the task at whose end its swapped tensors are in their tier."""
         stage = self.stages[index]
         weights, from_ssd = self._weights(stage.unit) if stage.first else (0, 0)
-        updated = self._updated[stage.unit] if stage.first else None
+        updated = self._updated[stage.unit] if stage.first else []
         fetched = None
         before = self._compute
         if weights:
-            fetched = self._add_fetch(step, weights, from_ssd, self._allocated_bytes(weights), updated)
-            updated = None
+            fetched = self._add_fetch(step, weights, from_ssd, self._allocated_bytes(weights), *updated)
+            updated = []
         room = self._outgoing.allocate(0) if stage.swapped else []
         compute = self._add_compute(
-            step, stage.forward + self._shared(weights + stage.swapped), fetched, updated, *room
+            step, stage.forward + self._shared(weights + stage.swapped), fetched, *updated, *room
         )
         launch = self._launch
         added = launch.follow * stage.operations + launch.save * stage.num_saved if self._followed else 0.0
@@ -424,7 +429,7 @@ class _Builder:
             first: whether this is the first backward of the step, at whose begin the last step's gradients are freed.
         """
         stage = self.stages[index]
-        profile, unit = self.model.units[stage.unit], stage.unit
+        unit = stage.unit
         weights, from_ssd = self._weights(unit) if stage.last and unit not in self._kept_weights else (0, 0)
         before = self._compute
         assert before is not None
@@ -439,14 +444,13 @@ class _Builder:
                 for total in (nbytes, from_ssds, from_ssd + swapped, to_ssd, self._allocated_bytes(weights) + swapped)
             )
             # Weights are those of the last step, tensors those of this forward.
-            updated = self._updated[unit] if weights else None
+            updated = self._updated[unit] if weights else []
             begin = backward_start if swapped else None
-            fetched = self._add_fetch(step, copied, read, allocated, stored, begin, updated)
+            fetched = self._add_fetch(step, copied, read, allocated, stored, begin, *updated)
             fetched.host = (0, freed)
             fetched.ssd = -deleted
             self._incoming.free_after(copied, before)
-        offloaded = self.units[unit].states != "gpu"
-        gradient = profile.gradient_bytes if offloaded else 0
+        gradient = self.model.units[unit].gradient_bytes - self._kept_gradients[unit]
         room = self._outgoing.allocate(gradient) if gradient and stage.first else []
         seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, fetched, *room)
@@ -461,84 +465,106 @@ class _Builder:
         compute.gpu = (allocated, stage.saved + stage.recomputed + stage.bwd_workspace + released)
         if not (stage.first and gradient):
             return compute if stage.first else None
-        second_part = self._second_parts[unit]
-        copy = self._task(COPY_OUT, gradient, step, compute, second_part)
-        if second_part is not None:  # the host blocks until the last step has freed the gradient's memory
-            self._add_compute(step, 0.0, second_part)
+        second_halves = self._second_halves[unit]
+        copy = self._task(COPY_OUT, gradient, step, compute, *second_halves)
+        if second_halves:  # the host blocks until the last step has freed the gradient's memory
+            self._add_compute(step, 0.0, *second_halves)
         copy.gpu = (0, gradient)
         self._outgoing.free_after(gradient, copy)
         return copy
 
-    def _share_in_parts(self) -> float:
-        """Returns the largest share of units whose deferred steps, in two parts, do not delay the next backward."""
-        pairs = zip(self.model.units, self.units, strict=True)
-        jobs = sum(profile.parameters for profile, unit in pairs if unit.steps_on_cpu) / self._step_rates[0]
+    def _share_in_halves(self) -> float:
+        """Returns the largest share of units whose deferred steps, in two halves, do not delay the next backward."""
+        stepped = sum(profile.parameters for parts in self.units for profile, part in parts if part.steps_on_cpu)
+        jobs = stepped / self._step_rates[0]
         backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
-        # A step is as long as backward and the first parts, and no shorter than all parts.
-        return min(1.0, backward / (REST_PART * jobs)) if jobs else 0.0
+        # A step is as long as backward and the first halves, and no shorter than all halves.
+        return min(1.0, backward / (REST_HALF * jobs)) if jobs else 0.0
 
     def _add_jobs(self, step: int, gradients: Sequence[Task | None], backward_start: Task | None) -> None:
-        """Adds the optimizer jobs: on the GPU for resident units, on the CPU for the others.
+        """Adds the optimizer jobs: on the GPU for resident parts, on the CPU for the others.
 
         Args:
             step: index of the step.
             gradients: for each unit, the task at whose end its gradient is in its tier.
             turn: last compute task of the last forward, before which no states are prefetched.
         """
-        cpu_rate, gpu_rate = self._step_rates
+        gpu_rate = self._step_rates[1]
         scale_known = self._compute
-        resident = [index for index, unit in enumerate(self.units) if unit.states == "gpu"]
+        resident = [profile for parts in self.units for profile, part in parts if part.states == "gpu"]
         between = self.model.between_seconds
         if between is None:
-            between = (
-                sum(
-                    unit.state_bytes_read + unit.state_bytes_written + unit.gradient_bytes + unit.weight_bytes
-                    for unit in (self.model.units[index] for index in resident)
-                )
-                / gpu_rate
-            )
+            between = sum(profile.resident_bytes + profile.state_bytes_written for profile in resident) / gpu_rate
+        made: Task | None = None
         if between:
             self.launch_seconds += between  # an upper bound of the host's time for these steps
             made = self._add_compute(step, between)
             made.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
-            for index in resident:
-                self._updated[index] = made
         deferred = self.plan.clip == "deferred"
         order = range(len(self.units)) if deferred else reversed(range(len(self.units)))
-        num_in_parts = self._share_in_parts() * len(self.units) if deferred else 0
+        num_in_halves = self._share_in_halves() * len(self.units) if deferred else 0
         for index in order:
-            unit, profile = self.units[index], self.model.units[index]
-            if unit.states == "gpu":
-                continue
             after = (gradients[index], scale_known if deferred else None)
-            if unit.step == "gpu":
-                self._updated[index] = self._add_device_step(step, profile, *after)
-                continue
-            on_ssd = unit.states == "ssd"
-            written = (profile.state_bytes_written if on_ssd else 0) + (
-                profile.weight_bytes if unit.weights == "ssd" else 0
-            )
-            read = None
-            if on_ssd and profile.state_bytes_read:
-                room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
-                read = self._task(SSD, profile.state_bytes_read, step, room, backward_start, self._updated[index])
-            # Among ready jobs, that of the first unit is the most urgent for the next forward.
-            seconds = profile.parameters / cpu_rate
-            if index < num_in_parts and unit.states == unit.weights == "host":
-                self._updated[index] = self._task(CPU, WEIGHTS_PART * seconds, step, *after, priority=index)
-                last = 2 * len(self.units) - index
-                self._second_parts[index] = self._task(
-                    CPU, REST_PART * seconds, step, self._updated[index], priority=last
-                )
-                continue
-            done = self._task(CPU, seconds, step, read, *after, priority=index)
-            if written:
-                done = self._task(SSD, written, step, done, write=True)
-            if on_ssd:
-                self._jobs.append(done)
-            self._updated[index] = done
+            before, self._updated[index] = self._updated[index], []
+            self._second_halves[index] = []
+            for profile, part in self.units[index]:
+                if part.states != "gpu":
+                    in_halves = index < num_in_halves and part.in_host
+                    self._add_job(step, index, profile, part, after, before, backward_start, in_halves=in_halves)
+                elif made is not None and made not in self._updated[index]:
+                    self._updated[index].append(made)
 
-    def _add_device_step(self, step: int, profile: UnitProfile, *after: Task | None) -> Task:
+    def _add_job(
+        self,
+        step: int,
+        index: int,
+        profile: PartProfile,
+        part: PartPlan,
+        after: Sequence[Task | None],
+        before: Sequence[Task],
+        backward_start: Task | None,
+        *,
+        in_halves: bool,
+    ) -> None:
+        """Adds the optimizer job of a part that is not on the GPU.
+
+        Args:
+            step: index of the step.
+            index: index of the unit.
+            profile: the part.
+            part: its placement.
+            after: tasks that have to end before the job steps.
+            before: last tasks of the unit's jobs in the step before.
+            backward_start: last compute task of the last forward, before which no states are prefetched.
+            in_halves: whether a job on the CPU is made in two halves.
+        """
+        if part.step == "gpu":
+            self._updated[index].append(self._add_device_step(step, profile, *after))
+            return
+        on_ssd = part.states == "ssd"
+        written = (profile.state_bytes_written if on_ssd else 0) + (
+            profile.weight_bytes if part.weights == "ssd" else 0
+        )
+        read = None
+        if on_ssd and profile.state_bytes_read:
+            room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
+            read = self._task(SSD, profile.state_bytes_read, step, room, backward_start, *before)
+        # Among ready jobs, that of the first unit is the most urgent for the next forward.
+        seconds = profile.parameters / self._step_rates[0]
+        if in_halves:
+            first = self._task(CPU, WEIGHTS_HALF * seconds, step, *after, priority=index)
+            self._updated[index].append(first)
+            last = 2 * len(self.units) - index
+            self._second_halves[index].append(self._task(CPU, REST_HALF * seconds, step, first, priority=last))
+            return
+        done = self._task(CPU, seconds, step, read, *after, priority=index)
+        if written:
+            done = self._task(SSD, written, step, done, write=True)
+        if on_ssd:
+            self._jobs.append(done)
+        self._updated[index].append(done)
+
+    def _add_device_step(self, step: int, profile: PartProfile, *after: Task | None) -> Task:
         """Adds a step on the GPU of states in host memory; returns the copy at whose end they are there again.
 
         Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back.

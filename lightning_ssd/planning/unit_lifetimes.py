@@ -1,4 +1,4 @@
-"""Teraio's algorithm for plans of units: lifetimes from a model's profile, and its migrations as tiers of a plan."""
+"""Teraio's algorithm for plans of units and their parts: lifetimes from a profile, migrations as tiers of a plan."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +20,9 @@ TRIES = 6
 def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns Teraio's plan: tensors with inactive periods of the best ratio migrate, and nothing is recomputed.
 
-    A unit stays on the GPU unless its weights or states migrate. Then the CPU steps it, or the GPU if its states are in
-    host memory and that is faster: Teraio's own GPU steps of states on drives are predicted by `simulate_migrations`.
+    A part of a unit stays on the GPU unless its weights or states migrate. Then the CPU steps it, or the GPU if its
+    states are in host memory and that is faster: Teraio's own GPU steps of states on drives are predicted by
+    `simulate_migrations`.
 
     Args:
         model: profile of the model.
@@ -34,11 +35,11 @@ def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlace
     plans = []
     for tried in range(TRIES):
         made = steps.plan(plan_in_time(lifetimes, machine, min_bytes=1).migrations)
-        plan = made if fixed is None else fixed.apply(made)
+        plan = made if fixed is None else fixed.apply(model, made)
         found = simulate(model, hardware, plan)
         plans.append((found.excess_bytes(hardware), found.step_seconds, tried, plan))
         if model.micro_batches == 1:  # sums of gradients are on the CPU
-            on_gpu = step_on_gpu(plan, sum(unit.in_host for unit in plan.units.values()))
+            on_gpu = step_on_gpu(model, plan, sum(part.in_host for part in plan.parts(model)))
             other = simulate(model, hardware, on_gpu)
             plans.append((other.excess_bytes(hardware), other.step_seconds, tried + TRIES, on_gpu))
         less = 2**tried * (found.gpu_peak_bytes - hardware.gpu_bytes)
@@ -69,7 +70,7 @@ class _Steps:
         self._bandwidth = hardware.gpu_memory_bandwidth
         self._fixed = fixed
         self.keys: list[tuple[str, int, int]] = []
-        """Class, unit and operator of each tensor."""
+        """Class and unit of each tensor, and its operator, or its part among those of the unit."""
         self._tensors: list[TensorLifetime] = []
 
     def profile(self) -> LifetimeProfile:
@@ -77,6 +78,7 @@ class _Steps:
         model = self._model
         spans: list[OperatorSpan] = []
         now = 0.0
+        fixed = iter(() if self._fixed is None else self._fixed.states)
 
         def add(phase: str, seconds: float) -> None:
             nonlocal now
@@ -95,7 +97,8 @@ class _Steps:
                 add("backward", operator.backward_seconds)
         for index, unit in enumerate(model.units):
             moved = unit.state_bytes_read + unit.state_bytes_written + unit.gradient_bytes + unit.weight_bytes
-            self._add_unit(index, forward, backward, len(spans))
+            resident = [next(fixed, None) == "gpu" for _ in unit.own_parts]
+            self._add_unit(index, resident, forward, backward, len(spans))
             add("optimizer", moved / self._bandwidth)
         return LifetimeProfile(model.name, tuple(spans), tuple(self._tensors))
 
@@ -108,32 +111,48 @@ class _Steps:
         states: list[Tier] = []
         saved: dict[tuple[int, int], InputChoice] = {}
         for index, unit in enumerate(self._model.units):
-            of_weights = tiers.get(("weight", index, 0))
-            of_states = tiers.get(("optimizer state", index, 0), of_weights)
-            weights.append("gpu" if of_states is None else of_weights or of_states)  # type: ignore[arg-type]
-            states.append("gpu" if of_states is None else of_states)  # type: ignore[arg-type]
+            for number in range(len(unit.own_parts)):
+                of_weights = tiers.get(("weight", index, number))
+                of_states = tiers.get(("optimizer state", index, number), of_weights)
+                weights.append("gpu" if of_states is None else of_weights or of_states)  # type: ignore[arg-type]
+                states.append("gpu" if of_states is None else of_states)  # type: ignore[arg-type]
             for position in (INPUT, *range(len(unit.operators))):
                 saved[index, position] = tiers.get(("saved tensor", index, position), "keep")
         return build_plan(self._model, weights=weights, states=states, saved=saved)
 
     def _add_unit(
-        self, index: int, forward: dict[tuple[int, int], int], backward: dict[tuple[int, int], int], step: int
+        self,
+        index: int,
+        resident: Sequence[bool],
+        forward: dict[tuple[int, int], int],
+        backward: dict[tuple[int, int], int],
+        step: int,
     ) -> None:
+        """Adds the tensors of a unit.
+
+        Args:
+            index: index of the unit.
+            resident: for each part of the unit, whether a fixed placement has it on the GPU.
+            forward: index of the operator span of each forward, by unit and operator.
+            backward: index of the operator span of each backward.
+            step: index of the operator span of the unit's optimizer step.
+        """
         unit = self._model.units[index]
         count = len(unit.operators)
         runs = [
             *(forward[index, one] for one in range(count)),
             *(backward[index, one] for one in reversed(range(count))),
         ]
-        if self._fixed is None:
-            self._add("weight", index, 0, unit.weight_bytes, (*runs, step))
-            self._add("optimizer state", index, 0, unit.state_bytes_read, (step,))
-            self._add("gradient", index, 0, unit.gradient_bytes, (*runs[count:], step), runs[count], step)
-        elif self._fixed.states[index] == "gpu":
-            self._add("weight", index, 0, unit.weight_bytes + unit.state_bytes_read + unit.gradient_bytes, ())
-        else:
-            for part, nbytes in ((runs[:count], 0), (runs[count:], unit.gradient_bytes)):
-                self._add("transient", index, 0, unit.weight_bytes + nbytes, tuple(part), part[0], part[-1])
+        for number, part in enumerate(unit.own_parts):
+            if self._fixed is None:
+                self._add("weight", index, number, part.weight_bytes, (*runs, step))
+                self._add("optimizer state", index, number, part.state_bytes_read, (step,))
+                self._add("gradient", index, number, part.gradient_bytes, (*runs[count:], step), runs[count], step)
+            elif resident[number]:
+                self._add("weight", index, number, part.resident_bytes, ())
+            else:
+                for uses, nbytes in ((runs[:count], 0), (runs[count:], part.gradient_bytes)):
+                    self._add("transient", index, number, part.weight_bytes + nbytes, tuple(uses), uses[0], uses[-1])
         first, last = forward[index, 0], backward[index, 0]
         self._add("saved tensor", index, INPUT, unit.input_bytes, (first, last), first, last)
         for position, operator in enumerate(unit.operators):

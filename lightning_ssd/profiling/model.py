@@ -25,12 +25,13 @@ from lightning_ssd.activations import (
     make_schedule,
 )
 from lightning_ssd.device import allocator_memory, make_clock
-from lightning_ssd.model_states import ModelStates, Unit
+from lightning_ssd.model_states import ModelStates, Unit, UnitPart
 from lightning_ssd.planning import (
     FixedPlacement,
     HostOverhead,
     LifetimeProfile,
     ModelProfile,
+    PartProfile,
     unit_call_name,
 )
 from lightning_ssd.profiling.host_overhead import measure_host_overhead
@@ -352,9 +353,17 @@ class Profiler(Uncopied):
         """Returns the name of a call in profiles and plans."""
         return unit_call_name(self.units[unit_call.unit].name, unit_call.call_index)
 
+    def parts_of(self, unit: Unit) -> Sequence[UnitPart]:
+        """Returns the parts of a unit that may be on tiers of their own: one or more."""
+        return unit.parts if self._states is None else self._states.parts_of(unit)
+
     def fixed_placement(self) -> FixedPlacement:
         """Returns the tiers of model states."""
-        tiers = [self._tiers(self.units[unit_call.unit]) for unit_call in calls_of_units(self.units, self.graph)]
+        tiers: list[tuple[Tier, Tier]] = []
+        for unit_call in calls_of_units(self.units, self.graph):
+            parts = self.parts_of(self.units[unit_call.unit])
+            # A later call is one part, which has no bytes.
+            tiers += [self._tiers(part) for part in (parts if unit_call.call_index == 0 else parts[:1])]
         return FixedPlacement(tuple(weights for weights, _ in tiers), tuple(states for _, states in tiers))
 
     def profile(
@@ -373,7 +382,7 @@ class Profiler(Uncopied):
         if self._offloader.device.type == "cuda":
             torch.cuda.synchronize(self._offloader.device)
         launches = self._launch_seconds(measure_host_overhead(self._offloader.device))
-        units = unit_profiles(self.units, self.graph, self.saved, launches, self._state_bytes)
+        units = unit_profiles(self.units, self.graph, self.saved, launches, self._part_profiles)
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
         return ModelProfile(
             name,
@@ -404,11 +413,15 @@ class Profiler(Uncopied):
         usual = statistics.median(per_operation) if per_operation else 0.0
         return {unit_call: min(seconds[unit_call], usual * counts[unit_call]) for unit_call in seconds}
 
-    def _state_bytes(self, unit: Unit) -> tuple[int, int, int, int, int]:
+    def _part_profiles(self, unit: Unit) -> list[PartProfile]:
+        """Returns the profiles of a unit's parts."""
+        return [PartProfile(part.name, *self._state_bytes(part)) for part in self.parts_of(unit)]
+
+    def _state_bytes(self, part: UnitPart) -> tuple[int, int, int, int, int]:
         """Returns the trained parameters, and bytes of weights, gradients, and optimizer states (read, written)."""
         trained = weights = gradients = states = 0
         stores = {} if self._states is None else self._states.stores
-        owned = {parameter for _, parameter in unit.parameters}
+        owned = {parameter for _, parameter in part.parameters}
         for flat, store in stores.items():
             members = {item.parameter for item in flat.param_views} & owned
             if members:
@@ -429,12 +442,12 @@ class Profiler(Uncopied):
                 states += _optimizer_bytes(self._optimizers, stepped)
         return trained, weights, gradients, states, states
 
-    def _tiers(self, unit: Unit) -> tuple[Tier, Tier]:
-        """Returns the tiers (weights, optimizer states) of most bytes of the unit."""
+    def _tiers(self, part: UnitPart) -> tuple[Tier, Tier]:
+        """Returns the tiers (weights, optimizer states) of most bytes of a part."""
         if self._states is None:
             return "gpu", "gpu"
         nbytes: dict[tuple[Tier, Tier], int] = defaultdict(int)
-        owned = {parameter for _, parameter in unit.parameters}
+        owned = {parameter for _, parameter in part.parameters}
         for flat, store in self._states.stores.items():
             if any(item.parameter in owned for item in flat.param_views):
                 nbytes[store.tiers] += flat.nbytes + store.layout.opt_state_bytes

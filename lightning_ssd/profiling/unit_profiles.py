@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lightning_ssd.activations import ForwardGraph, Interval, Saved, UnitCall
 from lightning_ssd.model_states import Unit
-from lightning_ssd.planning import OperatorProfile, UnitProfile, unit_call_name
+from lightning_ssd.planning import OperatorProfile, PartProfile, UnitProfile, unit_call_name
 
 REST = "rest"
 """Name of the operator that sums the operations of a unit whose results are not saved."""
@@ -15,7 +15,7 @@ def unit_profiles(
     graph: ForwardGraph,
     saved: Sequence[Saved],
     launches: Mapping[UnitCall, float],
-    state_bytes: Callable[[Unit], tuple[int, int, int, int, int]],
+    parts_of: Callable[[Unit], Sequence[PartProfile]],
 ) -> tuple[UnitProfile, ...]:
     """Returns the profiles of calls of units, in the order of the forward; then units that were not called.
 
@@ -24,16 +24,15 @@ def unit_profiles(
         graph: graph of a forward and backward.
         saved: saved tensors of the graph that may be offloaded.
         launches: host seconds to launch the operations of each call.
-        state_bytes: returns the trained parameters of a unit, and its bytes of weights, gradients, and optimizer
-            states (read, written).
+        parts_of: returns the profiles of a unit's parts, one or more.
     """
     measured = graph.transients.measure()
     profiles = []
     for unit_call in calls_of_units(units, graph):
-        states = state_bytes(units[unit_call.unit]) if unit_call.call_index == 0 else (0, 0, 0, 0, 0)
+        parts = parts_of(units[unit_call.unit]) if unit_call.call_index == 0 else ()
         of_call = [item for item in saved if item.unit_call == unit_call]
         name = unit_call_name(units[unit_call.unit].name, unit_call.call_index)
-        profiles.append(_unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), states, *measured))
+        profiles.append(_unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), parts, *measured))
     return tuple(profiles)
 
 
@@ -50,7 +49,7 @@ def _unit_profile(
     name: str,
     saved: Sequence[Saved],
     launch_seconds: float,
-    states: tuple[int, int, int, int, int],
+    parts: Sequence[PartProfile],
     in_forward: Mapping[Interval, int],
     when_wanted: Mapping[int, int],
     in_backward: Mapping[Interval, int],
@@ -98,7 +97,12 @@ def _unit_profile(
         name,
         tuple(operators),
         inputs,
-        *states,
+        sum(part.parameters for part in parts),
+        sum(part.weight_bytes for part in parts),
+        sum(part.gradient_bytes for part in parts),
+        sum(part.state_bytes_read for part in parts),
+        sum(part.state_bytes_written for part in parts),
+        parts=tuple(parts) if len(parts) > 1 else (),
         forward_bytes=in_forward.get((unit_call, None), 0),
         backward_bytes=max(in_backward.get((unit_call, number), 0) for number in (None, *is_unit_input)),
     )

@@ -23,11 +23,12 @@ from lightning_ssd.activations import offloader
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.callbacks import plan_runner, profiling_budget, swap_planner
 from lightning_ssd.device import clock
-from lightning_ssd.model_states import step
+from lightning_ssd.model_states import find_units, step, units
 from lightning_ssd.model_states.device_stepper import DeviceStepper
 from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
+    PartPlan,
     Plan,
     Prediction,
     make_plan,
@@ -867,7 +868,7 @@ def test_plans_choose_the_processor_of_each_units_step(
     drawn = draw(first.plan, first.profile, seed)
     generator = random.Random(seed)
     units: dict[str, Any] = {
-        name: replace(unit, step=generator.choice(["cpu", "gpu"]) if unit.in_host else "cpu")
+        name: replace(unit, step=generator.choice(["cpu", "gpu"]) if unit.of("").in_host else "cpu")
         for name, unit in drawn.units.items()
     }
     second = pinned(replace(drawn, units=units))
@@ -876,6 +877,54 @@ def test_plans_choose_the_processor_of_each_units_step(
     assert second.plan is not None and second.plan.units == units
     chosen = {name for name, unit in units.items() if unit.step == "gpu"} - {"embed (2)"}  # a second call of "embed"
     assert set(stepped) == chosen and len(set(Counter(stepped).values())) == 1
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 8))])
+def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Parts of one unit are in tiers of their own from the start, and stepped as the file says, bit for bit."""
+    monkeypatch.setattr(units, "PART_ELEMENTS", 512)
+    monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
+    stepped: set[str] = set()
+    submit = DeviceStepper.submit
+
+    def noted(stepper: DeviceStepper, step: Any, *, priority: int) -> Any:
+        stepped.update(view.name for view in step.store.flat.param_views)
+        return submit(stepper, step, priority=priority)
+
+    monkeypatch.setattr(DeviceStepper, "submit", noted)
+    how: dict[str, Any] = {"limit_val_batches": 0}
+    common: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB"}
+    first = planner()
+    plain = train_states(tmp_path, SSDOffloadStrategy(gpu_memory="1B", **common), Model(), callbacks=[first], **how)
+    assert first.plan is not None and first.profile is not None
+    generator = random.Random(seed)
+    pairs: list[Any] = [("gpu", "gpu"), ("host", "host"), ("host", "host", "gpu"), ("host", "ssd"), ("ssd", "ssd")]
+    parts = [PartPlan(*generator.choice(pairs)) for _ in first.profile.parts]
+    drawn = draw(first.plan, first.profile, seed).placed(first.profile, parts)
+    assert any(unit.parts for unit in drawn.units.values())
+    placed: dict[str, tuple[str, str]] = {}
+
+    class Placements(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            for flat, store in trainer.strategy.model_states.stores.items():
+                placed.update({view.name: store.tiers for view in flat.param_views})
+
+    second = pinned(drawn)
+    strategy = SSDOffloadStrategy(gpu_memory="64MiB", **common)
+    actual = train_states(tmp_path, strategy, Model(), callbacks=[second, Placements()], **how)
+    assert_same(actual, plain)
+    assert second.plan is not None
+    assert {**second.plan.units, "embed (2)": None} == {**drawn.units, "embed (2)": None}  # which has no states
+    planned = {
+        name: drawn.units[unit.name].of(part.name)
+        for unit in find_units(actual)
+        for part in unit.parts
+        for name, _ in part.parameters
+    }
+    assert placed == {name: (part.weights, part.states) for name, part in planned.items() if part.weights != "gpu"}
+    assert stepped == {name for name, part in planned.items() if part.step == "gpu"}
 
 
 def test_a_faster_placement_of_model_states_is_recommended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

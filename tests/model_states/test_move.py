@@ -13,8 +13,9 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_ssd import OffloadMonitor, SSDOffloadStrategy
 from lightning_ssd.device import clock
-from lightning_ssd.model_states import StatesConfig, find_units
+from lightning_ssd.model_states import StatesConfig, find_units, units
 from lightning_ssd.model_states.unit_mover import UnitMover
+from lightning_ssd.model_states.units import PART_ELEMENTS
 from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
 from lightning_ssd.storage import StorageError
 from tests.support.compare import assert_same
@@ -172,13 +173,19 @@ def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {unit.states for unit in swaps.plan.units.values()} == {"gpu"}
 
 
-def test_teraios_plan_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units are moved to the tiers of its plan, and a micro-batch offloads the saved tensors of its plan."""
+@pytest.mark.parametrize(("least", "gpu_memory"), [(PART_ELEMENTS, "125kB"), (512, "130kB")])
+def test_teraios_plan_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, gpu_memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parts of units are moved to the tiers of its plan, and a micro-batch offloads the saved tensors of its plan."""
+    monkeypatch.setattr(units, "PART_ELEMENTS", least)
     monkeypatch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
     now = itertools.count()
     monkeypatch.setattr(clock, "perf_counter", lambda: 1e-4 * next(now))  # operators take the same time in every run
     moves: list[Plan] = []
+    placed: dict[str, tuple[str, str]] = {}
     stored: list[int] = []
+    caplog.set_level("INFO")
     move_states = SSDOffloadStrategy.move_states
 
     def record_move(strategy: SSDOffloadStrategy, plan: Plan) -> None:
@@ -188,13 +195,17 @@ def test_teraios_plan_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     class Watch(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             stored.append(trainer.strategy.offloader.stats().stored)
+            placed.clear()
+            for flat, store in trainer.strategy.model_states.stores.items():
+                for view in flat.param_views:
+                    placed[view.name] = store.tiers
 
     monkeypatch.setattr(SSDOffloadStrategy, "move_states", record_move)
     machine = tmp_path / "machine.json"
     rates = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e9)
     rates |= dict.fromkeys(("ssd_read", "ssd_write", "ssd_mixed"), 1e8)
     replace(HardwareProfile.from_json(MACHINE), **rates).to_json(machine)
-    swaps = planner(planner="teraio", machine=machine, gpu_memory="125kB")
+    swaps = planner(planner="teraio", machine=machine, gpu_memory=gpu_memory)
     how: Any = {"limit_val_batches": 0}
     strategy = SSDOffloadStrategy(tmp_path, min_bytes=1, host_memory="32MiB")
     actual = train(tmp_path, strategy, Model(), callbacks=[swaps, Watch()], **how)
@@ -202,9 +213,22 @@ def test_teraios_plan_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     plan, runner = swaps.plan, swaps.runner
     assert len(moves) == 1 and plan is not None and runner is not None
     own = {unit.name for unit in runner.profile.units if unit.weight_bytes}
-    placed = {name: (unit.weights, unit.states) for name, unit in plan.units.items() if name in own}
-    assert placed == {name: (unit.weights, unit.states) for name, unit in moves[0].units.items() if name in own}
-    assert len({states for _, states in placed.values()}) > 1
+    found = {name: replace(unit, input="keep", operators={}) for name, unit in plan.units.items() if name in own}
+    assert found == {
+        name: replace(unit, input="keep", operators={}) for name, unit in moves[0].units.items() if name in own
+    }
+    assert len({part.states for part in plan.placements}) > 1
+    planned = {
+        name: part
+        for unit in find_units(actual)
+        for of_unit in unit.parts
+        if (part := plan.units[unit.name].of(of_unit.name)).weights != "gpu"
+        for name, _ in of_unit.parameters
+    }
+    assert placed == {name: (part.weights, part.states) for name, part in planned.items()}
+    divided = sum(bool(unit.parts) for unit in plan.units.values())
+    assert bool(divided) == (least == 512)
+    assert (f"and those of {divided} units, part by part, in several tiers" in caplog.text) == bool(divided)
     offloaded = 0
     for unit in runner.profile.units:
         choices = plan.units[unit.name].operators

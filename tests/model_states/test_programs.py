@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.activations import config
-from lightning_ssd.model_states import StatesConfig, build
+from lightning_ssd.model_states import StatesConfig, build, units
+from lightning_ssd.model_states.units import PART_ELEMENTS
 from lightning_ssd.planning import HardwareProfile
 from tests.support import trainings
 from tests.support.access import Toy, fit, loader
@@ -23,6 +24,7 @@ from tests.support.compare import assert_same
 from tests.support.delays import SlowBackend
 from tests.support.device_steps import Shared
 from tests.support.late_device import LateCopies
+from tests.support.moves import PartMover
 from tests.support.plans import MACHINE, planner
 
 WIDTH = 8
@@ -196,13 +198,23 @@ class Program(Toy):
         return result
 
 
-def run(path: Path, parts: list[Build], code: Any, training: Any, states: str | None) -> Program | RuntimeError:
+def run(
+    path: Path,
+    parts: list[Build],
+    code: Any,
+    training: Any,
+    states: str | None,
+    strategy: Any = None,
+    callbacks: Any = (),
+) -> Program | RuntimeError:
     """Returns the trained module, or the error that training has ended with."""
     module = Program(parts, training["optimizer"])
     for hook, action in code:
         module.at(hook, action)
-    strategy = None if states is None else {"overlap": training["overlap"]}
+    if states is not None:
+        strategy = {"overlap": training["overlap"]} | (strategy or {})
     arguments = {
+        "callbacks": list(callbacks),
         "gradient_clip_val": training["clip"],
         "accumulate_grad_batches": training["accumulate"],
         "precision": training["precision"],
@@ -298,6 +310,7 @@ MACHINES = st.fixed_dictionaries(
         "clip": st.sampled_from([None, 0.05]),
         "optimizer": st.sampled_from([torch.optim.SGD, torch.optim.AdamW]),
         "seed": st.integers(0, 99),
+        "part": st.sampled_from([32, PART_ELEMENTS]),
     }
 )
 
@@ -326,6 +339,7 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StatesConfig, "offloads", lambda *_, **__: True)
         patch.setattr(SSDOffloadStrategy, "move_states", counted)
+        patch.setattr(units, "PART_ELEMENTS", case["part"])
         patch.setattr(Engines, "made", [])
         for module in (build, config):
             patch.setattr(module, "make_copy_engine", Engines)
@@ -358,3 +372,46 @@ def test_more_plans_of_random_models_and_machines(tmp_path: Path) -> None:
 
     check_all()
     assert any(moves)
+
+
+# ---- parts of units ----
+
+
+def check_parts(path: Path, parts: Any, training: Any, seed: int) -> PartMover:
+    """Compares a training whose parts of units move to random tiers with plain Lightning's, with late transfers."""
+    training = training | {"on_device": False}
+    plain = run(path, parts, [], training, None)
+    random.seed(seed)
+    mover = PartMover(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        if seed % 2:
+            Shared(patch, seed)
+        patch.setattr(units, "PART_ELEMENTS", 32)
+        patch.setattr(Engines, "made", [])
+        patch.setattr(build, "make_copy_engine", Engines)
+        strategy = {"backend": SlowBackend(), "ssd_capacity": "8MiB"}
+        found = run(path, parts, [], training, "auto", strategy=strategy, callbacks=[mover])
+        assert Engines.made and not [violation for engine in Engines.made for violation in engine.violations]
+    assert_same(found, plain)
+    return mover
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(PROGRAMS, TRAININGS, st.integers(0, 99))
+def test_parts_of_units_in_random_tiers_keep_the_numbers(tmp_path: Path, parts: Any, training: Any, seed: int) -> None:
+    """Parts are moved to, prefetched from and stepped in tiers of their own."""
+    check_parts(tmp_path, parts, training, seed)
+
+
+@pytest.mark.thorough
+def test_more_parts_of_units_in_random_tiers(tmp_path: Path) -> None:
+    """In some of the trainings parts of one unit are in several tiers."""
+    movers: list[PartMover] = []
+
+    @settings(max_examples=40, deadline=None)
+    @given(PROGRAMS, TRAININGS, st.integers(0, 99))
+    def check_all(parts: Any, training: Any, seed: int) -> None:
+        movers.append(check_parts(tmp_path, parts, training, seed))
+
+    check_all()
+    assert any(mover.divided for mover in movers)

@@ -9,8 +9,8 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import ModelProfile, Plan, UnitPlan
-from tests.support.profiles import make_model, models, plans
+from lightning_ssd.planning import ModelProfile, PartPlan, Plan, UnitPlan
+from tests.support.profiles import divide, make_model, models, plans
 
 
 @given(plans())
@@ -52,12 +52,15 @@ def test_a_plan_for_a_model_is_accepted(data: st.DataObject) -> None:
         ({"input": "recompute"}, "`units.unit0.input='recompute'` must be one of 'keep', 'host', 'ssd'"),
         ({"operators": {}}, "`units.unit0.operators.work` is missing. Add it"),
         ({"operators": {"work": "keep", "play": "keep"}}, "`units.unit0.operators.play` is not in the model"),
+        ({"parts": {"up": PartPlan("host", "ssd")}}, "`units.unit0.parts.up` is not in the model"),
+        ({"parts": {"part1": PartPlan("gpu", "ssd")}}, "`units.unit0.parts.part1` has weights on `gpu` and states on"),
+        ({"parts": {"part1": PartPlan("host", "ssd", "gpu")}}, "`units.unit0.parts.part1` has `step: gpu`"),
         ({"operators": {"work": "drop"}}, "`units.unit0.operators.work='drop'` must be one of 'keep'"),
     ],
 )
 def test_wrong_plans_name_the_entry(changes: dict[str, Any], message: str) -> None:
     """The message names the entry and what to do."""
-    model = make_model(2)
+    model = divide(make_model(2), 2)
     with pytest.raises(ValueError) as error:
         make_plan(model, **changes).check(model)
     assert message in str(error.value)

@@ -27,7 +27,7 @@ from lightning_ssd.planning.planners import CAUTION
 from lightning_ssd.planning.saved_groups import default_plan, default_window
 from lightning_ssd.types import Choice
 from tests.support.products import combinations
-from tests.support.profiles import GB, GIB, H100, machines, make_model, models
+from tests.support.profiles import GB, GIB, H100, divide, machines, make_model, models
 from tests.support.transformer import transformer_profile
 
 
@@ -126,6 +126,24 @@ def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
         assert counts(replace(model, micro_batches=2), slow, planner) == 0
     shared = make_plan(model, slow, fixed=fixed)
     assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
+
+
+@pytest.mark.parametrize(("planner", "gpu_bytes"), [("holistic", 24 * GB), ("holistic", 40 * GB), ("teraio", 40 * GB)])
+def test_memory_between_the_sizes_of_two_units_is_used_by_parts(planner: str, gpu_bytes: int) -> None:
+    """Units have 16 GB of states. With parts of 4 GB, more bytes are on the GPU, and the step is shorter."""
+    whole = make_model(8, forward=0.01, parameters=10**9, saved=10**6, inputs=10**6)
+    machine = replace(H100, gpu_bytes=gpu_bytes, host_bytes=200 * GB)
+    found = []
+    for model in (whole, divide(whole, 4)):
+        plan = make_plan(model, machine, planner)
+        prediction = simulate(model, machine, plan)
+        assert not prediction.excess_bytes(machine)
+        parts = list(zip(model.parts, plan.parts(model), strict=True))
+        resident = sum(profile.resident_bytes for (_, profile), part in parts if part.states == "gpu")
+        found.append((resident, prediction.step_seconds))
+    (of_units, slower), (of_parts, faster) = found
+    assert of_units % (16 * GB) == 0 < of_parts % (16 * GB)
+    assert of_units < of_parts and faster < slower
 
 
 def test_unknown_planner() -> None:
@@ -269,7 +287,8 @@ def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: Hardwar
     """The rate alone is no slower than measured; under the plan it is no faster, and equal if the CPU was busy."""
     plan = make_plan(model, machine)
     before = simulate(model, machine, plan)
-    stepped = sum(profile.parameters for profile in model.units if plan.units[profile.name].states != "gpu")
+    parts = zip(model.parts, plan.parts(model), strict=True)
+    stepped = sum(profile.parameters for (_, profile), part in parts if part.steps_on_cpu)
     seconds = factor * before.busy_seconds["cpu"]
     if not stepped:
         assert calibrate_step_rate(model, machine, plan, 1e9, 1.0) == machine
@@ -363,7 +382,7 @@ def test_fixed_states_are_not_moved() -> None:
     for planner in PLANNERS:
         plan = make_plan(model, H100, planner, fixed)
         plan.check(model)
-        assert FixedPlacement.of(plan) == fixed
+        assert FixedPlacement.of(model, plan) == fixed
 
 
 def test_coefficients_are_kept_to() -> None:

@@ -22,8 +22,8 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.events import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_bytes
-from lightning_ssd.planning.simulator import REST_PART, WEIGHTS_PART, BoundedFifo, _Builder, _simulate
-from tests.support.profiles import GB, H100, machines, make_model, models, plans
+from lightning_ssd.planning.simulator import REST_HALF, WEIGHTS_HALF, BoundedFifo, _Builder, _simulate
+from tests.support.profiles import GB, H100, divide, machines, make_model, models, plans
 
 # A machine on which bytes and parameters are seconds.
 UNIT = HardwareProfile("unit", 1.0, 1e12, *[1.0] * 8, 10**9, 10**9, 10**9)  # type: ignore[arg-type]
@@ -196,8 +196,8 @@ def test_the_optimizer_runs_under_backward_and_the_next_forward() -> None:
     # Forward takes 10 s, all jobs take 20 s: the first units wait for their own jobs, not for all.
     assert 30 <= overlapped.step_seconds <= 33
     # Backward takes 20 s, and then the next forward waits for the first parts of all jobs.
-    assert 20 + 20 * WEIGHTS_PART <= deferred.step_seconds <= 34
-    assert deferred.busy_seconds["cpu"] == pytest.approx(20 * (WEIGHTS_PART + REST_PART))
+    assert 20 + 20 * WEIGHTS_HALF <= deferred.step_seconds <= 34
+    assert deferred.busy_seconds["cpu"] == pytest.approx(20 * (WEIGHTS_HALF + REST_HALF))
 
 
 def test_second_parts_of_deferred_jobs_are_made_while_backward_needs_no_gradient_memory() -> None:
@@ -205,8 +205,8 @@ def test_second_parts_of_deferred_jobs_are_made_while_backward_needs_no_gradient
     model = make_model(10, parameters=600)
     machine = replace(FAST, cpu_step_rate=100.0)
     deferred = simulate(model, machine, plan_of(model, "host", "host", "keep", "keep", clip="deferred"))
-    share = 20 / (60 * REST_PART)
-    assert deferred.busy_seconds["cpu"] == pytest.approx(60 * (1 + share * (WEIGHTS_PART + REST_PART - 1)), rel=0.03)
+    share = 20 / (60 * REST_HALF)
+    assert deferred.busy_seconds["cpu"] == pytest.approx(60 * (1 + share * (WEIGHTS_HALF + REST_HALF - 1)), rel=0.03)
     assert deferred.busy_seconds["cpu"] <= deferred.step_seconds * (1 + 1e-9) < 60 + 20
 
 
@@ -233,11 +233,12 @@ def test_a_small_window_stalls() -> None:
 
 def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
     slots = 2 if plan.clip == "speculative" else 1
+    parts = plan.parts(model)
     return sum(
-        slots * (unit.weight_bytes + unit.state_bytes_read) + unit.gradient_bytes
-        for unit in model.units
-        if plan.units[unit.name].states == "gpu"
-    ) + DEVICE_STEP_BYTES * any(unit.step == "gpu" for unit in plan.units.values())
+        slots * (profile.weight_bytes + profile.state_bytes_read) + profile.gradient_bytes
+        for (_, profile), part in zip(model.parts, parts, strict=True)
+        if part.states == "gpu"
+    ) + DEVICE_STEP_BYTES * any(part.step == "gpu" for part in parts)
 
 
 @settings(max_examples=50)
@@ -251,8 +252,9 @@ def test_busy_times_bytes_and_memory_are_consistent(data: st.DataObject, machine
     assert prediction.busy_seconds["compute"] >= compute * (1 - 1e-9)
     assert prediction.step_seconds >= max(prediction.busy_seconds.values())
     units = [(unit, plan.units[unit.name]) for unit in model.units]
-    weights = sum(unit.weight_bytes for unit, where in units if where.weights == "ssd")
-    states = sum(unit.state_bytes_read for unit, where in units if where.states == "ssd")
+    parts = list(zip(model.parts, plan.parts(model), strict=True))
+    weights = sum(profile.weight_bytes for (_, profile), part in parts if part.weights == "ssd")
+    states = sum(profile.state_bytes_read for (_, profile), part in parts if part.states == "ssd")
     swapped = sum(unit.input_bytes for unit, where in units if where.input == "ssd") + sum(
         item.saved_bytes for unit, where in units for item in unit.operators if where.operators[item.name] == "ssd"
     )
@@ -348,6 +350,19 @@ def test_units_of_time_do_not_matter(data: st.DataObject, machine: HardwareProfi
     other = replace(machine, launch=machine.launch.times(1 / factor), **rates)
     before, after = simulate(model, machine, plan), simulate(faster, other, plan)
     assert after.step_seconds == pytest.approx(before.step_seconds / factor, rel=1e-6)
+
+
+@settings(max_examples=30)
+@given(st.data(), machines(), st.integers(2, 4))
+def test_parts_that_are_placed_as_their_unit(data: st.DataObject, machine: HardwareProfile, count: int) -> None:
+    """Work, traffic and memory of a unit's parts in one tier are those of the unit, except the staging of its jobs."""
+    divided = divide(data.draw(models()), count)
+    whole = replace(divided, units=tuple(replace(unit, parts=()) for unit in divided.units))
+    plan = data.draw(plans(whole))
+    one, other = (_simulate(model, machine, plan) for model in (whole, divided))
+    for name in ("gpu_peak_bytes", "ssd_peak_bytes", "ssd_read_bytes", "ssd_written_bytes", "copied_bytes"):
+        assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-6, abs=8), name
+    assert other.host_peak_bytes <= one.host_peak_bytes
 
 
 def test_a_unit_in_host_memory_that_the_gpu_steps_is_copied_there_and_back() -> None:

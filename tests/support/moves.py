@@ -1,4 +1,4 @@
-"""A callback that moves model states between tiers during training."""
+"""Callbacks that move model states between tiers during training."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_ssd.model_states import find_units
-from lightning_ssd.planning import Plan, UnitPlan
+from lightning_ssd.planning import PartPlan, Plan, UnitPlan
 
 GPU, HOST, SSD = ("gpu", "gpu"), ("host", "host"), ("ssd", "ssd")
 
@@ -53,3 +53,41 @@ def move(trainer: pl.Trainer, where: dict[str, Any]) -> None:
             for store in stores
         } or {GPU}
     assert found == {name: {tiers} for name, tiers in where.items()}
+
+
+class PartMover(Mover):
+    """Moves every part of a unit to random tiers after every second step.
+
+    Attributes:
+        divided: moves after which a unit had parts in several tiers.
+    """
+
+    divided = 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.fit_loop._should_accumulate() or not trainer.global_step % 2:
+            return
+        units = find_units(pl_module)
+        where = {(unit.name, part.name): self.generator.choice(self.tiers) for unit in units for part in unit.parts}
+        plans = {}
+        for unit in units:
+            names = [part.name for part in unit.parts]
+            parts = [PartPlan(*where[unit.name, name]) for name in names]
+            plans[unit.name] = UnitPlan("gpu", "gpu", "keep", {}).placed(names, parts)
+        strategy: Any = trainer.strategy
+        strategy.move_states(Plan(plans, 2**20, 2**20))
+        self.moves += 1
+        self.divided += any(unit.parts for unit in plans.values())
+        stores = strategy.model_states.stores.items()
+        for unit in units:
+            for part in unit.parts:
+                own = {parameter for _, parameter in part.parameters}
+                weights, states = where[unit.name, part.name]
+                found = {
+                    (store.tiers[0], store.tiers[1] if store.layout.opt_state_bytes else states)
+                    for flat, store in stores
+                    if own & {view.parameter for view in flat.param_views}
+                }
+                assert found == ({(weights, states)} if weights != "gpu" else set())

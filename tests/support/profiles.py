@@ -1,5 +1,9 @@
 """Machines and models for the tests of planning."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from lightning_ssd.planning import (
@@ -7,6 +11,8 @@ from lightning_ssd.planning import (
     HostOverhead,
     ModelProfile,
     OperatorProfile,
+    PartPlan,
+    PartProfile,
     Plan,
     UnitPlan,
     UnitProfile,
@@ -83,6 +89,21 @@ def make_model(
     )
 
 
+def make_parts(counts: Sequence[int]) -> tuple[PartProfile, ...]:
+    """Returns the parts of a unit with so many parameters, in 16 bits; none for a single one."""
+    parts = [PartProfile(f"part{index}", one, 2 * one, 2 * one, 12 * one, 12 * one) for index, one in enumerate(counts)]
+    return tuple(parts) if len(parts) > 1 else ()
+
+
+def divide(model: ModelProfile, count: int) -> ModelProfile:
+    """Returns the model with units of `count` parts of about equal size."""
+    units = []
+    for unit in model.units:
+        bounds = [unit.parameters * index // count for index in range(count + 1)]
+        units.append(replace(unit, parts=make_parts([stop - start for start, stop in pairwise(bounds)])))
+    return replace(model, units=tuple(units))
+
+
 @st.composite
 def operators(draw: st.DrawFn, name: str) -> OperatorProfile:
     """Any operator."""
@@ -107,7 +128,8 @@ def models(draw: st.DrawFn, most_units: int = 5) -> ModelProfile:
     units = []
     for index in range(draw(st.integers(1, most_units))):
         items = [draw(operators(f"op{position}")) for position in range(draw(st.integers(1, 4)))]
-        parameters = draw(st.integers(0, 10**9))
+        counts = draw(st.lists(st.integers(0, 10**9), min_size=1, max_size=3))
+        parameters = sum(counts)
         units.append(
             UnitProfile(
                 f"unit{index}",
@@ -118,6 +140,7 @@ def models(draw: st.DrawFn, most_units: int = 5) -> ModelProfile:
                 2 * parameters,
                 12 * parameters,
                 12 * parameters,
+                parts=make_parts(counts),
             )
         )
     return ModelProfile(
@@ -170,12 +193,18 @@ def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
             }
             for unit in model.units
         }
-    tiers = st.sampled_from([("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")])
+    tiers = [("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
+    kinds = [PartPlan(*pair) for pair in tiers] + [PartPlan("host", "host", "gpu")]  # type: ignore[arg-type]
+    placements = st.sampled_from(kinds)
     units = {}
+    parts = {name: draw(st.lists(NAMES, unique=True, max_size=2)) for name in choices}
+    if model is not None:
+        parts = {unit.name: [part.name for part in unit.parts] for unit in model.units}
     for name, operators in choices.items():
-        weights, states = draw(tiers)
-        step = draw(st.sampled_from(["cpu", "gpu"])) if weights == states == "host" else "cpu"
-        units[name] = UnitPlan(weights, states, draw(st.sampled_from(["keep", "host", "ssd"])), operators, step)  # type: ignore[arg-type]
+        whole = draw(placements)
+        of_parts = {part: draw(placements) for part in parts[name] if draw(st.booleans())}
+        where = draw(st.sampled_from(["keep", "host", "ssd"]))
+        units[name] = UnitPlan(whole.weights, whole.states, where, operators, whole.step, of_parts)
     size = st.integers(0, 2**40)
     clip = draw(st.sampled_from(["deferred", "speculative"] if model and model.clip_norm else ["off", "deferred"]))
     return Plan(units, draw(size), draw(size), clip)
