@@ -343,12 +343,15 @@ def check_plan(path: Path, parts: Any, case: Any) -> int:
         patch.setattr(Engines, "made", [])
         for module in (build, config):
             patch.setattr(module, "make_copy_engine", Engines)
-        swaps = planner(planner=case["planner"], machine=path / "machine.json", gpu_memory=case["gpu_memory"])
+        saved = path / "plan.yaml"
+        saved.unlink(missing_ok=True)
+        arguments = {"planner": case["planner"], "gpu_memory": case["gpu_memory"]}
+        swaps = planner(machine=path / "machine.json", save=saved, **arguments)
         strategy = SSDOffloadStrategy(
             path, states=case["states"], min_bytes=1, host_memory="32MiB", backend=SlowBackend(), ssd_capacity="8MiB"
         )
         found = fit_some(path, parts, case, strategy, [swaps])
-        assert swaps.plan is not None
+        assert moves or saved.exists()  # at the end there may be no plan: steps of unusual length are profiled again
         assert Engines.made and not [violation for engine in Engines.made for violation in engine.violations]
     assert_same(found, plain)
     return moves
