@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import Mark
-from lightning_ssd.storage import Blob
+from lightning_ssd.storage import Blob, Urgency
 
 
 class DirectTier(SSDTierBase):
@@ -77,7 +77,8 @@ class _DirectLoad(Load):
         self.data = copies.empty(copy.blob.nbytes)
         self._requests: Future[list[Future[None]]] = Future()
         # The compute stream may still use the memory for its last owner: the reads are submitted after that.
-        copies.on_h2d(copies.mark(awaited=True)).add_done_callback(partial(self._read, copy, urgent))
+        self._urgency = Urgency(urgent=urgent)
+        copies.on_h2d(copies.mark(awaited=True)).add_done_callback(partial(self._read, copy))
 
     @property
     def issued(self) -> bool:
@@ -86,14 +87,17 @@ class _DirectLoad(Load):
         return self._requests.exception() is not None or all(request.done() for request in self._requests.result())
 
     def wait(self) -> Mark:
+        if not self.issued:
+            self._urgency.begin_wait()
         for request in self._requests.result():
             request.result()
         return None
 
-    def _read(self, copy: _DirectCopy, urgent: bool, free: "Future[None]") -> None:
+    def _read(self, copy: _DirectCopy, free: "Future[None]") -> None:
         parts = ((piece, self.data[piece.start : piece.start + piece.nbytes]) for piece in copy.blob.pieces)
         try:
             free.result()
-            self._requests.set_result([copy.tier.blobs.read(piece, part, urgent=urgent) for piece, part in parts])
+            reads = [copy.tier.blobs.read(piece, part, urgency=self._urgency) for piece, part in parts]
+            self._requests.set_result(reads)
         except Exception as error:  # as for writes
             self._requests.set_exception(error)

@@ -24,7 +24,7 @@ from lightning_ssd.activations.ssd_base import SSDTierBase
 from lightning_ssd.activations.tier import Load, StoredCopy
 from lightning_ssd.device import CopyEngine, Mark, StagedReader, h2d_and_release
 from lightning_ssd.spans import wait_for
-from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError
+from lightning_ssd.storage import Blob, BlobStore, Piece, PinnedBuffer, PinnedPool, StorageError, Urgency
 
 
 class SSDTier(SSDTierBase):
@@ -84,10 +84,10 @@ class SSDTier(SSDTierBase):
             buffers.append(buffer)
         return buffers
 
-    def read(self, piece: Piece, *, urgent: bool) -> "Future[PinnedBuffer]":
+    def read(self, piece: Piece, urgency: Urgency) -> "Future[PinnedBuffer]":
         """Reads a piece into staging memory. Urgent reads are served first, others in the order of the calls."""
-        fill = partial(self.blobs.read, piece, urgent=urgent)
-        return self._reader.read(piece.nbytes, fill, priority=0 if urgent else 1)
+        fill = partial(self.blobs.read, piece, urgency=urgency)
+        return self._reader.read(piece.nbytes, fill, urgency=urgency)
 
 
 class _SSDCopy(StoredCopy):
@@ -194,7 +194,7 @@ class _PieceWrite:
 
 class _SSDLoad(Load):
     def __init__(self, copy: _SSDCopy, urgent: bool) -> None:
-        self._urgent = urgent
+        self._urgency = Urgency(urgent=urgent)
         self._copies = copy.tier._copies
         self._tier = copy.tier
         self.data = self._copies.empty(copy.blob.nbytes)
@@ -216,6 +216,8 @@ class _SSDLoad(Load):
 
     def wait(self) -> Mark:
         try:
+            if not self._issued.done():
+                self._urgency.begin_wait()
             wait_for(self._issued, "saved tensors")
         finally:  # also after an error, copies of other pieces may still write to `data`
             self._copies.wait(self._arrived)
@@ -237,7 +239,7 @@ class _SSDLoad(Load):
         elif (error := write.done.exception()) is not None:
             self._fail(error)
         else:
-            read = self._tier.read(write.piece, urgent=self._urgent)
+            read = self._tier.read(write.piece, self._urgency)
             read.add_done_callback(partial(self._piece_read, write.piece))
 
     def _piece_read(self, piece: Piece, read: "Future[PinnedBuffer]") -> None:

@@ -52,7 +52,9 @@ class StoredCopy(ABC):
 
     @abstractmethod
     def load(self, *, urgent: bool) -> Load:
-        """Starts a load of the bytes to the device without blocking. Urgent loads run first, others in call order."""
+        """Starts a load of the bytes to the device without blocking. Urgent loads run first, others in call order until
+        `Load.wait`.
+        """
 
     @abstractmethod
     def free(self) -> None:

@@ -14,7 +14,7 @@ from lightning_ssd.device.copies import CopyEngine
 from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.futures import error_of
 from lightning_ssd.device.worker import Worker
-from lightning_ssd.storage import PinnedBuffer, PinnedPool
+from lightning_ssd.storage import PinnedBuffer, PinnedPool, Urgency
 
 
 class StagedReader:
@@ -43,6 +43,7 @@ class StagedReader:
         after: "Sequence[Future[Any]]" = (),
         *,
         priority: int = -1,
+        urgency: Urgency | None = None,
     ) -> "Future[PinnedBuffer]":
         """Allocates `nbytes` bytes once all of `after` are done, and has `fill` read into them.
 
@@ -51,7 +52,8 @@ class StagedReader:
             fill: called on the reader thread with the memory, `nbytes` rounded up to a page; returns a future that is
                 done when no read uses the memory any more.
             after: futures that the read depends on. If one fails, nothing is read and the error is passed on.
-            priority: as in `Worker.submit`.
+            priority: as in `Worker.submit`, among reads that wait for memory.
+            urgency: as in `Worker.submit`.
         """
         filled: Future[PinnedBuffer] = Future()
 
@@ -75,7 +77,7 @@ class StagedReader:
             if (error := begun.exception()) is not None:
                 filled.set_exception(error)
 
-        self._worker.submit(begin, after, priority=priority).add_done_callback(pass_error)
+        self._worker.submit(begin, after, priority=priority, urgency=urgency).add_done_callback(pass_error)
         return filled
 
     def close(self) -> None:

@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ssd.device.futures import all_of
-from lightning_ssd.storage import PriorityQueue
+from lightning_ssd.storage import PriorityQueue, Urgency
+
+URGENT = -(2**62)
+"""Priority of jobs that a thread or stream waits for."""
 
 
 @dataclass(eq=False)
@@ -37,7 +40,7 @@ class Worker:
         self._ready: PriorityQueue[_Job] = PriorityQueue()
         self._sequence = itertools.count()
         self._lock = threading.Lock()
-        """Guards `_closed` and `_waiting`. Not held while a future is completed, since callbacks may submit jobs."""
+        """Guards `_closed`, `_waiting` and orders of jobs. Not held while futures complete: callbacks may submit."""
         self._closed = False
         self._waiting: set[_Job] = set()
         """Jobs that the thread has not begun, whether queued or still depending on futures."""
@@ -45,7 +48,12 @@ class Worker:
         self._thread.start()
 
     def submit(
-        self, run: Callable[[], None], after: "Sequence[Future[Any]]" = (), *, priority: int = -1
+        self,
+        run: Callable[[], None],
+        after: "Sequence[Future[Any]]" = (),
+        *,
+        priority: int = -1,
+        urgency: Urgency | None = None,
     ) -> "Future[None]":
         """Queues `run` as soon as all of `after` are done.
 
@@ -53,6 +61,7 @@ class Worker:
             run: the job.
             after: futures that the job depends on. If one fails, the job fails with its error and does not run.
             priority: among queued jobs the lowest priority runs first, then the earliest submitted.
+            urgency: whether a thread or stream waits for the job: from then on, it goes before those of any priority.
 
         Returns:
             A future that is done when the job has run. Its callbacks run on this thread, or, for a job that fails
@@ -70,13 +79,25 @@ class Worker:
             if (error := dependencies.exception()) is not None:
                 self._fail(job, error)
             else:
-                self._ready.put(job, *job.order)
+                self._enqueue(job)
 
         if after:
             all_of(after).add_done_callback(enqueue)
         else:
-            self._ready.put(job, *job.order)
+            self._enqueue(job)
+        if urgency is not None:
+            urgency.on_wait(lambda: self._promote(job))
         return job.done
+
+    def _enqueue(self, job: _Job) -> None:
+        with self._lock:
+            self._ready.put(job, *job.order)
+
+    def _promote(self, job: _Job) -> None:
+        """Has a job that is queued, or will be, run before all that no thread or stream waits for."""
+        with self._lock:
+            job.order = (URGENT, job.order[1])
+            self._ready.promote(job, *job.order)
 
     def close(self) -> None:
         """Ends the thread after its current job, and fails all other jobs. No error is raised for them here."""

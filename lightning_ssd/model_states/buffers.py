@@ -3,14 +3,15 @@
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from lightning_ssd.device import StagedReader, all_of, finished
-from lightning_ssd.storage import PAGE, Blob, BlobStore, DetachedBlobs, PinnedPool, Slab, align_up
+from lightning_ssd.storage import PAGE, Blob, BlobStore, DetachedBlobs, Piece, PinnedPool, Slab, Urgency, align_up
 from lightning_ssd.types import OffloadTierName
 
 
@@ -45,12 +46,15 @@ class StateBuffer(ABC):
             self.version = (self.version + 1) % self.versions
 
     @abstractmethod
-    def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+    def stage(
+        self, memory: Tensor | None, *, read: bool, urgency: Urgency | None = None
+    ) -> "tuple[Tensor, Future[None]]":
         """Stages the committed bytes on the host.
 
         Args:
             memory: `staging_bytes` bytes, which belong to the reads until the future is done.
             read: whether the bytes are needed; else their values are undefined, to be overwritten.
+            urgency: whether a thread or stream waits for the bytes.
 
         Returns:
             The bytes, and a future that is done when they have their values.
@@ -138,7 +142,9 @@ class HostBuffer(StateBuffer):
         if self.has_second:
             self._slabs.pop(1 - self.version).close()
 
-    def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+    def stage(
+        self, memory: Tensor | None, *, read: bool, urgency: Urgency | None = None
+    ) -> "tuple[Tensor, Future[None]]":
         return self._slabs[self.version].tensor, finished(None)
 
     def uncommitted(self, staged: Tensor) -> Tensor:
@@ -192,12 +198,16 @@ class SSDBuffer(StateBuffer):
     def has_second(self) -> bool:
         return self.versions == 2
 
-    def stage(self, memory: Tensor | None, *, read: bool) -> "tuple[Tensor, Future[None]]":
+    def stage(
+        self, memory: Tensor | None, *, read: bool, urgency: Urgency | None = None
+    ) -> "tuple[Tensor, Future[None]]":
         assert memory is not None
         if not self._written:
             memory.zero_()
             return memory[: self.nbytes], finished(None)
-        done = self._transfer(memory, self.blobs[self.version], write=False) if read else finished(None)
+        if not read:
+            return memory[: self.nbytes], finished(None)
+        done = self._transfer(memory, self.blobs[self.version], partial(self._store.read, urgency=urgency))
         return memory[: self.nbytes], done
 
     def uncommitted(self, staged: Tensor) -> Tensor:
@@ -207,7 +217,7 @@ class SSDBuffer(StateBuffer):
         self._written = True
         version = (self.version + uncommitted) % self.versions
         whole = staged.as_strided((self.staging_bytes,), (1,))  # with the rest of the last page, which is `memory`'s
-        self._write_done[version] = self._transfer(whole, self.blobs[version], write=True)
+        self._write_done[version] = self._transfer(whole, self.blobs[version], self._store.write)
         return self._write_done[version]
 
     def write_done(self, *, uncommitted: bool = False) -> "Future[None]":
@@ -217,8 +227,7 @@ class SSDBuffer(StateBuffer):
         for blob in self.blobs:
             self._store.free(blob)
 
-    def _transfer(self, memory: Tensor, blob: Blob, *, write: bool) -> "Future[None]":
-        move = self._store.write if write else self._store.read
+    def _transfer(self, memory: Tensor, blob: Blob, move: "Callable[[Piece, Tensor], Future[None]]") -> "Future[None]":
         requests: list[Future[None]] = []
         try:
             for piece in blob.pieces:

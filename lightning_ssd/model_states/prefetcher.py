@@ -26,6 +26,7 @@ from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.state_store import StateStore
 from lightning_ssd.spans import wait_for
+from lightning_ssd.storage import Urgency
 
 
 class ParamPrefetcher:
@@ -274,8 +275,9 @@ class ParamPrefetcher:
                 self._unstage()
                 target = flat.allocate()
                 # The memory belongs to the compute stream until it has passed the mark recorded here.
-                arrived = self._stores[flat].prefetch_to(target, self._copies.mark())
-                self._loads[flat] = _Load(arrived, self._copies)
+                urgency = Urgency()
+                arrived = self._stores[flat].prefetch_to(target, self._copies.mark(), urgency)
+                self._loads[flat] = _Load(arrived, urgency, self._copies)
 
     def _is_evictable(self, flat: FlatParameter, expected: Sequence[int]) -> bool:
         unit = self._unit_of[flat]
@@ -299,8 +301,9 @@ class _RunningNode(NamedTuple):
 class _Load:
     """The copy of a flat parameter from the host to the device."""
 
-    def __init__(self, issued: "Future[Mark]", copies: CopyEngine) -> None:
+    def __init__(self, issued: "Future[Mark]", urgency: Urgency, copies: CopyEngine) -> None:
         self._issued = issued
+        self._urgency = urgency
         self._copies = copies
         self._waited = False
 
@@ -310,6 +313,8 @@ class _Load:
 
     def wait(self) -> None:
         """Orders the compute stream after the copy. Blocks the host until the copy is issued."""
+        if not self._issued.done():
+            self._urgency.begin_wait()
         mark = wait_for(self._issued, "weights")
         if not self._waited:
             self._waited = True

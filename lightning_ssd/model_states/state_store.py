@@ -12,7 +12,7 @@ from lightning_ssd.device import CopyEngine, Mark, all_of, ended, finished, h2d_
 from lightning_ssd.model_states.buffers import HostBuffer, SpareMemory, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.layout import Layout, StagedState
 from lightning_ssd.model_states.loaded import Loaded, exact_value
-from lightning_ssd.storage import Blob, PinnedBuffer, StorageError
+from lightning_ssd.storage import Blob, PinnedBuffer, StorageError, Urgency
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -97,10 +97,11 @@ class StateStore:
         """Done when the announced step is committed or skipped."""
         return self._stepped
 
-    def prefetch_to(self, target: Tensor, after: Mark) -> "Future[Mark]":
+    def prefetch_to(self, target: Tensor, after: Mark, urgency: Urgency | None = None) -> "Future[Mark]":
         """Copies the compute weights to device bytes `target`, after the announced step and once `after` is reached.
 
-        The future is done when the copy was issued; the target belongs to the copy until the mark is reached.
+        The future is done when the copy was issued; the target belongs to the copy until the mark is reached. Once a
+        thread waits for it, by `urgency`, reads from SSDs are served before those that no thread waits for.
         """
         weights = self._buffers[0]
 
@@ -109,7 +110,10 @@ class StateStore:
                 return finished(self._copies.h2d(weights.stage(None, read=True)[0], target, after))
             assert self.staging is not None
             read = self.staging.params.read(
-                weights.staging_bytes, lambda memory: weights.stage(memory, read=True)[1], [weights.write_done()]
+                weights.staging_bytes,
+                lambda memory: weights.stage(memory, read=True, urgency=urgency)[1],
+                [weights.write_done()],
+                urgency=urgency,
             )
             return then(read, copy)
 

@@ -21,6 +21,7 @@ from lightning_ssd.storage.slab import Slab
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
 from lightning_ssd.storage.smart import read_wear
 from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
+from lightning_ssd.storage.urgency import Urgency
 from lightning_ssd.storage.volume import Volume
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "StoreManifest",
+    "Urgency",
     "Volume",
     "align_up",
     "bench_io",

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -18,6 +19,7 @@ from lightning_ssd.storage.checksums import Checksums
 from lightning_ssd.storage.errors import StorageError, from_os_error
 from lightning_ssd.storage.priority_queue import PriorityQueue
 from lightning_ssd.storage.slots import align_up
+from lightning_ssd.storage.urgency import Urgency
 
 __all__ = ["Engine", "Meter"]
 
@@ -59,7 +61,8 @@ class Engine:
 
     Each volume has its own queue and threads, so a slow volume does not delay the others. A thread serves one piece
     at a time: at most `threads` pieces of a volume are in flight. Within a volume urgent requests are served before
-    normal ones; requests of equal priority are served in the order of their submission.
+    normal ones, also those that became urgent while they were queued; requests of equal priority are served in the
+    order of their submission.
 
     The engine owns the buffer of a request from submission until the request's future is done or cancelled. Done
     callbacks run on the I/O thread, or, for a cancelled request, on the thread that cancels. No lock is held then.
@@ -93,7 +96,9 @@ class Engine:
             self.close()
             raise
 
-    def submit(self, piece: Piece, buffer: torch.Tensor, *, write: bool, urgent: bool = False) -> Future[None]:
+    def submit(
+        self, piece: Piece, buffer: torch.Tensor, *, write: bool, urgency: Urgency | None = None
+    ) -> Future[None]:
         """Queues a transfer. Its future has the result None, or a StorageError that names file, offset and remedy.
 
         Args:
@@ -101,15 +106,17 @@ class Engine:
             buffer: contiguous uint8, at least `piece.nbytes` long. If it extends to the next multiple of 4096, all
                 these bytes are transferred, so that O_DIRECT can be used: a read overwrites the padding, too.
             write: True: from the buffer to the file; False: from the file to the buffer.
-            urgent: serve the request before normal ones.
+            urgency: whether a thread or stream waits for the transfer: from then on, it is served before normal ones.
 
         Raises:
             StorageError: the engine is closed.
         """
         request = _Request(piece, buffer, write)
         target = self._queues[piece.volume]
-        if not target.queue.put(request, 0 if urgent else 1):
+        if not target.queue.put(request, 0 if urgency is not None and urgency.urgent else 1):
             raise StorageError(f"the store is closed: {target.path} takes no more transfers")
+        if urgency is not None:
+            urgency.on_wait(partial(target.queue.promote, request, 0))
         return request
 
     def close(self) -> None:

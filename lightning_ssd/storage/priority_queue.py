@@ -37,6 +37,15 @@ class PriorityQueue(Generic[Item]):
                 self._changed.notify()
             return not self._closed
 
+    def promote(self, item: Item, *priority: int) -> None:
+        """Gives an item another priority, if it is queued. Its place within the priority is that of its `put`."""
+        with self._changed:
+            for index, (_, sequence, queued) in enumerate(self._heap):
+                if queued is item:
+                    self._heap[index] = (priority, sequence, item)
+                    heapq.heapify(self._heap)
+                    return
+
     def get(self) -> Item | None:
         """Waits for an item and returns it; None if the queue is closed."""
         with self._changed:

@@ -30,6 +30,7 @@ from lightning_ssd.storage.private import PrivateDirectory
 from lightning_ssd.storage.scratch import ScratchDirectory
 from lightning_ssd.storage.slots import PAGE, align_down, align_up
 from lightning_ssd.storage.stripes import Stripes
+from lightning_ssd.storage.urgency import Urgency
 from lightning_ssd.storage.volume import Volume
 from lightning_ssd.types import BackendName
 
@@ -296,14 +297,14 @@ class BlobStore:
         self._check(piece, buffer)
         return self._engine.submit(piece, buffer, write=True)
 
-    def read(self, piece: Piece, buffer: torch.Tensor, *, urgent: bool = False) -> Future[None]:
+    def read(self, piece: Piece, buffer: torch.Tensor, *, urgency: Urgency | None = None) -> Future[None]:
         """Queues a read of a piece into `buffer`, as `write` does.
 
         Args:
             piece: a piece that was written.
             buffer: as for `write`. If the buffer extends beyond the piece, its bytes up to the next multiple of 4096
                 may be overwritten, too. The caller does not use the buffer until the future is done.
-            urgent: serve the request before normal ones, because a thread or stream waits for it.
+            urgency: whether a thread or stream waits for the read: from then on, it is served before normal requests.
 
         Returns:
             A future, as `write` does.
@@ -313,7 +314,7 @@ class BlobStore:
             StorageError: the store is closed.
         """
         self._check(piece, buffer)
-        return self._engine.submit(piece, buffer, write=False, urgent=urgent)
+        return self._engine.submit(piece, buffer, write=False, urgency=urgency)
 
     def stats(self) -> IOStats:
         """Returns transfers and allocations so far."""

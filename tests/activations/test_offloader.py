@@ -5,6 +5,7 @@ import gc
 import shutil
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadConfig, make_offloader, mark_weights
 from lightning_ssd.activations.placement import OffloadOnPressure
 from lightning_ssd.activations.record import SavedStorage, find_saved_storage
+from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
 from tests.support.faults import FaultyBackend, GatedBackend
 from tests.support.forwards import (
@@ -745,6 +747,45 @@ def test_loads_are_issued_in_the_recorded_order(tmp_path: Path) -> None:
         for index in order[1:]:
             losses[index].backward()
         assert len(reads()) == 3
+
+
+def test_a_prefetch_overtakes_others_once_backward_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward has another order than the recorded one: it unpacks the storage whose read was queued last."""
+    backend, size = GatedBackend(), 9 * MIB  # staging memory for one at a time
+    with open_cache(tmp_path, backend=backend, ssd_capacity="64MiB") as cache:
+
+        def forward() -> list[Tensor]:
+            change_policy(cache, window_bytes=0)
+            cache.begin_micro_batch()
+            with cache.hooks():
+                losses = [torch.full((size // 4,), 0.5, requires_grad=True).exp().sum() for _ in range(6)]
+            wait_for_writes(cache)
+            return losses
+
+        losses = forward()
+        while losses:
+            losses.pop().backward()
+        backend.hold()
+        backend.release()
+        losses = forward()
+        offsets = [offset for _, offset in backend.served]  # of all but the last, which is kept
+        change_policy(cache, window_bytes=6 * size)
+        backend.hold()
+        losses.pop().backward()
+        backend.wait_for_arrival()
+
+        def release_and_wait(future: "Future[Any]", work: str) -> Any:
+            backend.release()
+            return wait_for(future, work)
+
+        monkeypatch.setattr("lightning_ssd.activations.ssd.wait_for", release_and_wait)
+        losses.pop(0).backward()
+        while losses:
+            losses.pop().backward()
+        order = [offsets.index(offset) for _, offset in backend.served]
+        assert order in ([4, 3, 0, 2, 1], [4, 0, 3, 2, 1])
 
 
 def saved_losses(cache: ActivationOffloader, count: int) -> list[Tensor]:

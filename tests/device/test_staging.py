@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import CPUCopyEngine, StagedReader, finished, h2d_and_release
-from lightning_ssd.storage import PinnedBuffer, PinnedPool
+from lightning_ssd.storage import PinnedBuffer, PinnedPool, Urgency
 
 PAGE = 4096
 
@@ -64,19 +64,23 @@ def test_a_read_that_fails_passes_its_error_on_and_holds_no_memory(reader: Stage
     assert reader.pool.used_bytes == 0
 
 
-def test_urgent_reads_get_staging_memory_before_others(reader: StagedReader) -> None:
+@pytest.mark.parametrize("urgent", ["when it is queued", "later"])
+def test_urgent_reads_get_staging_memory_before_others(urgent: str, reader: StagedReader) -> None:
     """All memory is in use, one read waits for it, and an urgent one is the last of three more."""
     held = reader.pool.acquire(PAGE)
     order: list[str] = []
 
-    def read(name: str, priority: int) -> "Future[PinnedBuffer]":
+    urgency = Urgency(urgent=urgent == "when it is queued")
+
+    def read(name: str, urgency: Urgency | None = None) -> "Future[PinnedBuffer]":
         def fill(memory: Tensor) -> "Future[None]":
             order.append(name)
             return finished(None)
 
-        return reader.read(PAGE, fill, priority=priority)
+        return reader.read(PAGE, fill, urgency=urgency)
 
-    queued = [read(name, 1) for name in ("waits", "second", "third")] + [read("urgent", 0)]
+    queued = [read(name) for name in ("waits", "second", "third")] + [read("urgent", urgency)]
+    urgency.begin_wait()
     for one in queued:
         one.add_done_callback(lambda filled: filled.result().release())
     held.release()

@@ -308,10 +308,10 @@ class HeldReads(HeldJobs):
         stores = model_states.stores
         model_states.staging.states._worker.submit(wait)
 
-        def stage(buffer: SSDBuffer, memory: Tensor | None, *, read: bool) -> Any:
+        def stage(buffer: SSDBuffer, memory: Tensor | None, *, read: bool, urgency: Any = None) -> Any:
             (flat,) = [flat for flat, store in stores.items() if buffer in store._buffers]
             self.events.append(("read", int(flat.param_views[0].name.split(".")[1])))
-            return read_buffer(buffer, memory, read=read)
+            return read_buffer(buffer, memory, read=read, urgency=urgency)
 
         SSDBuffer.stage = stage  # type: ignore[method-assign]
 

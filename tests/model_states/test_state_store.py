@@ -11,15 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ssd.device import CPUCopyEngine
 from lightning_ssd.model_states import buffers
 from lightning_ssd.model_states.buffers import SpareMemory, SSDBuffer
 from lightning_ssd.model_states.layout import StagedState
-from lightning_ssd.model_states.state_storage import make_buffer
+from lightning_ssd.model_states.prefetcher import ParamPrefetcher
+from lightning_ssd.model_states.state_storage import make_buffer, make_store
 from lightning_ssd.model_states.state_store import StateStore
+from lightning_ssd.spans import wait_for
 from lightning_ssd.storage import StorageError, StorageFullError
 from lightning_ssd.storage.slab import Slab
 from tests.support.faults import FaultyBackend, GatedBackend
-from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, weights_of
+from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, scratch_space, weights_of
 
 TIERS: list[Tiers] = [("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
 FORMATS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
@@ -251,16 +254,45 @@ def test_values_are_read_after_they_were_written(tmp_path: Path) -> None:
         assert operations.index("read") > operations.index("write")
 
 
+def test_a_prefetch_overtakes_others_once_its_unit_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One unit is read and one waits for staging memory; the last one of the others is used."""
+    backend, layouts, copies = GatedBackend(), [make_layout(1) for _ in range(5)], CPUCopyEngine(torch.device("cpu"))
+    with scratch_space(tmp_path, backend) as scratch, contextlib.ExitStack() as undo:
+        stores = {layout.flat: make_store(layout, ("ssd", "ssd"), scratch, copies, undo) for layout in layouts}
+        for store, layout in zip(stores.values(), layouts, strict=True):
+            store.assign(weights_of(layout))
+        units = [[layout.flat] for layout in layouts]
+        prefetcher = ParamPrefetcher(units, stores, copies, 2**20, unstage=lambda: None, pull=lambda flat: None)
+        prefetcher.begin("train")
+        backend.hold()
+        begun = Begun(monkeypatch)
+        prefetcher.prefetch()
+        backend.wait_for_arrival()
+
+        def release_and_wait(future: "Future[Any]", work: str) -> Any:
+            backend.release()
+            return wait_for(future, work)
+
+        monkeypatch.setattr("lightning_ssd.model_states.prefetcher.wait_for", release_and_wait)
+        prefetcher.pre_forward(4)
+        prefetcher.post_forward(4)
+        prefetcher.evict_all()
+        weights = [store._buffers[0] for store in stores.values()]
+        assert [weights.index(buffer) for buffer in begun.buffers] in ([0, 1, 4, 2, 3], [0, 4, 1, 2, 3])
+
+
 class Begun:
     """Records the buffers that were staged on a reader thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[bool] = []
+        self.buffers: list[SSDBuffer] = []
         stage = SSDBuffer.stage
 
-        def told(buffer: SSDBuffer, memory: Tensor | None, *, read: bool) -> Any:
+        def told(buffer: SSDBuffer, memory: Tensor | None, *, read: bool, urgency: Any = None) -> Any:
             self.reads.append(read)
-            return stage(buffer, memory, read=read)
+            self.buffers.append(buffer)
+            return stage(buffer, memory, read=read, urgency=urgency)
 
         monkeypatch.setattr(SSDBuffer, "stage", told)
 

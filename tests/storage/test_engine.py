@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ssd.storage import StorageError
+from lightning_ssd.storage import StorageError, Urgency
 from lightning_ssd.storage.engine import Meter
 from tests.support.faults import GatedBackend
 from tests.support.storage import KIB, noise, open_store
@@ -36,15 +36,33 @@ def test_urgent_reads_are_served_first_and_each_kind_in_order(tmp_path: Path) ->
             first,
             store.write(pieces[1], buffer()),
             store.read(pieces[2], buffer()),
-            store.read(pieces[3], buffer(), urgent=True),
+            store.read(pieces[3], buffer(), urgency=Urgency(urgent=True)),
             store.write(pieces[4], buffer()),
-            store.read(pieces[5], buffer(), urgent=True),
+            store.read(pieces[5], buffer(), urgency=Urgency(urgent=True)),
         ]
         gate.release()
         for future in futures:
             future.result(timeout=60)
     order = [pieces[number].offset for number in (0, 3, 5, 1, 2, 4)]
     assert [offset for _, offset in gate.served] == order
+
+
+def test_a_queued_read_overtakes_others_once_a_thread_waits_for_it(tmp_path: Path) -> None:
+    gate, urgency = GatedBackend(), Urgency()
+    with open_store(tmp_path, backend=gate, threads=1) as store:
+        pieces = store.allocate(4 * PIECE).pieces
+        for piece in pieces:
+            store.write(piece, buffer()).result()
+        gate.hold()
+        first = store.write(pieces[0], buffer())
+        gate.wait_for_arrival()
+        futures = [first, store.write(pieces[1], buffer()), store.read(pieces[2], buffer())]
+        futures.append(store.read(pieces[3], buffer(), urgency=urgency))
+        urgency.begin_wait()
+        gate.release()
+        for future in futures:
+            future.result(timeout=60)
+    assert [offset for _, offset in gate.served] == [pieces[number].offset for number in (0, 3, 1, 2)]
 
 
 def test_a_queued_request_is_dropped_and_a_running_one_completes(tmp_path: Path) -> None:
