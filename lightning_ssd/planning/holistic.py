@@ -93,21 +93,11 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
         fixed: tiers of model states; None: they are planned, too.
     """
     search = _Search(model, hardware, fixed)
-    for plan in (
-        min_memory_plan(model, ssd_bytes=hardware.ssd_bytes),
-        *(of_papers(model, hardware) for of_papers in PAPER_PLANNERS),
-        plan_units(model, hardware, fixed),
-    ):
-        search.consider(plan if fixed is None else fixed.apply(model, plan))
-    of_papers = search.fastest
-    ranked = search.ranked()
-    wider = (replace(ranked[0], window_bytes=factor * ranked[0].window_bytes) for factor in (2, 4))
-    for point in (*search.spread(ranked[0]), *ranked[:TOP_K], *wider):
-        if not search.is_over():
-            search.try_point(point)
-    search.refine()
-    search.share_steps()
-    return search.choose(of_papers)
+    if fixed is not None or model.undivided is model:
+        return search.choose(search.search_all())
+    whole = _Search(model.undivided, hardware, None)
+    whole.search_all()
+    return search.choose(search.continue_from(whole))
 
 
 def min_memory_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: float = inf) -> Plan:
@@ -175,6 +165,52 @@ class _Search:
         self._most_simulations = SIMULATED_STAGES // stages
         # Score of the best point, the point, and its unused bytes of GPU and host memory.
         self._best_point: tuple[tuple[float, float], SearchPoint, tuple[int, int]] | None = None
+
+    def search_all(self) -> _Considered:
+        """Searches among the papers' plans and all points.
+
+        Returns:
+            The best of the papers' plans.
+        """
+        of_papers = self.consider_papers()
+        ranked = self.ranked()
+        wider = (replace(ranked[0], window_bytes=factor * ranked[0].window_bytes) for factor in (2, 4))
+        for point in (*self.spread(ranked[0]), *ranked[:TOP_K], *wider):
+            if not self.is_over():
+                self.try_point(point)
+        self.refine()
+        self.share_steps()
+        return of_papers
+
+    def continue_from(self, whole: "_Search") -> _Considered:
+        """Continues the search for a model with units that are placed as a whole, with their parts.
+
+        Args:
+            whole: the ended search. Its plan is a candidate here, and its best point the first one.
+
+        Returns:
+            The best of the papers' plans and that of whole units.
+        """
+        self.consider_papers()
+        self.consider(whole.fastest.plan)
+        begin = self.fastest
+        if whole._best_point is not None:
+            _, point, _ = whole._best_point
+            resident = sum(len(unit.own_parts) for unit in self.model.units[: point.resident])
+            self.try_point(replace(point, resident=resident))
+            self.refine()
+        self.share_steps()
+        return begin
+
+    def consider_papers(self) -> _Considered:
+        """Simulates the plan of least memory and those of the papers. Returns the best one."""
+        for plan in (
+            min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes),
+            *(of_papers(self.model, self.hardware) for of_papers in PAPER_PLANNERS),
+            plan_units(self.model, self.hardware, self.fixed),
+        ):
+            self.consider(plan if self.fixed is None else self.fixed.apply(self.model, plan))
+        return self.fastest
 
     def consider(self, plan: Plan) -> Prediction:
         """Simulates a plan."""
@@ -281,20 +317,30 @@ class _Search:
     def share_steps(self) -> None:
         """Has the GPU step parts that are in host memory, as many as make the fastest plan the shortest.
 
+        The plan of the best point is tried, too, as it may be the faster one with steps on the GPU.
+        """
+        plans = [self.fastest.plan]
+        if self._best_point is not None and self._best_point[0] > self.fastest.score:
+            plans.append(self.plan(self._best_point[1]))
+        for plan in plans:
+            self._share_steps_of(plan)
+
+    def _share_steps_of(self, plan: Plan) -> None:
+        """Considers `plan` with steps on the GPU, of as many parts as make it the shortest.
+
         With several micro-batches the CPU steps them all: their sums of gradients are not page-locked.
         """
-        plan = self.fastest.plan
         parts = plan.parts(self.model)
         count = sum(part.step == "gpu" for part in parts)
         most = sum(part.in_host for part in parts)
         amount = most if self.model.micro_batches == 1 else 0
+        best = _score(self.consider(plan), self.hardware) if amount else (0.0, 0.0)
         while amount:
-            before = self.fastest.score
             for other in (count + amount, count - amount):
                 if 0 <= other <= most:
-                    self.consider(step_on_gpu(self.model, plan, other))
-                    if self.fastest.score < before:
-                        count = other
+                    score = _score(self.consider(step_on_gpu(self.model, plan, other)), self.hardware)
+                    if score < best:
+                        count, best = other, score
                         break
             else:
                 amount //= 2

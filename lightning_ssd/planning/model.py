@@ -235,6 +235,13 @@ class ModelProfile:
         """The parts of all units that are placed on their own, each with the index of its unit, in their order."""
         return tuple((index, part) for index, unit in enumerate(self.units) for part in unit.own_parts)
 
+    @cached_property
+    def undivided(self) -> "ModelProfile":
+        """The profile with units that are placed as a whole; this one if no unit has parts."""
+        if not any(unit.parts for unit in self.units):
+            return self
+        return replace(self, units=tuple(replace(unit, parts=()) for unit in self.units))
+
     @property
     def parameters(self) -> int:
         """Number of trained parameters."""

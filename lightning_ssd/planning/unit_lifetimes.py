@@ -29,24 +29,46 @@ def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlace
         hardware: profile of the machine.
         fixed: tiers of model states; None: weights and states migrate, too.
     """
-    steps = _Steps(model, hardware, fixed)
+    plans: list[tuple[int, float, int, Plan]] = []
+    divided = fixed is None and model.undivided is not model
+    for planned in (model, model.undivided) if divided else (model,):
+        _add_plans(plans, model, planned, hardware, fixed)
+    return min(plans)[-1]
+
+
+def _add_plans(
+    plans: list[tuple[int, float, int, Plan]],
+    model: ModelProfile,
+    planned: ModelProfile,
+    hardware: HardwareProfile,
+    fixed: FixedPlacement | None,
+) -> None:
+    """Adds excess bytes, step seconds and a number of each plan in which the tensors of `planned` migrate.
+
+    Args:
+        plans: receives the plans.
+        model: profile by which they are simulated.
+        planned: that profile, or the one in which units are placed as a whole, where migrations of large tensors may
+            fit better.
+        hardware: as in `plan_units`.
+        fixed: as in `plan_units`.
+    """
+    steps = _Steps(planned, hardware, fixed)
     lifetimes = steps.profile()
     machine = _machine(hardware, fixed)
-    plans = []
     for tried in range(TRIES):
         made = steps.plan(plan_in_time(lifetimes, machine, min_bytes=1).migrations)
         plan = made if fixed is None else fixed.apply(model, made)
         found = simulate(model, hardware, plan)
-        plans.append((found.excess_bytes(hardware), found.step_seconds, tried, plan))
+        plans.append((found.excess_bytes(hardware), found.step_seconds, len(plans), plan))
         if model.micro_batches == 1:  # sums of gradients are on the CPU
             on_gpu = step_on_gpu(model, plan, sum(part.in_host for part in plan.parts(model)))
             other = simulate(model, hardware, on_gpu)
-            plans.append((other.excess_bytes(hardware), other.step_seconds, tried + TRIES, on_gpu))
+            plans.append((other.excess_bytes(hardware), other.step_seconds, len(plans), on_gpu))
         less = 2**tried * (found.gpu_peak_bytes - hardware.gpu_bytes)
         if not 0 < less < machine.gpu_bytes:
             break
         machine = replace(machine, gpu_bytes=machine.gpu_bytes - less)
-    return min(plans)[-1]
 
 
 def _machine(hardware: HardwareProfile, fixed: FixedPlacement | None) -> MigrationMachine:

@@ -146,6 +146,18 @@ def test_memory_between_the_sizes_of_two_units_is_used_by_parts(planner: str, gp
     assert of_units < of_parts and faster < slower
 
 
+@settings(max_examples=20, deadline=None)
+@given(models(), machines(), st.sampled_from(["holistic", "teraio"]))
+def test_parts_never_make_a_plan_worse(model: ModelProfile, machine: HardwareProfile, planner: str) -> None:
+    """The plan of the same model with units that are placed as a whole is no better."""
+    of_parts, of_units = (
+        simulate(model, machine, make_plan(planned, machine, planner)) for planned in (model, model.undivided)
+    )
+    assert of_parts.excess_bytes(machine) <= of_units.excess_bytes(machine)
+    if of_parts.excess_bytes(machine) == of_units.excess_bytes(machine):
+        assert of_parts.step_seconds <= 1.002 * of_units.step_seconds
+
+
 def test_unknown_planner() -> None:
     """The message names the planners."""
     with pytest.raises(ValueError, match="`planner='best'` must be one of 'holistic', .*'teraio'"):
