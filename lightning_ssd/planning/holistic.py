@@ -87,6 +87,9 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
     states and swapped activations. These plans are ranked by a bound (the time of the busiest resource in forward, plus
     that in backward, as in LoHan and Fuyou), and the best ones are simulated.
 
+    If units have parts, the search is made for whole units first, and continued with parts from its best point: units
+    are fewer, and their plan is a candidate, so that a division makes no plan slower.
+
     Args:
         model: profile of the model.
         hardware: profile of the machine.
