@@ -7,9 +7,8 @@
 Modes, each a `Trainer.fit` in a process of its own:
   keep       Lightning's own strategy, all tensors are on the GPU
   recompute  the same with gradient checkpointing of every block: how Fast-DiT, the paper's baseline, trains
-  offload    `ssd_offload`: activations, and states that do not fit, to host memory and SSD
-  both       `ssd_offload` with gradient checkpointing: the inputs of blocks are offloaded
-  planned    `ssd_offload` with `SwapPlanner()`
+  offload    `ssd_offload`, whose default plans saved tensors and states by the first steps
+  both       the same with gradient checkpointing: the inputs of blocks are offloaded
 
 Latents of 512x512 images (4 x 64 x 64, 1024 tokens), `bf16-mixed`, AdamW. For every size and mode, batches are doubled
 until one fails; the throughput of a size is that of its best batch. A run that exceeds the GPU's memory is recorded as
@@ -38,9 +37,9 @@ SIZES = {
 }
 """Layers, heads and hidden size, by the paper's names."""
 TINY = {"tiny": (2, 2, 32), "small": (3, 2, 64)}
-MODES = ("keep", "recompute", "offload", "both", "planned")
-WARM_UP = {"planned": 30}
-"""Steps before the measured ones; `planned` profiles and corrects its plan first."""
+MODES = ("keep", "recompute", "offload", "both")
+WARM_UP = {"offload": 30, "both": 30}
+"""Steps before the measured ones: `ssd_offload` profiles steps and corrects its plan first."""
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.processes import cap_gpu_memory
     from benchmarks.step_times import StepTimes
-    from lightning_ssd import SSDOffloadStrategy, SwapPlanner
+    from lightning_ssd import SSDOffloadStrategy
     from lightning_ssd._lightning import pl
     from lightning_ssd.models import DiT
 
@@ -96,7 +95,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         precision="bf16-mixed",
         strategy=strategy,
         max_steps=steps,
-        callbacks=[probe, SwapPlanner(cache=False)] if case["mode"] == "planned" else [probe],
+        callbacks=[probe],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
