@@ -27,7 +27,7 @@ from lightning_ssd.model_states import materialize_on
 from lightning_ssd.models.linear_loss import chunked_cross_entropy
 from lightning_ssd.models.module import RecipeModule, exact
 from lightning_ssd.models.pretrained import PretrainedFolder, check_replaceable, save_new
-from lightning_ssd.models.sizes import check_sizes
+from lightning_ssd.models.sizes import check_data, check_sizes
 from lightning_ssd.models.tiny_llama import cached_tiny_llama
 from lightning_ssd.sizes import check_least
 from lightning_ssd.strategy import SSDOffloadStrategy
@@ -128,21 +128,11 @@ class CausalLM(RecipeModule):
             ValueError: If the data has more token ids, or longer sequences, than the model.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
-        tokens, block = getattr(data, "vocab_size", 0), getattr(data, "block_size", 0)
         # A mean over no predicted token would be NaN.
         check_least("data.block_size", getattr(data, "block_size", None), 2)
-        if tokens > self.config.vocab_size:
-            raise ValueError(
-                f"The data has {tokens} token ids and the model {self.config.vocab_size}: set data.tokenizer to the"
-                f" model's own, or model.config's vocab_size to {tokens} or more"
-            )
-        positions = getattr(self.config, "max_position_embeddings", None)
-        if positions is not None and block > positions:
-            raise ValueError(
-                f"The data has sequences of {block} tokens and the model takes {positions}"
-                f" (`max_position_embeddings`): lower data.block_size, or, if the model is to learn longer ones, scale"
-                f" its positions in its configuration (config.json of model.pretrained, or model.config)"
-            )
+        longer = "if the model is to learn longer ones, scale its `max_position_embeddings` in its configuration"
+        where = "config.json of model.pretrained, or model.config"
+        check_data(data, self.config, "model.config.vocab_size", f"{longer} ({where})")
 
     @override
     def forward(self, ids: Tensor) -> Tensor:

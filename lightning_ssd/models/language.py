@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_ssd.data import IGNORED, Batch, count_samples, count_tokens
 from lightning_ssd.models.module import RecipeModule, exact
-from lightning_ssd.models.sizes import check_sizes
+from lightning_ssd.models.sizes import check_data, check_sizes
 from lightning_ssd.sizes import check_probability
 
 __all__ = ["LanguageModule", "labels_of"]
@@ -91,21 +91,11 @@ class LanguageModule(RecipeModule):
         """Checks that the data fits the model, where the data module states its sizes.
 
         Raises:
-            ValueError: If the data has more token ids, or longer blocks, than the model.
+            ValueError: If the data has more token ids, or longer sequences, than the model.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
-        if getattr(data, "vocab_size", 0) > self.config.vocab_size:
-            raise ValueError(
-                f"The data has {data.vocab_size} token ids and the model {self.config.vocab_size}: set"
-                f" model.vocab_size={data.vocab_size} or more, or data.tokenizer to the model's own"
-            )
         key = "max_position_embeddings"
-        longest = getattr(self.config, key, None)  # None: relative positions
-        if longest is not None and getattr(data, "block_size", 0) > longest:
-            raise ValueError(
-                f"The data has blocks of {data.block_size} tokens and the model takes {longest}: lower"
-                f" data.block_size, or raise model.{self.config.attribute_map.get(key, key)}"
-            )
+        check_data(data, self.config, "model.vocab_size", f"raise model.{self.config.attribute_map.get(key, key)}")
 
     @override
     def forward(self, ids: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Checks of the sizes in a configuration of transformers, which would fail in the first step or make an empty model."""
+"""Checks of sizes that would fail in the first step or make an empty model: of a configuration, of data for a model."""
 
 from typing import Any
 
 from lightning_ssd.sizes import check_least
 
-__all__ = ["check_sizes"]
+__all__ = ["check_data", "check_sizes"]
 
 _SIZES = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"]
 _SIZES += ["d_kv", "d_ff", "num_decoder_layers", "num_key_value_heads", "head_dim"]
@@ -48,4 +48,30 @@ def check_sizes(config: Any, key: str) -> None:
         raise ValueError(
             f"{named('hidden_size')}={value('hidden_size')} makes heads of {head}, and rotary positions take an even"
             f" size: change it, {named('num_attention_heads')} or {named('head_dim')}"
+        )
+
+
+def check_data(data: Any, config: Any, vocabulary: str, lengthen: str) -> None:
+    """Checks that the token ids and the sequences of a data module fit a model, where it states its sizes.
+
+    Args:
+        data: Data module, or None.
+        config: Configuration of the model.
+        vocabulary: Key of a recipe for the size of the model's vocabulary.
+        lengthen: What lets the model take longer sequences, for the message.
+
+    Raises:
+        ValueError: If the data has more token ids, or longer sequences, than the model.
+    """
+    tokens, block = getattr(data, "vocab_size", 0), getattr(data, "block_size", 0)
+    if tokens > config.vocab_size:
+        raise ValueError(
+            f"The data has {tokens} token ids and the model {config.vocab_size}: set {vocabulary}={tokens} or more, or"
+            f" data.tokenizer to the model's own"
+        )
+    longest = getattr(config, "max_position_embeddings", None)  # None: relative positions
+    if longest is not None and block > longest:
+        raise ValueError(
+            f"The data has sequences of {block} tokens and the model takes {longest}: lower data.block_size, or"
+            f" {lengthen}"
         )

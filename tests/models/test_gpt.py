@@ -197,7 +197,7 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     ("sizes", "message"),
     [
         ({"vocab_size": 256}, r"model\.vocab_size=257"),
-        ({"n_positions": 16}, r"blocks of 32 tokens.*data\.block_size.*model\.n_positions"),
+        ({"n_positions": 16}, r"sequences of 32 tokens.*data\.block_size.*model\.n_positions"),
     ],
 )
 def test_data_that_does_not_fit_is_refused_at_start(
