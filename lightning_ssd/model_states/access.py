@@ -8,8 +8,8 @@ operator returns, after the steps that have begun and before the next one.
   that it reads are kept on the device until it returns. In mixed precision, operators that autocast would not run in
   16 bits read the master weights instead.
 - If autograd does not record the operator, its inputs are copies of the values, or the resident values.
-- In mixed precision the parameter in the graph has 16 bits. If the parameter is used twice, or if user code reads its
-  gradient, autograd sums the gradient in fp32 (`Tensor.grad_dtype`), as in plain Lightning.
+- In mixed precision the parameter in the graph has 16 bits, and `GradDtype` has its gradient summed in fp32 where plain
+  Lightning does.
 - Results that share memory with the inputs become `OffloadedView` objects, which read the present values and write
   through, as aliases do in plain training. In the forward of the weight's own module a view is backed: it has the flat
   parameter's memory until that forward ends, and kernels of user code may read it.
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.grad_dtype import GradDtype
 from lightning_ssd.model_states.operands import (
     export,
     geometry,
@@ -67,6 +68,7 @@ class Access:
         stores: stores of the flat parameters.
         prefetcher: prefetches their weights.
         staged: stages their values on the host.
+        grad_dtype: has gradients of 16-bit weights summed in fp32.
         begin_change: called before weights of a flat parameter change; raises RuntimeError if they may not.
         grad_of: returns a parameter's gradient as `Tensor.grad` in plain training.
         set_grad: stores a gradient that user code assigns, or None.
@@ -79,6 +81,7 @@ class Access:
         stores: Mapping[FlatParameter, StateStore],
         prefetcher: ParamPrefetcher,
         staged: StagedFlats,
+        grad_dtype: GradDtype,
         *,
         begin_change: Callable[[FlatParameter], None],
         grad_of: Callable[[FlatParameter, int], Tensor | None],
@@ -88,23 +91,12 @@ class Access:
     ) -> None:
         self.prefetcher = prefetcher
         self.staged = staged
+        self.grad_dtype = grad_dtype
         self.begin_change = begin_change
         self._grad_of = grad_of
         self._set_grad = set_grad
         self.add_grad = add_grad
         self._watched = watched
-        self.summed_on_host: set[FlatParameter] = set()
-        """Flat parameters for which backward has added gradients in fp32 on the host since the last step."""
-        self._micro_batch = 0
-        self._summed_in_fp32: list[nn.Parameter] = []
-        """Parameters whose gradients autograd sums in fp32."""
-        self._hooked = [
-            item.parameter
-            for flat in stores
-            for item in flat.param_views
-            if flat.mixed and (item.parameter._backward_hooks or item.parameter._post_accumulate_grad_hooks)
-        ]
-        """Parameters of mixed precision with hooks of user code, which get gradients in fp32."""
         self._versions: dict[FlatParameter, list[int]] = {}
         """Version counters of the parameters whose compute weights a running forward has, before it."""
         self._bases: dict[int, Tensor] = {}
@@ -122,47 +114,15 @@ class Access:
                 item.parameter.flat = flat
                 item.parameter.source = Weights(self, flat, index)
                 item.parameter.used = 0
-        self.end_step()
+        self.grad_dtype.end_step()
 
     def close(self) -> None:
         """Makes the parameters ordinary ones, without values, which the caller restores."""
-        self._hooked.clear()
-        self.end_step()
+        self.grad_dtype.close()
         for flat in self._flats:
             for item in flat.param_views:
                 del item.parameter.flat, item.parameter.source, item.parameter.used  # type: ignore[attr-defined]
                 item.parameter.__class__ = nn.Parameter
-
-    def begin_micro_batch(self) -> None:
-        """Begins to count uses of parameters."""
-        self._micro_batch += 1
-
-    def end_step(self) -> None:
-        """Ends the fp32 sums of gradients, except those that hooks of user code get."""
-        self.summed_on_host.clear()
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._summed_in_fp32:
-                parameter.grad_dtype = None  # any: that of the operators' gradients
-            self._summed_in_fp32.clear()
-            for hooked in self._hooked:
-                self.sum_in_fp32(hooked)
-
-    def note_use(self, parameter: OffloadedParameter) -> None:
-        """Counts operators on 16-bit weights: gradients of the second one in a graph, and later, are added in fp32."""
-        node = torch._C._current_autograd_node()
-        graph = self._micro_batch if node is None else -1 - node._sequence_nr()  # of a recomputation in backward
-        if parameter.used == graph:
-            self.sum_in_fp32(parameter)
-        parameter.used = graph
-
-    def sum_in_fp32(self, parameter: nn.Parameter) -> bool:
-        """Has autograd sum gradients of a parameter in fp32 until the next step; returns False if torch can't."""
-        if not hasattr(parameter, "grad_dtype"):
-            return False
-        if parameter.grad_dtype != torch.float32:
-            parameter.grad_dtype = torch.float32
-            self._summed_in_fp32.append(parameter)
-        return True
 
     @contextlib.contextmanager
     def ordinary(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -178,7 +138,7 @@ class Access:
         versions = [parameter._version for parameter in offloaded]
         for parameter in offloaded:
             if parameter.flat.mixed and torch.is_grad_enabled():
-                self.note_use(parameter)
+                self.grad_dtype.note_use(parameter)
         with ordinary(offloaded):
             yield
         for flat in dict.fromkeys(parameter.flat for parameter in offloaded):
@@ -268,9 +228,8 @@ class Access:
                     return func(*args, **kwargs)
                 case Kind.HOOK:
                     self._watched()
-                    if parameter is not None and parameter.flat.mixed:
-                        self._hooked.append(parameter)
-                        self.sum_in_fp32(parameter)
+                    if parameter is not None:
+                        self.grad_dtype.add_hooked(parameter)
                     return func(*args, **kwargs)
                 case Kind.FREEZE:
                     if isinstance(first, FollowedView):
@@ -367,13 +326,13 @@ class Access:
                 return tensor
             if source.flat.mixed and _rounds(tensor, matmul):
                 if computing and tensor.requires_grad:
-                    self.note_use(tensor)
+                    self.grad_dtype.note_use(tensor)
                 return tensor
             if computing and tensor.requires_grad:
                 if not source.flat.mixed and source.flat.memory(source.index) is None:
                     return tensor
-                if source.flat.mixed and not self.sum_in_fp32(tensor):
-                    self.summed_on_host.add(source.flat)
+                if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
+                    self.grad_dtype.summed_on_host.add(source.flat)
                 return cast(Tensor, _WholeWeight.apply(tensor, source))  # type: ignore[no-untyped-call]
         if computing and tensor.requires_grad:
             return cast(Tensor, _Values.apply(tensor, self._value(tensor)))  # type: ignore[no-untyped-call]
@@ -473,7 +432,7 @@ class Access:
         for tensor in tensors:
             if not isinstance(tensor, OffloadedParameter) or _weights(tensor).whole or not tensor.flat.mixed:
                 continue
-            if not self.sum_in_fp32(tensor):
+            if not self.grad_dtype.sum_in_fp32(tensor):
                 raise RuntimeError(
                     f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 bits "
                     "on the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, set "
@@ -576,7 +535,7 @@ class _WholeWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         source: Weights = ctx.source
-        if source.flat not in source.access.summed_on_host:
+        if source.flat not in source.access.grad_dtype.summed_on_host:
             return gradient, None
         source.access.add_grad(source.flat, source.index, gradient)
         return None, None

@@ -34,6 +34,7 @@ from lightning_ssd.model_states.config import Setup
 from lightning_ssd.model_states.device_share import DeviceShare
 from lightning_ssd.model_states.ending import Ending
 from lightning_ssd.model_states.flat import FlatParameter
+from lightning_ssd.model_states.grad_dtype import GradDtype
 from lightning_ssd.model_states.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradient import Gradient, GradientPool
 from lightning_ssd.model_states.gradient_access import GradientAccess
@@ -189,10 +190,12 @@ class ModelStates(Uncopied):
         self._grads = GradientAccess(
             gradients, self._gradients.accumulate, self._gradients.resume_accumulation, self._gradients.remeasure
         )
+        self._grad_dtype = GradDtype(self.stores)
         self._access = Access(
             self.stores,
             self._prefetcher,
             self._staged,
+            self._grad_dtype,
             begin_change=self._begin_change,
             grad_of=self._grads.get,
             set_grad=self._grads.set,
@@ -270,7 +273,7 @@ class ModelStates(Uncopied):
         self._changed = False
         self._masters.sync_params()
         self._prefetcher.begin(kind)
-        self._access.begin_micro_batch()
+        self._grad_dtype.begin_micro_batch()
 
     @uninterrupted
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
@@ -288,7 +291,7 @@ class ModelStates(Uncopied):
         self._gradients.receive(flat, index)
         complete = (
             self._steps.overlaps(flat)
-            and flat not in self._access.summed_on_host
+            and flat not in self._grad_dtype.summed_on_host
             and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
             and self._gradients.complete(flat)
         )
@@ -314,7 +317,7 @@ class ModelStates(Uncopied):
     @property
     def can_run_again(self) -> bool:
         """Whether the present micro-batch may be run again: it has offloaded no gradient, and changed no weight."""
-        return not (self._changed or self._gradients.arriving or self._access.summed_on_host)
+        return not (self._changed or self._gradients.arriving or self._grad_dtype.summed_on_host)
 
     @uninterrupted
     def end_backward(self) -> None:
@@ -359,7 +362,7 @@ class ModelStates(Uncopied):
         if self._steps.optimizer is optimizer:
             self.end_backward()  # user code may have called `loss.backward` without Lightning
             self._steps.end()
-            self._access.end_step()
+            self._grad_dtype.end_step()
 
     def unscale(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
         """Divides the gradients of the running step by the scale of `scaler`; one that is not finite skips the step.

@@ -348,7 +348,7 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
                 if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
                     return False
                 if value.requires_grad and torch.is_grad_enabled():
-                    value.source.access.note_use(value)
+                    value.source.access.grad_dtype.note_use(value)
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView):
