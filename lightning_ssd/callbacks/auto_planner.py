@@ -247,6 +247,16 @@ class AutoPlanner(pl.Callback):
                 self.regions.end_step(ran_out=ran_out)
 
     @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.regions is not None:
+            self.regions.pause()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.regions is not None:
+            self.regions.resume()
+
+    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.regions is not None:
             self.regions.end_micro_batch()  # a hook of the module may have skipped the last one

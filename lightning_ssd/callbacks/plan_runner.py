@@ -240,11 +240,12 @@ class PlanRunner:
 
     def pause(self) -> None:
         """Called when a validation begins, whose time and memory are not measured."""
-        self._timer.skip()
+        self._timer.pause()
         self._peak_bytes = self._gpu_peak()
 
     def resume(self) -> None:
         """Called when a validation has ended."""
+        self._timer.resume()
         self._reset_peak()
 
     def measured(

@@ -190,6 +190,7 @@ class RegionPlanner:
         Args:
             ran_out: whether a micro-batch of the step ran out of memory, and was run again.
         """
+        self._timer.end()  # not when the next one begins: validations, checkpoints and data loading are in between
         if ran_out and self._phase == "timing":
             self._end_trial(math.inf)
         elif self._phase == "compiling":
@@ -202,6 +203,14 @@ class RegionPlanner:
             self._read()
         elif self._phase == "timing" and len(self._timer.seconds) >= TIMED_STEPS:
             self._end_trial(min(self._timer.seconds))
+
+    def pause(self) -> None:
+        """Called when a validation begins, also between two micro-batches of a step: its time is not measured."""
+        self._timer.pause()
+
+    def resume(self) -> None:
+        """Called when a validation has ended."""
+        self._timer.resume()
 
     def close(self) -> None:
         """Restores the user's `activation_memory_budget`; the training is over."""

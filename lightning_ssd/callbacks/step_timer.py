@@ -26,36 +26,60 @@ class StepTimer:
         self.seconds: deque[float] = deque(maxlen=history)
         self.num_steps = 0
         self._clock = clock
+        self._timed = False
+        """Whether the present step is timed."""
         self._began: Any = None
-        self._pending: deque[tuple[Any, Any]] = deque()
-        """Begin and end of steps that the device has not ended."""
+        """Begin of the present span of the present step; `None`: it is not timed, or paused."""
+        self._spans: list[tuple[Any, Any]] = []
+        """Earlier spans of the present step: pauses are between them."""
+        self._pending: deque[list[tuple[Any, Any]]] = deque()
+        """Spans of steps that the device has not ended."""
 
     def begin(self) -> None:
         """Ends the step before, if it was timed, and begins one."""
-        now = self._clock.now()
-        self._end(now)
-        self._began = now
+        self.end()
+        self._timed = True
+        self.resume()
 
     def end(self) -> None:
         """Ends the present step, if it is timed. The next one begins with `begin`."""
-        self._end(self._clock.now())
+        self.pause()
+        if self._timed:
+            self._pending.append(self._spans)
+            self.num_steps += 1
+        self.skip()
+        while self._pending and (seconds := self._seconds_of(self._pending[0])) is not None:
+            self._pending.popleft()
+            self.seconds.append(seconds)
+
+    def pause(self) -> None:
+        """Excludes the time until `resume` from the present step, such as that of a validation in it or after it."""
+        if self._began is not None:
+            self._spans.append((self._began, self._clock.now()))
+            self._began = None
+
+    def resume(self) -> None:
+        """Includes the time from now on, after `pause`."""
+        if self._timed and self._began is None:
+            self._began = self._clock.now()
 
     def skip(self) -> None:
         """Excludes the present step."""
-        self._began = None
+        self._timed, self._began, self._spans = False, None, []
 
     def reset(self) -> None:
         """Excludes all steps so far."""
         self.num_steps = 0
-        self._began = None
+        self.skip()
         self._pending.clear()
         self.seconds.clear()
 
-    def _end(self, now: Any) -> None:
-        if self._began is not None:
-            self._pending.append((self._began, now))
-            self.num_steps += 1
-        self._began = None
-        while self._pending and (seconds := self._clock.elapsed(*self._pending[0])) is not None:
-            self._pending.popleft()
-            self.seconds.append(seconds)
+    def _seconds_of(self, spans: list[tuple[Any, Any]]) -> float | None:
+        """Returns the duration of a step; `None`: the device has not ended it."""
+        total = 0.0
+        for span in spans:
+            seconds = self._clock.elapsed(*span)
+            if seconds is None:
+                return None
+            total += seconds
+        return total

@@ -115,6 +115,49 @@ def test_compiled_code_is_planned_and_compiled_as_under_plain_lightning(
     assert set(see.settings) == {1.0}
 
 
+class Ticks:
+    """A clock that each reading moves on by a second."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += 1
+        return self.seconds
+
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_validations_and_checkpoints_are_not_part_of_a_step(
+    accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation follows each micro-batch, in steps and between them, and a checkpoint each step."""
+    clock, see = Ticks(), See()
+
+    class Validated(Blocks):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            clock.seconds += 1e6
+
+    class Checkpoint(pl.callbacks.Checkpoint):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if not trainer.fit_loop._should_accumulate():
+                clock.seconds += 1e6
+
+    use(Meter(1e6, 980_000), monkeypatch)
+    monkeypatch.setattr(region_planner, "make_clock", lambda device: clock)
+    how: dict[str, Any] = {"accumulate_grad_batches": accumulate, "val_check_interval": 1, "enable_checkpointing": True}
+    trainer = quiet_trainer(
+        tmp_path, strategy=SSDOffloadStrategy(**BOTH), max_steps=20, callbacks=[see, Checkpoint()], **how
+    )
+    data: Any = torch.randn(16 * 20 * accumulate, 32)
+    loader = DataLoader(data, batch_size=16)
+    trainer.fit(Validated("aot_eager"), loader, DataLoader(data[:16], batch_size=16))
+    assert see.regions.decided and len(see.regions.trials) == 2
+    assert all(0 < trial.seconds < 1e4 for trial in see.regions.trials)
+
+
 def lower_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has each plan stall, and the last trial be the fastest."""
     monkeypatch.setattr(region_planner, "TOLERATED_STALL", -1.0)

@@ -718,6 +718,28 @@ def test_steps_are_compared_while_the_host_runs_ahead(monkeypatch: pytest.Monkey
     assert first.comparison is not None
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_validations_are_not_part_of_a_step(accumulate: int, tmp_path: Path, time: Clock) -> None:
+    """A validation follows each micro-batch, in steps and between them: steps are measured without it."""
+
+    class Validated(TinyGPT):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            time.now += 1e6
+
+    first = planner()
+    trainer = quiet_trainer(
+        tmp_path,
+        strategy=SSDOffloadStrategy(**BOTH),
+        max_steps=20,
+        callbacks=[first],
+        accumulate_grad_batches=accumulate,
+        val_check_interval=1,
+    )
+    loader, one = (torch.utils.data.DataLoader(torch.randn(rows, 24), batch_size=2) for rows in (40 * accumulate, 2))
+    trainer.fit(Validated("none"), loader, one)
+    assert first.comparison is not None and first.comparison.step_seconds < 1e4
+
+
 def test_predictions_and_measurements_are_logged(tmp_path: Path) -> None:
     """The last logged row is the planner's last comparison."""
     first = planner()
