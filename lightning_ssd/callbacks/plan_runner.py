@@ -92,6 +92,7 @@ class PlanRunner:
         slowdown: forward time of the profile / forward time that `profiler` has recorded.
 
     Attributes:
+        profiler: profiler with the recorded forward.
         profile: profile of the model, corrected by `calibrate`.
         hardware: profile of the machine, corrected by `calibrate`.
         placement: tiers of model states.
@@ -120,7 +121,7 @@ class PlanRunner:
         self.number = 0
         self.hooks_skippable = False
         self._steps_planned = False  # whether a plan has chosen the parts that the GPU steps
-        self._profiler = profiler
+        self.profiler = profiler
         self._offloader = offloader
         self._states = states
         self._schedulers = schedulers
@@ -176,8 +177,8 @@ class PlanRunner:
             return
         parts = [
             part
-            for unit in self._profiler.units
-            for part in self._profiler.parts_of(unit)
+            for unit in self.profiler.units
+            for part in self.profiler.parts_of(unit)
             if plan.units[unit.name].of(part.name).step == "gpu"
         ]
         if not (parts or self._steps_planned):
@@ -306,7 +307,7 @@ class PlanRunner:
 
     def _plan_mode(self, plan: Plan) -> PlanMode:
         """Returns the dispatch mode that applies `plan` to forwards."""
-        profiler = self._profiler
+        profiler = self.profiler
         choices, recompute_ops = {}, {}
         for item in profiler.saved:
             unit = plan.units[profiler.name_of(item.unit_call)]

@@ -1,19 +1,19 @@
 """`ShapePlanner`: plans a training whose batches have a few shapes, with a plan for each."""
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import AllocatorMeter
-from lightning_ssd.callbacks.plan_runner import Comparison, PlanRunner, offload_all
+from lightning_ssd.callbacks.plan_runner import PlanRunner, offload_all
 from lightning_ssd.callbacks.planned_shapes import PlannedShape, PlannedShapes
 from lightning_ssd.callbacks.profiling_budget import ProfilingBudget
 from lightning_ssd.callbacks.seen_batches import BatchShape, SeenBatches
 from lightning_ssd.callbacks.swap_planner import PlanProgress, SwapPlanner
 from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile
-from lightning_ssd.profiling import Profiler
 
 __all__ = ["ShapePlanner"]
 
@@ -22,15 +22,6 @@ MAX_UNPLANNED = 4
 
 LOOSE = 8
 """Micro-batches under a plan for much larger batches that count as one without a plan."""
-
-
-class _State(NamedTuple):
-    """The state of a `SwapPlanner` that belongs to one plan."""
-
-    profiler: Profiler
-    runner: PlanRunner
-    progress: PlanProgress
-    comparison: Comparison | None
 
 
 class ShapePlanner(SwapPlanner):
@@ -52,8 +43,8 @@ class ShapePlanner(SwapPlanner):
     def __init__(self, meter: AllocatorMeter, batches: SeenBatches) -> None:
         super().__init__(gpu_memory=int(meter.limit()), warm_up=1)
         self._batches = batches
-        self._plans: PlannedShapes[_State | None] = PlannedShapes(meter)
-        self._planned: PlannedShape[_State | None] | None = None
+        self._plans: PlannedShapes[PlanProgress] = PlannedShapes(meter)
+        self._planned: PlannedShape[PlanProgress] | None = None
         """The plan in force, or that of the recorded micro-batch; `None`: all saved tensors are offloaded."""
         self._recordable = batches
         """Batches of which a large one may be recorded."""
@@ -91,7 +82,7 @@ class ShapePlanner(SwapPlanner):
         if self.recording:
             if self._planned is not None:
                 self._plans.remove(self._planned)  # it is profiled again
-            self._planned = self._plans.make(shape, trained, None)
+            self._planned = self._plans.make(shape, trained, self._progress)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -170,20 +161,19 @@ class ShapePlanner(SwapPlanner):
 
     def _leave(self) -> None:
         """Offloads all saved tensors, until another plan is in force."""
-        if self._planned is not None and self.runner is not None and self._profiler is not None:
+        if self.runner is not None:
             self.runner.leave(in_step=not self._at_boundary)
-            self._planned.state = _State(self._profiler, self.runner, self._progress, self.comparison)
-        self._planned = self.runner = self.comparison = None
+        self._planned = None
+        self._progress = replace(self._progress, runner=None, comparison=None)  # `planned.state` keeps them
         offload_all(self._offloader)
 
-    def _enter(self, planned: PlannedShape[_State | None]) -> None:
-        assert planned.state is not None
-        self._planned = planned
-        self._profiler, self.runner, self._progress, self.comparison = planned.state
+    def _enter(self, planned: PlannedShape[PlanProgress]) -> None:
+        self._planned, self._progress = planned, planned.state
+        assert self.runner is not None
+        self._profiler = self.runner.profiler
         self.runner.enter()
 
-    def _close(self, planned: PlannedShape[_State | None]) -> None:
-        state, planned.state = planned.state, None
-        if state is not None and planned is not self._planned:
-            state.runner.close()
-            state.profiler.close()
+    def _close(self, planned: PlannedShape[PlanProgress]) -> None:
+        if planned is not self._planned and planned.state.runner is not None:
+            planned.state.runner.close()
+            planned.state.runner.profiler.close()

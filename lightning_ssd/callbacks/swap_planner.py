@@ -83,6 +83,8 @@ class PlanProgress:
     """Progress from a recorded micro-batch to a plan whose prediction is right.
 
     Attributes:
+        runner: runs the steps under plans; `None`: the recorded micro-batch has no profile yet.
+        comparison: the last comparison of a plan's prediction with measured steps.
         recorded_bytes: size of the recorded batch; `None`: unknown.
         recorded_shape: shape of the recorded batch; `None`: unknown.
         recorded_trained: parameters that required gradients in it.
@@ -97,6 +99,8 @@ class PlanProgress:
         drifting: comparisons in a row that have drifted from it.
     """
 
+    runner: PlanRunner | None = None
+    comparison: Comparison | None = None
     recorded_bytes: int | None = None
     recorded_shape: BatchShape | None = None
     recorded_trained: int = 0
@@ -196,11 +200,17 @@ class SwapPlanner(StepProfiling):
         self._per_day = None if ssd_bytes_per_day is None else parse_bytes(ssd_bytes_per_day, "ssd_bytes_per_day")
         self._tolerance = tolerance
         self._cache = PlanCache() if cache and plan is None else None
-        self.runner: PlanRunner | None = None
-        """Runs the steps under plans, once the training was profiled; also readable after the training."""
-        self.comparison: Comparison | None = None
-        """The last comparison of a plan's prediction with measured steps."""
         self._progress = PlanProgress()
+
+    @property
+    def runner(self) -> PlanRunner | None:
+        """Runs the steps under plans, once the training was profiled; also readable after the training."""
+        return self._progress.runner
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The last comparison of a plan's prediction with measured steps."""
+        return self._progress.comparison
 
     @property
     def calibrating(self) -> bool:
@@ -231,12 +241,11 @@ class SwapPlanner(StepProfiling):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.runner = self.comparison = None
+        self._progress = PlanProgress()
         super().on_train_start(trainer, pl_module)
         _check(trainer, pl_module)
         self._hardware = measure_training_machine(self._offloader) if self._machine is None else self._machine
         """The machine as measured, without the limits of this training."""
-        self._progress = PlanProgress()
         self._states_moved = False
         """Whether model states were moved in this training, which happens at most once."""
         self._used_keys: set[str] = set()
@@ -365,11 +374,11 @@ class SwapPlanner(StepProfiling):
         if self.runner is not None:
             self.runner.close()
         schedulers = [one for one in trainer_callbacks(trainer) if isinstance(one, PrefetchScheduler)]
-        self.runner = PlanRunner(
+        runner = PlanRunner(
             self._profiler, self._offloader, self._states, schedulers, profile, hardware, placement, slowdown
         )
-        self._progress.calibrations = 0
-        return self.runner
+        self._progress.runner, self._progress.calibrations = runner, 0
+        return runner
 
     def _gpu_bytes(self) -> int:
         """Returns the bytes of the device that this training may use."""
@@ -522,7 +531,7 @@ class SwapPlanner(StepProfiling):
             return False
         self._states_moved = True
         self._end()
-        self.runner = None
+        self._progress.runner = None
         try:
             strategy.move_states(plan)
         except ValueError as error:
@@ -577,7 +586,7 @@ class SwapPlanner(StepProfiling):
         if comparison is None:
             return  # the device is behind
         progress.compared_steps = runner.num_steps
-        self.comparison = comparison
+        progress.comparison = comparison
         fragments = "the allocator has freed its cached memory in steps, because fragments of it were too small"
         fragmented = comparison.alloc_retries > MAX_RETRY_RATE * runner.num_steps
         if fragmented and self._reserve_for_fragments(runner, fragments):
