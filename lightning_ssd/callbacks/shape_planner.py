@@ -86,7 +86,8 @@ class ShapePlanner(SwapPlanner):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        return None  # a training that ends before there is a plan needs none
+        if self.plan is not None and not self.calibrating:  # else it needs none
+            super().on_train_end(trainer, pl_module)
 
     @override
     def _end(self) -> None:

@@ -39,6 +39,7 @@ from lightning_ssd.planning import (
     plan_with_coefficient,
     render_report,
     render_summary,
+    render_what_ifs,
     simulate,
     swap_coefficient,
 )
@@ -134,8 +135,8 @@ class SwapPlanner(StepProfiling):
 
     From then on steps are timed on the device's clock, without a wait of the host. The loggers get `SwapPlanner/...`:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
-    `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. The log has the plan, the resource that bounds
-    the step, and hardware that would make it faster.
+    `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. The log has the plan and the resource that
+    bounds the step, and at the end of training hardware that would make it faster.
 
     With `states="auto"` and no `gpu_memory` of the strategy, offloaded weights and optimizer states are moved, between
     two steps, to the tiers that make a step shorter, or to those of a paper's plan: GPU, host memory or SSDs, unit by
@@ -317,8 +318,15 @@ class SwapPlanner(StepProfiling):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.runner is None or self.calibrating:
+        runner = self.runner
+        if runner is None or runner.plan is None or self.calibrating:
             log.warning("training ended before %d steps were measured: there was no plan", self._steps)
+            return
+        # Not between two steps: it makes three other plans.
+        report = make_report(runner.profile, runner.hardware, runner.plan, fixed=runner.placement)
+        log.info("report on the last plan:\n%s", render_report(report))
+        if report.what_ifs:
+            pl.utilities.rank_zero_info(f"SwapPlanner: steps would be {render_what_ifs(report)}.")
 
     @override
     def _end(self) -> None:
@@ -416,9 +424,9 @@ class SwapPlanner(StepProfiling):
         runner.apply(plan)
         if self._save is not None:
             plan.save(self._save)
-        report = make_report(runner.profile, runner.hardware, plan, fixed=runner.placement)
-        log.info("plan from step %d on:\n%s\n%s", self._step, plan.describe(), render_report(report))
-        pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(report))
+        log.info("plan from step %d on:\n%s", self._step, plan.describe())
+        assert runner.prediction is not None
+        pl.utilities.rank_zero_info("SwapPlanner: " + render_summary(runner.profile, plan, runner.prediction))
 
     def _restart_profiling(self, runner: PlanRunner) -> None:
         """Profiles the training again, from the next step on."""

@@ -22,7 +22,14 @@ from lightning_ssd.planning.model import (
 )
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
 from lightning_ssd.planning.planners import PLANNERS, calibrate, calibrate_step_rate, make_plan, plan_for_least_memory
-from lightning_ssd.planning.report import Report, make_report, render_report, render_summary, swap_coefficient
+from lightning_ssd.planning.report import (
+    Report,
+    make_report,
+    render_report,
+    render_summary,
+    render_what_ifs,
+    swap_coefficient,
+)
 from lightning_ssd.planning.resident import resident_bytes
 from lightning_ssd.planning.roofline import BANDWIDTHS, Prices, best_throughput, by_hardware, cost_table, roofline
 from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, default_window, plan_with_coefficient
@@ -91,6 +98,7 @@ __all__ = [
     "recorded_traffic",
     "render_report",
     "render_summary",
+    "render_what_ifs",
     "replay",
     "resident_bytes",
     "roofline",

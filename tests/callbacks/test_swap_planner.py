@@ -33,6 +33,7 @@ from lightning_ssd.planning import (
     Prediction,
     make_plan,
     plan_with_coefficient,
+    report,
     simulate,
     swap_coefficient,
 )
@@ -765,6 +766,26 @@ def test_predictions_and_measurements_are_logged(tmp_path: Path) -> None:
     found = {name.removeprefix("SwapPlanner/"): value for name, value in logged[-1].items() if "SwapPlanner/" in name}
     assert {name: float(value) for name, value in found.items()} == pytest.approx(expected)
     assert expected["measured_step_s"] > 0 and expected["predicted_step_s"] > 0
+
+
+def test_other_hardware_is_simulated_when_the_training_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three more plans are made for it, for which no step waits."""
+    steps: list[int] = []
+    find = report.find_what_ifs
+
+    def recorded(*arguments: Any) -> Any:
+        steps.append(trainer.global_step)
+        return find(*arguments)
+
+    monkeypatch.setattr(report, "find_what_ifs", recorded)
+    first = planner(cache=False)
+    trainer = quiet_trainer(tmp_path, strategy=SSDOffloadStrategy(**BOTH), max_steps=20, callbacks=[first])
+    with caplog.at_level("INFO"):
+        trainer.fit(TinyGPT("none"), torch.utils.data.DataLoader(torch.randn(40, 24), batch_size=2))
+    assert first.plan is not None and steps == [20]
+    assert "report on the last plan" in caplog.text
 
 
 def test_the_prefetch_window_is_the_plans(tmp_path: Path) -> None:

@@ -261,6 +261,7 @@ def test_a_prefetch_overtakes_others_once_its_unit_is_used(tmp_path: Path, monke
         stores = {layout.flat: make_store(layout, ("ssd", "ssd"), scratch, copies, undo) for layout in layouts}
         for store, layout in zip(stores.values(), layouts, strict=True):
             store.assign(weights_of(layout))
+            store.drain()
         units = [[layout.flat] for layout in layouts]
         prefetcher = ParamPrefetcher(units, stores, copies, 2**20, unstage=lambda: None, pull=lambda flat: None)
         prefetcher.begin("train")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_ssd.planning import make_plan, make_report, render_report, simulate
+from lightning_ssd.planning import make_plan, make_report, render_report, render_what_ifs, simulate
 from lightning_ssd.planning.holistic import min_memory_plan
 from lightning_ssd.planning.report import breakeven_tokens, find_what_ifs, largest_samples
 from lightning_ssd.planning.stages import cut_stages
@@ -85,8 +85,11 @@ def test_lifts_name_the_bound() -> None:
     bound = find_what_ifs(GPT, SMALL, make_plan(GPT, SMALL, "fuyou"))
     assert "SSDs twice as fast" in dict(bound)
     assert [gain for _, gain in bound] == sorted((gain for _, gain in bound), reverse=True)
+    text = render_what_ifs(make_report(GPT, SMALL, make_plan(GPT, SMALL, "fuyou")))
+    assert all(f"x as fast with {change}" in text for change, _ in bound[:2])
     model = make_model(8)
     assert find_what_ifs(model, H100, make_plan(model, H100)) == ()
+    assert render_what_ifs(make_report(model, H100, make_plan(model, H100))) == ""
 
 
 def test_rendered() -> None:
