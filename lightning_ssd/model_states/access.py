@@ -191,9 +191,7 @@ class Access:
         Raises:
             RuntimeError: `func` can't have the same effect as in plain training; the message names a remedy.
         """
-        found: dict[int, OffloadedParameter | OffloadedView] = {}
-        offloaded_in(args, found)
-        offloaded_in(kwargs, found)
+        found = offloaded_in(args, kwargs)
         if all(isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()):
             return func(*args, **kwargs)
         if torch._guards.CompileContext.try_get() is not None:
@@ -260,10 +258,9 @@ class Access:
         found: "dict[int, OffloadedParameter | OffloadedView]",
     ) -> Any:
         first = found.get(id(args[0])) if args else None
-        written: dict[int, OffloadedParameter | OffloadedView] = {}
-        offloaded_in(written_argument(args, kwargs) if kind is Kind.WRITE else (), written)
-        offloaded_in(kwargs.get("out"), written)
-        writes = bool(written)  # `x += p` writes to a tensor of the user, and autograd follows it
+        written = written_argument(args, kwargs) if kind is Kind.WRITE else ()
+        # False for `x += p`, which writes to a tensor of the user, and which autograd follows.
+        writes = bool(offloaded_in(written, kwargs.get("out")))
         computing = torch.is_grad_enabled() and not writes
         matmul = kind is Kind.MATMUL and not writes  # autocast casts nothing for `out`
         with self._values(found, computing=computing, matmul=matmul) as values, references_saved():

@@ -283,33 +283,29 @@ def hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devic
         return tensor
 
 
-def offloaded_in(value: Any, found: "dict[int, OffloadedParameter | OffloadedView]") -> None:
-    """Adds every offloaded tensor of a tree of arguments to `found`, by identity."""
-    if isinstance(value, OffloadedParameter | OffloadedView):
-        found[id(value)] = value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            offloaded_in(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            offloaded_in(item, found)
+def offloaded_in(*trees: Any) -> "dict[int, OffloadedParameter | OffloadedView]":
+    """Returns the offloaded tensors in trees of arguments, by identity, in order."""
+    found: dict[int, OffloadedParameter | OffloadedView] = {}
+    for tree in trees:
+        if isinstance(tree, OffloadedParameter | OffloadedView):
+            found[id(tree)] = tree
+        elif isinstance(tree, list | tuple):
+            found |= offloaded_in(*tree)
+        elif isinstance(tree, dict):
+            found |= offloaded_in(*tree.values())
+    return found
 
 
 def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> "Access":
     """Returns the `Access` of the offloaded tensors among some arguments."""
-    found: dict[int, OffloadedParameter | OffloadedView] = {}
-    offloaded_in(args, found)
-    offloaded_in(kwargs, found)
-    return next(iter(found.values())).source.access
+    return next(iter(offloaded_in(args, kwargs).values())).source.access
 
 
 def _follow(result: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Returns the result of an operator that has used the memory of weights, with `OffloadedView` in place of views."""
     if not _shares_weights(result):
         return result
-    found: dict[int, OffloadedParameter | OffloadedView] = {}
-    offloaded_in(args, found)
-    offloaded_in(kwargs, found)
+    found = offloaded_in(args, kwargs)
     return next(iter(found.values())).source.access.wrap(result, found, found)
 
 
