@@ -4,6 +4,7 @@ A compiled module is one region: its weights are kept on the device from before 
 its parameters are ordinary ones meanwhile. So Dynamo compiles the same program as in plain training.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from types import FunctionType
@@ -72,6 +73,24 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
         last.remove()
 
     return remove
+
+
+def run_calls_within(
+    module: nn.Module, context: Callable[[], contextlib.AbstractContextManager[object]]
+) -> Callable[[], None]:
+    """Makes every call of `module` run within a context of its own, which `context` returns; else as `around_calls`."""
+    running: list[contextlib.ExitStack] = []
+    """A context for each running call: a module may be called inside its own backward, to recompute."""
+
+    def before() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(context())
+            running.append(stack.pop_all())
+
+    def after() -> None:
+        running.pop().close()
+
+    return around_calls(module, before, after)
 
 
 def _compiled_methods(module: nn.Module) -> list[str]:

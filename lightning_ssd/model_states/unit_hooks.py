@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd.model_states.access import Access
-from lightning_ssd.model_states.compile import around_calls, compiled_regions
+from lightning_ssd.model_states.compile import around_calls, compiled_regions, run_calls_within
 from lightning_ssd.model_states.flat import FlatParameter
 from lightning_ssd.model_states.parameter import OffloadedParameter, OffloadedView, ordinary
 from lightning_ssd.model_states.prefetcher import ParamPrefetcher
@@ -101,22 +101,17 @@ def hook_compiled_region(
     with_masters = [parameter for parameter in region.parameters() if parameter in mastered]
     if not offloaded and not with_masters:
         return []
-    running: list[contextlib.ExitStack] = []
-    """A context for each running call: a region may be called inside its own backward, to recompute."""
+    flat_params = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
 
-    def before() -> None:
-        with contextlib.ExitStack() as stack:
-            if not summoned():
-                flat_params = dict.fromkeys(flat_of[parameter][0] for parameter in offloaded)
-                stack.enter_context(prefetcher.resident(flat_params, record=True))
-                stack.enter_context(access.ordinary(offloaded))
-                stack.enter_context(ordinary(with_masters))
-            running.append(stack.pop_all())
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        if summoned():
+            yield
+            return
+        with prefetcher.resident(flat_params, record=True), access.ordinary(offloaded), ordinary(with_masters):
+            yield
 
-    def after() -> None:
-        running.pop().close()
-
-    return [around_calls(region, before, after)]
+    return [run_calls_within(region, context)]
 
 
 def hook_fused_layers(
@@ -159,9 +154,8 @@ def _hook_fused(
     access: Access,
     summoned: Callable[[], bool],
 ) -> Callable[[], None]:
-    running: list[contextlib.ExitStack] = []
-
-    def before() -> None:
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
         layer = module.layers[0] if isinstance(module, nn.TransformerEncoder) else module
         parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
         recorded = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
@@ -174,12 +168,9 @@ def _hook_fused(
                     if type(module).forward is nn.TransformerEncoderLayer.forward:
                         stack.enter_context(_without_own_hooks(module))
                 stack.enter_context(access.ordinary(offloaded))
-            running.append(stack.pop_all())
+            yield
 
-    def after() -> None:
-        running.pop().close()
-
-    return around_calls(module, before, after)
+    return run_calls_within(module, context)
 
 
 @contextlib.contextmanager
